@@ -1,0 +1,11 @@
+"""What several tests share: small stages to run pipelines with, and torch on one thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

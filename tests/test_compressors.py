@@ -1,0 +1,280 @@
+"""What holds for every compressor."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.memory import Stateful
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK, TopK
+
+# compressor, largest relative error it may make on Gaussian values [96, 40]
+ERRORS: list[tuple[Compressor, float]] = [
+    (Nothing(), 0.0),
+    (Cast("float16"), 3e-4),
+    (Cast("bfloat16"), 2.5e-3),
+    (BlockInt(8), 0.0075),
+    (BlockInt(7), 0.015),
+    (BlockInt(6), 0.03),
+    (BlockInt(5), 0.055),
+    (BlockInt(4), 0.1),
+    (BlockInt(3), 0.19),
+    (BlockInt(2), 0.38),
+    (BlockInt(1), 0.62),
+    (BlockInt(4, block=32), 0.09),
+    (BlockInt(4, stochastic=True), 0.18),
+    (BlockInt(1, stochastic=True), 2.8),
+    (TopK(0.5), 0.28),
+    (TopK(0.05), 0.87),
+    (RandomK(0.5), 0.75),
+    (RandomK(0.5, unbiased=True), 1.1),
+    (Svd(0.5, method="exact"), 0.56),
+    (Svd(0.1), 0.93),
+    (Chain(), 0.0),
+    (Chain(none=Nothing()), 0.0),
+    (Chain(svd=Svd(0.6), fp16=Cast("float16")), 0.48),
+    (Chain(topk=TopK(0.3), int8=BlockInt(8)), 0.5),
+    (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
+]
+COMPRESSORS = [compressor for compressor, _ in ERRORS]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+SHAPES = [(24, 64), (7, 5), (1, 1), (1,), (130,), (), (3, 5, 7), (3, 200), (200, 3)]
+
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:
+    """What a receiver with a compressor of its own decodes."""
+    sender, receiver = copy.deepcopy(compressor), copy.deepcopy(compressor)
+    return receiver.decompress(sender.compress(tensor), TensorSpec.of(tensor))
+
+
+def relative_error(tensor: Tensor, seen: Tensor) -> float:
+    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_round_trip_keeps_shape_and_dtype(compressor: Compressor, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        tensor = gaussian(*shape, dtype=dtype)
+
+        assert TensorSpec.of(arrives(compressor, tensor)) == TensorSpec.of(tensor)
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sends_exactly_the_bytes_it_promises(compressor: Compressor, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        tensor = gaussian(*shape, dtype=dtype)
+        parts = copy.deepcopy(compressor).compress(tensor)
+
+        assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+        assert all(part.is_contiguous() for part in parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    compressor=st.sampled_from(COMPRESSORS),
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_any_shape_survives_even_without_values(
+    compressor: Compressor, shape: list[int], seed: int
+) -> None:
+    tensor = gaussian(*shape, seed=seed)
+    parts = copy.deepcopy(compressor).compress(tensor)
+    seen = copy.deepcopy(compressor).decompress(parts, TensorSpec.of(tensor))
+
+    assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+    assert seen.shape == tensor.shape
+    assert seen.isfinite().all()
+
+
+@pytest.mark.parametrize(("compressor", "bound"), ERRORS, ids=[repr(c) for c in COMPRESSORS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_on_gaussian_values_is_as_small_as_the_method_allows(
+    compressor: Compressor, bound: float, dtype: torch.dtype
+) -> None:
+    tensor = gaussian(96, 40, dtype=dtype)
+    # The result is rounded to the tensor's dtype, and so are factors and values on the way.
+    slack = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6) if bound else 0.0
+
+    assert relative_error(tensor, arrives(compressor, tensor)) <= bound + slack
+
+
+@every_compressor
+@pytest.mark.parametrize("power", [-100, -30, 30, 100])
+def test_error_is_the_same_for_tiny_and_huge_values(compressor: Compressor, power: int) -> None:
+    tensor = gaussian(48, 64)
+    expected = relative_error(tensor, arrives(compressor, tensor))
+
+    scaled = relative_error(tensor * 2.0**power, arrives(compressor, tensor * 2.0**power))
+
+    assert scaled == pytest.approx(expected, rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize(  # unbiased multiplies what it sends, so it needs the range
+    "compressor", [c for c in COMPRESSORS if "unbiased" not in c.label], ids=repr
+)
+@pytest.mark.parametrize("scale", [6e4, 1e-5])
+def test_the_ends_of_float16_are_reached_without_overflow(
+    compressor: Compressor, scale: float
+) -> None:
+    tensor = torch.full((40, 24), scale, dtype=torch.float16)
+    seen = arrives(compressor, tensor)
+    kept = seen[seen != 0]
+
+    assert seen.isfinite().all()
+    if "stochastic" not in compressor.label:
+        bound = 0.3 if "int4(" in compressor.label else 0.02
+        assert relative_error(tensor.flatten()[: len(kept)], kept) < bound
+
+
+@every_compressor
+def test_zeros_arrive_as_zeros(compressor: Compressor) -> None:
+    for dtype in DTYPES:
+        assert not arrives(compressor, torch.zeros(9, 33, dtype=dtype)).any()
+
+
+@every_compressor
+def test_a_tensor_after_zeros_arrives_as_without_them(compressor: Compressor) -> None:
+    # A warm start from zeros, or from another subspace, must not blind the next call.
+    tensor = gaussian(200, 5) @ gaussian(5, 120, seed=1)
+    compressor = copy.deepcopy(compressor)
+    expected = relative_error(tensor, arrives(compressor, tensor))
+    compressor.compress(torch.zeros(200, 120))
+
+    assert relative_error(tensor, arrives(compressor, tensor)) <= 1.05 * expected + 1e-4
+
+
+@every_compressor
+def test_one_element_arrives(compressor: Compressor) -> None:
+    seen = arrives(compressor, torch.tensor([[-3.0]]))
+
+    # Unbiased: one of one value is sent, so nothing is scaled. Stochastic: on average.
+    assert seen.item() == pytest.approx(-3.0, rel=0.01)
+
+
+@every_compressor
+def test_receiver_needs_nothing_but_the_parts(compressor: Compressor) -> None:
+    sender, receiver = copy.deepcopy(compressor), copy.deepcopy(compressor)
+    for seed, num_rows in enumerate((150, 200, 130)):
+        tensor = gaussian(num_rows, 120, seed=seed)
+        parts = sender.compress(tensor)
+
+        assert torch.equal(
+            sender.decompress(parts, TensorSpec.of(tensor)),
+            receiver.decompress(parts, TensorSpec.of(tensor)),
+        )
+
+
+@every_compressor
+def test_two_senders_with_the_same_past_send_the_same(compressor: Compressor) -> None:
+    first, second = copy.deepcopy(compressor), copy.deepcopy(compressor)
+    for seed in range(3):
+        tensor = gaussian(150, 120, seed=seed)
+        for one, other in zip(first.compress(tensor), second.compress(tensor), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "compressor", [c for c in COMPRESSORS if isinstance(c, Stateful)], ids=repr
+)
+def test_restored_state_continues_as_if_nothing_had_happened(compressor: Compressor) -> None:
+    original, restored = copy.deepcopy(compressor), copy.deepcopy(compressor)
+    for seed in range(2):
+        original.compress(gaussian(150, 120, seed=seed))
+    restored.load_state_dict(original.state_dict())
+    tensor = gaussian(140, 120, seed=7)
+
+    for one, other in zip(original.compress(tensor), restored.compress(tensor), strict=True):
+        assert torch.equal(one, other)
+
+
+@every_compressor
+def test_global_random_state_is_left_alone(compressor: Compressor) -> None:
+    before = torch.get_rng_state()
+    arrives(compressor, gaussian(40, 24))
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@every_compressor
+def test_neither_the_tensor_nor_the_parts_are_changed(compressor: Compressor) -> None:
+    tensor = gaussian(40, 24)
+    original = tensor.clone()
+    compressor = copy.deepcopy(compressor)
+    parts = compressor.compress(tensor)
+    sent = [part.clone() for part in parts]
+    compressor.decompress(parts, TensorSpec.of(tensor))
+
+    assert torch.equal(tensor, original)
+    assert all(torch.equal(part, was) for part, was in zip(parts, sent, strict=True))
+
+
+@every_compressor
+def test_layout_in_memory_and_autograd_make_no_difference(compressor: Compressor) -> None:
+    tensor = gaussian(24, 40)
+    transposed = tensor.T.contiguous().T.requires_grad_()
+    seen = arrives(compressor, transposed)
+
+    assert not seen.requires_grad
+    torch.testing.assert_close(seen, arrives(compressor, tensor), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(  # a RandomK sends it only if it is drawn
+    "compressor", [c for c in COMPRESSORS if not isinstance(c, RandomK)], ids=repr
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_visible(compressor: Compressor, bad: float) -> None:
+    tensor = gaussian(40, 24)
+    tensor[20, 11] = bad
+
+    assert not arrives(compressor, tensor).isfinite().all()
+
+
+@every_compressor
+def test_integers_are_refused(compressor: Compressor) -> None:
+    with pytest.raises(ValueError, match=r"floating tensors.*int64"):
+        copy.deepcopy(compressor).compress(torch.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cast("fp16"), r"Cast.dtype must be one of float16, bfloat16; got 'fp16'"),
+        (lambda: BlockInt("8"), r"BlockInt.bits must be 1..8, got '8'"),  # type: ignore[arg-type]
+        (lambda: BlockInt(9), r"BlockInt.bits must be 1..8, got 9"),
+        (lambda: BlockInt(True), r"BlockInt.bits must be 1..8, got True"),
+        (lambda: BlockInt(8, block=0), r"BlockInt.block must be a whole number >= 1, got 0"),
+        (lambda: BlockInt(8, stochastic="no"), r"BlockInt.stochastic"),  # type: ignore[arg-type]
+        (lambda: BlockInt(8, seed=-1), r"BlockInt.seed"),
+        (lambda: TopK(0), r"TopK.rate must be a number in \(0, 1\], got 0"),
+        (lambda: TopK(1.5), r"TopK.rate must be a number in \(0, 1\], got 1.5"),
+        (lambda: TopK("0.1"), r"TopK.rate must be .* got '0.1'"),  # type: ignore[arg-type]
+        (lambda: RandomK(0.0), r"RandomK.rate"),
+        (lambda: RandomK(0.1, seed=0.5), r"RandomK.seed"),  # type: ignore[arg-type]
+        (lambda: RandomK(0.1, unbiased="yes"), r"RandomK.unbiased"),  # type: ignore[arg-type]
+        (lambda: Svd(float("nan")), r"Svd.rate must be a number in \(0, 1\], got nan"),
+        (lambda: Svd(0.5, method="qr"), r"Svd.method must be one of subspace, exact; got 'qr'"),
+        (lambda: Svd(0.5, iterations=0), r"Svd.iterations"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused_in_words(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

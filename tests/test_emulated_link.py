@@ -1,0 +1,60 @@
+import threading
+from pathlib import Path
+
+import pytest
+
+from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.link_profile import LinkProfile
+
+
+def test_two_senders_share_one_line(tmp_path: Path) -> None:
+    profile = LinkProfile(1e6, latency_s=0.1)
+    one, two = (LinkClock(profile, tmp_path / "a-b.clock") for _ in range(2))
+    now = one.started_at_s
+
+    first = one.reserve(10_000, now)
+    second = two.reserve(10_000, now)
+
+    assert first.deliver_at_s - now == pytest.approx(profile.transfer_s(10_000))
+    assert second.start_s == first.sent_s
+    assert second.deliver_at_s - now == pytest.approx(2 * profile.line_s(10_000) + 0.1)
+
+
+def test_an_idle_line_starts_at_once(tmp_path: Path) -> None:
+    clock = LinkClock(LinkProfile(1e6), tmp_path / "a-b.clock")
+    now = clock.started_at_s
+    clock.reserve(10_000, now)
+
+    assert clock.reserve(10_000, now + 50).start_s == now + 50
+
+
+def test_jitter_is_seeded_and_never_reorders(tmp_path: Path) -> None:
+    def arrivals(name: str, seed: int) -> list[float]:
+        clock = LinkClock(LinkProfile(1e9, jitter_s=0.5, seed=seed), tmp_path / name)
+        start = clock.started_at_s
+        return [round(clock.reserve(100, start).deliver_at_s - start, 9) for _ in range(20)]
+
+    one = arrivals("1", 1)
+    assert one == sorted(one)
+    assert one[-1] > 0.2
+    assert one == arrivals("2", 1)
+    assert one != arrivals("3", 2)
+
+
+def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:
+    clocks = [LinkClock(LinkProfile(1e6), tmp_path / "a-b.clock") for _ in range(4)]
+    slots = []
+
+    def work(clock: LinkClock) -> None:
+        for _ in range(50):
+            slots.append(clock.reserve(1000))
+
+    threads = [threading.Thread(target=work, args=(clock,)) for clock in clocks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    slots.sort()
+    assert len(slots) == 200
+    assert all(b.start_s >= a.sent_s for a, b in zip(slots, slots[1:], strict=False))

@@ -1,0 +1,78 @@
+"""Following events.jsonl and joining the ranks' reports."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xcloud.events import EventReader, StepCollector, append_event
+
+
+def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:
+    cloud = "source" if rank == 0 else "target"
+    return {"event": "step", "rank": rank, "cloud": cloud, "t": 0.0, "step": step, **fields}
+
+
+def test_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    reader = EventReader(path)
+    assert reader.poll() == []  # the file does not exist yet
+
+    append_event(path, "note", rank=0, cloud="source", text="año")
+    append_event(path, "note", rank=1, cloud="target", text="两")
+    assert [event["text"] for event in reader.poll()] == ["año", "两"]
+    assert reader.poll() == []
+
+    append_event(path, "finish", rank=0, cloud="source", num_steps=3)
+    (event,) = reader.poll()
+    assert event["event"] == "finish" and event["num_steps"] == 3 and event["t"] > 1e9
+
+
+def test_line_cut_at_any_byte_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    line = (json.dumps({"event": "note", "text": "añ两"}, ensure_ascii=False) + "\n").encode()
+    for cut in range(len(line)):
+        path = tmp_path / f"{cut}.jsonl"
+        reader = EventReader(path)
+        path.write_bytes(line[:cut])
+        assert reader.poll() == []
+        with path.open("ab") as file:
+            file.write(line[cut:])
+        assert [event["text"] for event in reader.poll()] == ["añ两"]
+
+
+def test_line_that_is_no_event_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "st{"event": "note"}\n[1]\n\n{"event": "note"}\n')
+
+    with caplog.at_level(logging.WARNING):
+        assert EventReader(path).poll() == [{"event": "note"}]
+    assert len(caplog.records) == 2
+
+
+def test_step_is_complete_when_every_rank_has_reported_it() -> None:
+    collector = StepCollector(num_ranks=2)
+    assert collector.feed(step_event(0, 1, step_s=0.5, compute_s=0.2, samples=4)) is None
+    assert collector.feed(step_event(0, 2, step_s=0.5)) is None  # a rank may run ahead
+    assert collector.feed({"event": "note", "rank": 1}) is None
+
+    totals = collector.feed(
+        step_event(1, 1, step_s=0.7, compute_s=0.3, loss=2.5, sent={"backward": 10, "other": 1})
+    )
+    assert totals is not None
+    assert (totals.step, totals.step_s, totals.samples, totals.loss) == (1, 0.7, 4, 2.5)
+    assert totals.mean_s("compute_s") == {"source": 0.2, "target": 0.3}
+    assert totals.sent == {"backward": 10, "other": 1}
+
+
+def test_seconds_are_means_over_the_ranks_of_a_cloud() -> None:
+    collector = StepCollector(num_ranks=3)
+    collector.feed(step_event(0, 1, waiting_s=0.3))
+    collector.feed(step_event(1, 1, waiting_s=0.1))
+    totals = collector.feed(step_event(2, 1, waiting_s=0.2))
+
+    assert totals is not None
+    assert totals.mean_s("waiting_s") == pytest.approx({"source": 0.3, "target": 0.15})

@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from xcloud.cluster.frame import (
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    seal_frame,
+)
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.errors import FrameError
+
+KEY = MessageKey(Kind.GRADIENT, 70_000, 3)
+DTYPES = [
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+]  # fmt: skip
+
+
+def sealed(*parts: torch.Tensor) -> torch.Tensor:
+    frame = encode_frame(KEY, parts, 5)
+    seal_frame(frame, 1.5)
+    return frame
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_each_dtype_comes_back_bit_equal(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 5) * 9).to(dtype)
+
+    frame = decode_frame(sealed(x), "rank 1")
+
+    assert frame.parts[0].dtype == dtype
+    assert torch.equal(frame.parts[0], x)
+    assert (frame.key, frame.sequence, frame.deliver_at_s) == (KEY, 5, 1.5)
+
+
+def test_several_parts_keep_their_order_and_odd_sizes() -> None:
+    parts = (torch.tensor(7.0), torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4), torch.ones(2))
+
+    found = decode_frame(sealed(*parts), "rank 1").parts
+
+    assert [p.shape for p in found] == [p.shape for p in parts]
+    assert all(torch.equal(a, b) for a, b in zip(found, parts, strict=True))
+
+
+def test_a_strided_part_is_sent_as_its_values() -> None:
+    x = torch.arange(12.0).view(3, 4).t()
+
+    assert torch.equal(decode_frame(sealed(x), "rank 1").parts[0], x)
+
+
+def test_frame_length_is_known_before_it_is_made() -> None:
+    parts = (torch.randn(3, 5), torch.arange(3, dtype=torch.int16))
+
+    assert sealed(*parts).numel() == frame_bytes(tuple(TensorSpec.of(p) for p in parts))
+
+
+def test_a_buffer_may_be_longer_than_the_frame() -> None:
+    x = torch.randn(4)
+    buffer = torch.cat([sealed(x), torch.full((99,), 255, dtype=torch.uint8)])
+
+    frame = decode_frame(buffer, "rank 1")
+
+    assert torch.equal(frame.parts[0], x)
+    assert frame.num_bytes == buffer.numel() - 99
+
+
+def test_every_single_flipped_bit_is_noticed() -> None:
+    good = sealed(torch.randn(2, 3))
+    for position in range(good.numel()):
+        bad = good.clone()
+        bad[position] ^= 1 << (position % 8)
+        with pytest.raises(FrameError, match="rank 1"):
+            decode_frame(bad, "rank 1")
+
+
+def test_a_truncated_frame_is_refused() -> None:
+    good = sealed(torch.randn(2, 3))
+    for length in (0, 10, 39, 45, good.numel() - 1):
+        with pytest.raises(FrameError):
+            decode_frame(good[:length].clone(), "rank 1")
+
+
+def test_another_version_is_named() -> None:
+    bad = sealed(torch.randn(2))
+    bad[4] = 9
+
+    with pytest.raises(FrameError, match="speaks frame version 9"):
+        decode_frame(bad, "rank 1")
+
+
+def test_a_dtype_that_no_frame_knows_is_refused_at_the_sender() -> None:
+    with pytest.raises(FrameError, match="complex64"):
+        encode_frame(KEY, (torch.zeros(2, dtype=torch.complex64),), 0)

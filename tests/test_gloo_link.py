@@ -1,0 +1,143 @@
+"""Two real processes over gloo; each test's script runs in both, told apart by `rank`."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import os, sys, time, datetime
+from pathlib import Path
+import torch, torch.distributed as dist
+from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import FrameError, LinkClosed, LinkTimeout
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+peer, name = 1 - rank, f"rank {1 - rank} of cloud 'x'"
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+group = dist.new_group()
+key = lambda i: MessageKey(Kind.ACTIVATION, 1, i)
+"""
+
+
+def run_pair(tmp_path: Path, script: str) -> list[tuple[int, str]]:
+    file = tmp_path / "script.py"
+    file.write_text(PRELUDE + textwrap.dedent(script) + "\nsys.stdout.flush()\nos._exit(0)\n")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(file), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    return [(process.returncode, out) for process, out in zip(processes, outputs, strict=True)]
+
+
+def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) -> None:
+    results = run_pair(
+        tmp_path,
+        """
+        sizes = [1, 70_000, 3, 0, 70_000, 9]
+        if rank == 0:
+            link = GlooOutLink(group, peer, name, 400_000)
+            for i, size in enumerate(sizes):
+                link.send(key(i), (torch.arange(size, dtype=torch.float32), torch.tensor([i])))
+            link.close(20)
+            print(link.stats.num_messages[Kind.ACTIVATION], link.stats.num_bytes[Kind.ACTIVATION])
+        else:
+            link = GlooInLink(group, peer, name, 400_000)
+            for i, size in enumerate(sizes):
+                values, number = link.recv(key(i), 20)
+                assert torch.equal(values, torch.arange(size, dtype=torch.float32)) and number == i
+            link.close(20)
+            print("all here")
+        """,
+    )
+
+    header = 40 + (2 + 4) + (2 + 4) + 8
+    assert results[0] == (0, f"6 {6 * header + 4 * 140_013}\n")
+    assert results[1] == (0, "all here\n")
+
+
+def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> None:
+    """Three messages each way at once: full duplex, so the time of one way."""
+    results = run_pair(
+        tmp_path,
+        """
+        profile = LinkProfile(20e6, latency_s=0.05)
+        back = dist.new_group()
+        mine, theirs = (group, back) if rank == 0 else (back, group)
+        out = GlooOutLink(mine, peer, name, 400_000, LinkClock(profile, folder / f"{rank}.clock"))
+        incoming = GlooInLink(theirs, peer, name, 400_000)
+        dist.barrier()
+        started = time.perf_counter()
+        for i in range(3):
+            out.send(key(i), (torch.zeros(250_000, dtype=torch.uint8),))
+        sent_s = time.perf_counter() - started
+        for i in range(3):
+            incoming.recv(key(i), 20)
+        took_s = time.perf_counter() - started
+        expected_s = 3 * profile.line_s(250_000) + 0.05
+        assert sent_s < 0.1, sent_s  # send returns before delivery
+        assert expected_s - 0.01 < took_s < expected_s * 1.3 + 0.1, (took_s, expected_s)
+        out.close(20); incoming.close(20)
+        """,
+    )
+
+    assert [code for code, _ in results] == [0, 0], results
+
+
+def test_a_dead_peer_is_named_at_once(tmp_path: Path) -> None:
+    started = time.monotonic()
+    results = run_pair(
+        tmp_path,
+        """
+        if rank == 1:
+            incoming = GlooInLink(group, peer, name, 1000)
+            incoming.recv(key(0), 20)
+            os._exit(0)
+        out, incoming = GlooOutLink(group, peer, name, 1000), GlooInLink(group, peer, name, 1000)
+        out.send(key(0), (torch.zeros(3),))
+        try:
+            incoming.recv(key(0), 50)
+        except LinkClosed as error:
+            print(error)
+        """,
+    )
+
+    assert "rank 1 of cloud 'x' is gone" in results[0][1]
+    assert time.monotonic() - started < 40
+
+
+def test_a_silent_peer_and_a_message_that_is_too_long_are_clear_errors(tmp_path: Path) -> None:
+    results = run_pair(
+        tmp_path,
+        """
+        if rank == 0:
+            incoming = GlooInLink(group, peer, name, 1000)
+            try:
+                incoming.recv(key(0), 0.2)
+            except LinkTimeout as error:
+                print(error)
+            out = GlooOutLink(group, peer, name, 1000)
+            try:
+                out.send(key(0), (torch.zeros(1000),))
+            except FrameError as error:
+                print(error)
+        else:
+            time.sleep(2)
+        """,
+    )
+
+    assert "no activation of step 1, micro-batch 0 from rank 1 of cloud 'x'" in results[0][1]
+    assert "promised at most 1,000" in results[0][1]

@@ -1,0 +1,70 @@
+import pytest
+
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+
+
+def test_ranks_are_numbered_cloud_by_cloud() -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)})
+
+    assert layout.num_ranks == 3
+    assert layout.ranks_of(0) == (0, 1)
+    assert layout.ranks_of(1) == (2,)
+    assert layout.placement(2).cloud == "b"
+    assert layout.leaders == (0, 2)
+
+
+def test_micro_batches_are_dealt_to_the_ranks_of_a_stage_in_turn() -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud(3)})
+
+    assert [layout.owner(0, i) for i in range(4)] == [0, 1, 0, 1]
+    assert [layout.owner(1, i) for i in range(4)] == [2, 3, 4, 2]
+    assert layout.min_micro_batches() == 3
+
+
+def test_one_owner_may_hold_both_ends() -> None:
+    layout = ClusterLayout({"owner": Cloud(1, [0, 2]), "other": Cloud(1, [1])})
+
+    assert layout.placement(0).stages == (0, 2)
+    assert layout.ranks_of(2) == (0,)
+    assert layout.num_stages == 3
+
+
+def test_a_cloud_can_deal_its_stages_to_its_ranks() -> None:
+    layout = ClusterLayout({"all": Cloud(4, [0, 1], one_stage_per_rank=True)})
+
+    assert layout.ranks_of(0) == (0, 1)
+    assert layout.ranks_of(1) == (2, 3)
+    assert not layout.crosses_clouds
+    assert layout.wan_between(0, 3) is None
+
+
+def test_a_pair_of_clouds_may_have_its_own_link() -> None:
+    slow = LinkProfile(1e6)
+    layout = ClusterLayout(
+        {"a": Cloud(), "b": Cloud(), "c": Cloud()}, wan="free", links={"c-b": slow}
+    )
+
+    assert layout.wan_between(0, 1) == "free"
+    assert layout.wan_between(1, 2) is slow
+    assert layout.wan_between(2, 1) is slow
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: ClusterLayout({}), "at least one"),
+        (lambda: ClusterLayout({"a": Cloud(1, [0]), "b": Cloud(1, [0])}), "exactly once"),
+        (lambda: ClusterLayout({"a": Cloud(1, [1])}), "exactly once"),
+        (lambda: ClusterLayout({"a": Cloud(3, [0, 1], True)}), "multiple of 2"),
+        (lambda: ClusterLayout({"a": Cloud()}, wan="oregon_tokyo"), "cluster/wan=oregon_tokyo"),
+        (lambda: ClusterLayout({"a": Cloud(), "b": Cloud()}, links={"a-x": "free"}), "pair of clouds"),
+        (lambda: Cloud(num_ranks=0), "num_ranks"),
+        (lambda: Cloud(num_ranks="two"), "num_ranks"),
+        (lambda: Cloud(device="tpu"), "device"),
+    ],
+)
+def test_layouts_that_make_no_sense_are_refused_in_words(make, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make()

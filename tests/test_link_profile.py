@@ -1,0 +1,90 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xcloud.cluster.link_profile import LinkProfile, line_bytes
+from xcloud.errors import ConfigError
+
+
+def test_transfer_time_counts_packet_headers_and_latency() -> None:
+    profile = LinkProfile(1e8, latency_s=0.01)
+
+    assert line_bytes(1448) == 1514
+    assert line_bytes(1449) == 1449 + 2 * 66
+    assert profile.transfer_s(1448_000) == pytest.approx(0.01 + 8 * 1514_000 / 1e8)
+
+
+def test_a_trace_changes_the_rate_in_the_middle_of_a_message() -> None:
+    profile = LinkProfile(1e6, trace=[[0, 1e6], [1, 2e6]])
+    bits = 8 * line_bytes(250_000)
+
+    # One second at 1 Mbit/s, the rest at 2 Mbit/s.
+    assert profile.sent_at(0.0, 250_000) == pytest.approx(1 + (bits - 1e6) / 2e6)
+
+
+def test_a_trace_with_a_period_starts_again() -> None:
+    profile = LinkProfile(1e6, trace=[[0, 1e6], [1, 4e6]], trace_period_s=2)
+
+    assert profile.sent_at(10.0, 10_000) == pytest.approx(profile.sent_at(0.0, 10_000) + 10)
+    assert profile.sent_at(11.0, 10_000) == pytest.approx(11 + 8 * line_bytes(10_000) / 4e6)
+
+
+def test_nothing_moves_during_an_outage() -> None:
+    profile = LinkProfile(1e6, outages=[[0.5, 2.0]])
+    free = LinkProfile(1e6)
+
+    assert profile.sent_at(0.0, 10_000) == free.sent_at(0.0, 10_000)
+    assert profile.sent_at(0.45, 25_000) == pytest.approx(free.sent_at(0.45, 25_000) + 2.0)
+    assert profile.sent_at(1.0, 10_000) == pytest.approx(free.sent_at(2.5, 10_000))
+
+
+def test_random_outages_follow_the_seed() -> None:
+    def arrivals(seed: int) -> list[float]:
+        profile = LinkProfile(1e6, outage_every_s=3, outage_lasting_s=1, seed=seed)
+        return [profile.sent_at(at, 1000) for at in (1.0, 5.0, 9.0, 20.0, 60.0)]
+
+    assert arrivals(1) == arrivals(1)
+    assert arrivals(1) != arrivals(2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.floats(0, 100),
+    size=st.integers(1, 300_000),
+    period=st.sampled_from([0.0, 7.3]),
+    outage=st.sampled_from([0.0, 5.0]),
+)
+def test_a_longer_message_never_arrives_earlier(
+    start: float, size: int, period: float, outage: float
+) -> None:
+    profile = LinkProfile(
+        1e6, trace=[[0.1, 1e6], [2.2, 3e5], [5, 2e6]], trace_period_s=period,
+        outage_every_s=outage, outage_lasting_s=outage / 5,
+    )  # fmt: skip
+
+    sent = profile.sent_at(start, size)
+
+    assert start < sent < math.inf
+    assert profile.sent_at(start, size + 1) >= sent
+    assert profile.sent_at(start + 0.5, size) >= sent
+
+
+@pytest.mark.parametrize(
+    ("settings_", "named"),
+    [
+        ({"bandwidth_bits_per_s": 0}, "bandwidth_bits_per_s"),
+        ({"bandwidth_bits_per_s": "fast"}, "bandwidth_bits_per_s"),
+        ({"latency_s": -1}, "latency_s"),
+        ({"trace": [[0, 0.0]]}, "trace"),
+        ({"trace": [[3, 1e6], [1, 1e6]]}, "order of time"),
+        ({"trace": [1, 2]}, "pairs"),
+        ({"outages": [[1, 0]]}, "outages"),
+        ({"outage_every_s": 5}, "go together"),
+        ({"trace": [[0, 1e6], [5, 1e6]], "trace_period_s": 5}, "trace_period_s"),
+    ],
+)
+def test_nonsense_is_refused_by_name(settings_: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LinkProfile(**{"bandwidth_bits_per_s": 1e6, **settings_})  # type: ignore[arg-type]

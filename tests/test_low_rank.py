@@ -1,0 +1,180 @@
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.cast import Cast
+from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.quantize import BlockInt
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_every_order() -> None:
+    torch.manual_seed(0)
+
+
+METHODS = ("exact", "subspace")
+
+
+def arrives(compressor: Compressor, tensor: Tensor) -> Tensor:
+    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+
+
+def relative_error(tensor: Tensor, seen: Tensor) -> float:
+    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
+
+
+def smallest_error(tensor: Tensor, rank: int) -> float:
+    """Of any matrix of this rank (Eckart and Young)."""
+    values = torch.linalg.svdvals(tensor)
+    return float(values[rank:].norm() / values.norm())
+
+
+def micro_batches(decay: str, num_features: int = 256, num: int = 4) -> list[Tensor]:
+    """Of different rows, in one basis, with singular values that decay as hidden states' do."""
+    generator = torch.Generator().manual_seed(1)
+    i = torch.arange(1.0, num_features + 1)
+    sizes = {"1/i": 1 / i, "exp": torch.exp(-i / 20) + 1e-3, "1/sqrt(i)": i**-0.5}[decay]
+    basis = torch.linalg.qr(torch.randn(num_features, num_features, generator=generator)).Q
+    rows = [600 - 70 * index for index in range(num)]
+    return [(torch.randn(r, num_features, generator=generator) * sizes) @ basis for r in rows]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("rows", "features", "rate"),
+    [(300, 200, 0.05), (300, 200, 0.5), (40, 200, 0.5), (200, 40, 0.5), (60, 60, 1.0)],
+)
+def test_exactly_low_rank_input_comes_back_exactly(
+    method: str, rows: int, features: int, rate: float
+) -> None:
+    compressor = Svd(rate, method=method)
+    rank = round(rate * min(rows, features))
+    for _ in range(3):  # each of another basis: the warm start is of no use and must do no harm
+        tensor = torch.randn(rows, rank) @ torch.randn(rank, features)
+
+        assert relative_error(tensor, arrives(compressor, tensor)) < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_single_row_of_its_own_direction_is_found(method: str) -> None:
+    compressor, tensor = Svd(0.05, method=method), torch.zeros(400, 200)
+    compressor.compress(torch.randn(400, 3) @ torch.randn(3, 200))
+    tensor[123, 45] = 7.0
+
+    assert relative_error(tensor, arrives(compressor, tensor)) < 1e-5
+
+
+def test_exact_makes_the_smallest_possible_error() -> None:
+    tensor = torch.randn(90, 50)
+
+    for rate, rank in ((0.1, 5), (0.6, 30)):
+        error = relative_error(tensor, arrives(Svd(rate, method="exact"), tensor))
+        assert error == pytest.approx(smallest_error(tensor, rank), rel=1e-4)
+
+
+@pytest.mark.parametrize("decay", ["1/i", "exp", "1/sqrt(i)"])
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2, 0.6])
+def test_subspace_errs_at_most_one_percent_more_than_exact(decay: str, rate: float) -> None:
+    compressor = Svd(rate)
+    for index, tensor in enumerate(micro_batches(decay)):
+        error = relative_error(tensor, arrives(compressor, tensor))
+        allowed = 1.02 if index == 0 else 1.01  # the first has no warm start
+
+        assert error <= allowed * smallest_error(tensor, round(rate * 256))
+
+
+def test_a_warm_start_helps() -> None:
+    first, *others, last = micro_batches("1/i")
+    warm, cold = Svd(0.05), Svd(0.05)
+    for tensor in (first, *others):
+        warm.compress(tensor)
+    cold.iterations = -1  # the two extra rounds of a first call leave one
+    excess = [
+        relative_error(last, arrives(svd, last)) / smallest_error(last, 13) - 1
+        for svd in (warm, cold)
+    ]
+
+    assert excess[0] < 0.3 * excess[1]
+
+
+def test_more_iterations_come_closer() -> None:
+    errors = []
+    for iterations in (1, 3):
+        compressor = Svd(0.05, iterations=iterations)
+        tensor = micro_batches("1/sqrt(i)")[0]
+        errors.append(relative_error(tensor, arrives(compressor, tensor)))
+
+    assert smallest_error(tensor, 13) < errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [1e-25, 1e-6, 1e4, 1e25])
+@pytest.mark.parametrize("rate", [0.1, 0.6])
+def test_casting_the_factors_adds_little_error_at_any_scale(
+    method: str, scale: float, rate: float
+) -> None:
+    tensor = micro_batches("1/i")[0] * scale
+    plain = relative_error(tensor, arrives(Svd(rate, method=method), tensor))
+    fp16 = Chain(svd=Svd(rate, method=method), fp16=Cast("float16"))
+    int8 = Chain(svd=Svd(rate, method=method), int8=BlockInt(8))
+
+    assert relative_error(tensor, arrives(fp16, tensor)) < plain + 2e-4
+    assert relative_error(tensor, arrives(int8, tensor)) < (plain**2 + 0.011**2) ** 0.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rate", [0.05, 0.6])
+def test_the_factors_have_the_same_mean_square(method: str, rate: float) -> None:
+    left, right = Svd(rate, method=method).compress(1e-6 * micro_batches("1/i")[0])
+
+    assert left.square().mean() == pytest.approx(right.square().mean().item(), rel=1e-3)
+
+
+def test_rate_is_the_share_of_the_rank_that_is_kept() -> None:
+    left, right = Svd(0.6).wire_specs(TensorSpec((2048, 768), torch.float32))
+
+    assert (left.shape, right.shape) == ((2048, 461), (461, 768))
+
+
+def test_features_of_any_shape_are_one_axis() -> None:
+    tensor = torch.randn(20, 6, 4)
+    left, right = Svd(0.5).compress(tensor)
+
+    assert (left.shape, right.shape) == ((20, 10), (10, 24))
+    torch.testing.assert_close(arrives(Svd(1.0), tensor), tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_square_matrix_at_a_high_rate_costs_more_than_it_saves_and_says_so() -> None:
+    specs = Svd(0.6).wire_specs(TensorSpec((100, 100), torch.float32))
+
+    assert sum(spec.num_bytes for spec in specs) == 1.2 * 4 * 100 * 100
+
+
+def test_a_nan_does_not_spoil_the_warm_start() -> None:
+    first, second, *_ = micro_batches("1/i")
+    compressor = Svd(0.05)
+    compressor.compress(first)
+    broken = first.clone()
+    broken[3, 3] = float("nan")
+
+    assert arrives(compressor, broken).isnan().all()
+    assert relative_error(second, arrives(compressor, second)) < 1.01 * smallest_error(second, 13)
+
+
+def test_subspace_is_many_times_faster_than_exact() -> None:
+    # 22 times on a quiet machine (benchmarks/bench_codecs.py); 6 leaves room for a busy one.
+    tensor = torch.randn(1024, 768)
+    subspace, exact = Svd(1 / 24), Svd(1 / 24, method="exact")
+    subspace.compress(tensor)
+    seconds = []
+    for compressor in (subspace, exact):
+        started = time.perf_counter()
+        compressor.compress(tensor)
+        seconds.append(time.perf_counter() - started)
+
+    assert seconds[0] < seconds[1] / 6

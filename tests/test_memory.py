@@ -1,0 +1,233 @@
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import TopK
+from xcloud.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_every_order() -> None:
+    torch.manual_seed(0)
+
+
+ROWS = SampleRows(ids=(7, 3), counts=(2, 3))
+
+
+def send(memory: Memory, compressor: Compressor, tensor: Tensor, rows: SampleRows) -> Tensor:
+    """What a channel does at the sending end; returns what the peer decodes."""
+    sent = memory.before_send(tensor, rows)
+    seen = compressor.decompress(compressor.compress(sent), TensorSpec.of(sent))
+    if memory.needs_seen:
+        memory.after_send(sent, seen, rows)
+    return seen
+
+
+@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback(), DeltaCache()], ids=repr)
+def test_without_loss_every_message_arrives_as_it_is(memory: Memory) -> None:
+    sender, receiver = copy.deepcopy(memory), copy.deepcopy(memory)
+    for _ in range(3):
+        tensor = torch.randn(5, 4, dtype=torch.float64)
+        sent = sender.before_send(tensor, ROWS)
+        sender.after_send(sent, sent, ROWS)
+
+        torch.testing.assert_close(receiver.after_receive(sent, ROWS), tensor)
+
+
+def test_no_memory_holds_and_needs_nothing() -> None:
+    memory, tensor = NoMemory(), torch.randn(5, 4)
+
+    assert memory.before_send(tensor, ROWS) is tensor
+    assert memory.after_receive(tensor, ROWS) is tensor
+    assert (memory.needs_seen, memory.num_bytes, memory.state_dict()) == (False, 0, {})
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), DeltaCache()], ids=repr)
+def test_neither_input_is_changed(memory: Memory) -> None:
+    tensor, seen = torch.randn(5, 4), torch.randn(5, 4)
+    tensor_before, seen_before = tensor.clone(), seen.clone()
+    for _ in range(2):
+        sent = memory.before_send(tensor, ROWS)
+        memory.after_send(sent, seen, ROWS)
+        memory.after_receive(seen, ROWS)
+
+    assert torch.equal(tensor, tensor_before)
+    assert torch.equal(seen, seen_before)
+
+
+def test_error_feedback_conserves_what_was_meant() -> None:
+    memory, compressor = ErrorFeedback(), TopK(0.2)
+    meant, arrived = torch.zeros(5, 4), torch.zeros(5, 4)
+    for _ in range(20):
+        tensor = torch.randn(5, 4)
+        meant += tensor
+        arrived += send(memory, compressor, tensor, ROWS)
+    residual = memory.before_send(torch.zeros(5, 4), ROWS)
+
+    torch.testing.assert_close(meant, arrived + residual)
+    assert residual.norm() > 0.5  # or nothing was lost and nothing was shown
+
+
+def test_error_feedback_delivers_in_the_mean_what_topk_alone_never_sends() -> None:
+    tensor = torch.arange(1.0, 21).reshape(5, 4)
+    means = []
+    for memory in (ErrorFeedback(), NoMemory()):
+        seen = [send(memory, TopK(0.1), tensor, ROWS) for _ in range(200)]
+        means.append(torch.stack(seen).mean(0))
+
+    assert (means[0] - tensor).norm() < 0.1 * tensor.norm()
+    assert (means[1] - tensor).norm() > 0.8 * tensor.norm()
+
+
+def test_error_feedback_follows_the_sample_not_its_place() -> None:
+    memory = ErrorFeedback()
+    seen = torch.zeros(5, 1)
+    memory.after_send(torch.tensor([[1.0], [2], [3], [4], [5]]), seen, ROWS)
+    sent = memory.before_send(torch.zeros(6, 1), SampleRows((3, 9, 7), (3, 1, 2)))
+
+    assert sent.flatten().tolist() == [3, 4, 5, 0, 1, 2]
+
+
+def test_decay_weakens_the_residual_at_each_visit() -> None:
+    memory, zeros = ErrorFeedback(decay=0.5), torch.zeros(5, 2)
+    memory.after_send(torch.ones(5, 2), zeros, ROWS)
+    for expected in (0.5, 0.25):
+        sent = memory.before_send(zeros, ROWS)
+        memory.after_send(sent, zeros, ROWS)
+        assert (sent == expected).all()
+
+
+def test_a_residual_is_dropped_when_the_number_of_rows_changed() -> None:
+    memory = ErrorFeedback()
+    memory.after_send(torch.ones(5, 2), torch.zeros(5, 2), ROWS)
+    sent = memory.before_send(torch.zeros(4, 2), SampleRows((7, 3), (1, 3)))
+
+    assert sent[:1].eq(0).all()
+    assert sent[1:].eq(1).all()
+
+
+def test_a_sample_twice_in_a_message_loses_nothing_and_counts_nothing_twice() -> None:
+    memory, twice = ErrorFeedback(), SampleRows((7, 7), (2, 2))
+    memory.after_send(torch.ones(2, 1), torch.zeros(2, 1), SampleRows((7,), (2,)))
+    sent = memory.before_send(torch.zeros(4, 1), twice)
+    assert sent.flatten().tolist() == [1, 1, 0, 0]
+
+    memory.after_send(torch.tensor([[1.0], [2], [10], [20]]), torch.zeros(4, 1), twice)
+    assert memory.before_send(torch.zeros(2, 1), SampleRows((7,), (2,))).flatten().tolist() == [
+        11,
+        22,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("tensor_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_both_delta_caches_stay_bit_equal(dtype: str | None, tensor_dtype: torch.dtype) -> None:
+    sender, receiver = DeltaCache(dtype), DeltaCache(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for visit in range(30):
+        first = int(torch.randint(5, (1,), generator=generator))
+        # Sample 9 stands twice; sample 100 has another number of rows at every third visit.
+        rows = SampleRows((first, 9, 9, 100), (2, 1, 1, 1 + visit % 3 // 2))
+        tensor = torch.randn(sum(rows.counts), 8, generator=generator).to(tensor_dtype)
+        receiver.after_receive(send(sender, BlockInt(3), tensor, rows), rows)
+        ours, theirs = sender.state_dict(), receiver.state_dict()
+
+        assert all(torch.equal(ours[name], theirs[name]) for name in ("ids", "counts", "rows"))
+
+
+def test_delta_cache_error_shrinks_as_the_changes_do() -> None:
+    sender, receiver, tensor = DeltaCache(), DeltaCache(), torch.randn(5, 64)
+    errors = []
+    for visit in range(4):
+        value = tensor + 0.1**visit * torch.randn(5, 64)
+        seen = receiver.after_receive(send(sender, BlockInt(4), value, ROWS), ROWS)
+        errors.append(float((value - seen).norm() / value.norm()))
+
+    assert errors[0] > 0.05  # the value itself, in 4 bits
+    assert errors[3] < 0.03 * errors[0]
+
+
+def test_delta_cache_sends_the_value_itself_at_first_and_after_a_change_of_rows() -> None:
+    memory, tensor = DeltaCache(), torch.randn(5, 4)
+    assert torch.equal(memory.before_send(tensor, ROWS), tensor)
+    memory.after_send(tensor, tensor, ROWS)
+    change = memory.before_send(tensor[:4], SampleRows((7, 3), (1, 3)))
+
+    assert torch.equal(change[:1], tensor[:1])
+    torch.testing.assert_close(change[1:], tensor[1:4] - tensor[2:5])
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), DeltaCache()], ids=repr)
+def test_a_restored_memory_continues_bit_equal(memory: Memory) -> None:
+    memory = copy.deepcopy(memory)
+    send(memory, BlockInt(2), torch.randn(5, 4), ROWS)
+    send(memory, BlockInt(2), torch.randn(3, 4), SampleRows((1, 2), (3, 0)))
+    state = memory.state_dict()
+    # Only what safetensors and JSON can hold.
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in state.items() if name not in tensors}
+    stored = load(save(tensors)) | json.loads(json.dumps(numbers))
+    restored = type(memory)()
+    restored.load_state_dict(stored)
+    tensor, rows = torch.randn(8, 4), SampleRows((3, 7, 1), (3, 2, 3))
+
+    assert torch.equal(restored.before_send(tensor, rows), memory.before_send(tensor, rows))
+    assert restored.num_bytes == memory.num_bytes
+
+
+def test_an_empty_memory_can_be_stored_and_restored() -> None:
+    memory = DeltaCache()
+    send(memory, BlockInt(8), torch.randn(5, 4), ROWS)
+    memory.load_state_dict(ErrorFeedback().state_dict())
+
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(None, 80), ("float32", 80), ("bfloat16", 40)])
+def test_num_bytes_counts_what_is_held(dtype: str | None, num_bytes: int) -> None:
+    for memory in (ErrorFeedback(dtype=dtype), DeltaCache(dtype=dtype)):
+        assert memory.num_bytes == 0
+        for _ in range(2):  # the second visit replaces the first
+            send(memory, BlockInt(4), torch.randn(5, 4), ROWS)
+
+        assert memory.num_bytes == num_bytes
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), DeltaCache()], ids=repr)
+def test_copies_share_no_state(memory: Memory) -> None:
+    one, other = copy.deepcopy(memory), copy.deepcopy(memory)
+    send(one, BlockInt(2), torch.randn(5, 4), ROWS)
+
+    assert one.num_bytes > 0
+    assert other.num_bytes == memory.num_bytes == 0
+    third = copy.deepcopy(one)
+    send(one, BlockInt(2), torch.randn(5, 4), ROWS)
+    assert not torch.equal(one.state_dict()["rows"], third.state_dict()["rows"])
+
+
+@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback(), DeltaCache()], ids=repr)
+def test_every_memory_keeps_the_protocol(memory: Memory) -> None:
+    assert isinstance(memory, Memory)
+    assert memory.needs_seen == (memory.label != "")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ErrorFeedback(decay=1.5), r"ErrorFeedback.decay .* got 1.5"),
+        (lambda: ErrorFeedback(decay="1"), r"ErrorFeedback.decay .* got '1'"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(dtype="float16"), r"ErrorFeedback.dtype must be one of .*bfloat16"),
+        (lambda: DeltaCache(dtype="int8"), r"DeltaCache.dtype must be one of .* got 'int8'"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,39 @@
+import pytest
+import torch
+from torch import nn
+
+from xcloud.errors import ConfigError
+from xcloud.training.optimizer import Optimizer
+
+
+def test_inverse_sqrt_rises_to_the_peak_and_falls() -> None:
+    rates = [Optimizer(1e-3, warmup_steps=100).learning_rate_at(s, 999) for s in (1, 50, 100, 400)]
+
+    assert rates == pytest.approx([1e-5, 5e-4, 1e-3, 5e-4])
+
+
+def test_linear_decay_ends_just_above_zero_at_the_last_step() -> None:
+    optimizer = Optimizer(1.0, warmup_steps=10, decay="linear")
+
+    assert optimizer.learning_rate_at(10, 109) == pytest.approx(1.0)
+    assert optimizer.learning_rate_at(109, 109) == pytest.approx(0.01)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    frozen, trained = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(3))
+
+    built = Optimizer().build([frozen, trained])
+
+    assert [p is trained for group in built.param_groups for p in group["params"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 0), ("learning_rate", "1e-3x"), ("warmup_steps", 1.5),
+        ("decay", "cosine"), ("betas", [0.9]), ("betas", [0.9, 1.0]), ("clip_norm", -1),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.{name}"):
+        Optimizer(**{name: value})  # type: ignore[arg-type]

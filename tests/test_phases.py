@@ -1,0 +1,148 @@
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.chain import Chain
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
+from xcloud.comm.phases import Compression, Phase, Phased
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import TopK
+from xcloud.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_every_order() -> None:
+    torch.manual_seed(0)
+
+
+CONF = Path(__file__).parents[1] / "conf" / "compression"
+PAPER = Compression(
+    forward=Chain(svd=Svd(0.6), fp16=Cast("float16")), backward=Chain(int8=BlockInt(8))
+)
+LABELS = {
+    "none": "none+none",
+    "fp16": "fp16+fp16",
+    "bf16": "bf16+bf16",
+    "fp16_int8": "fp16+int8",
+    "int8": "int8+int8",
+    "int4": "int4+int4",
+    "int4_int8": "int4+int8",
+    "int2": "int2+int2",
+    "topk": "fp16(topk(0.1))+fp16(topk(0.1))",
+    "topk_ef": "ef(fp16(topk(0.1)))+ef(fp16(topk(0.1)))",
+    "randomk": "fp16(randomk(0.1))+fp16(randomk(0.1))",
+    "svd_fp16_int8": "fp16(svd(0.6))+int8",
+    "delta_int4": "delta(int4)+int8",
+    "phased_example": "int8+int8 to step 200, int4+int8",
+}
+
+
+def test_label_joins_forward_and_backward_with_their_memories() -> None:
+    assert PAPER.label == "fp16(svd(0.6))+int8"
+    assert Compression(TopK(0.05), BlockInt(8), ErrorFeedback()).label == "ef(topk(0.05))+int8"
+    assert Compression(backward_memory=DeltaCache()).label == "none+delta(none)"
+
+
+def test_compression_is_the_same_at_every_step() -> None:
+    assert PAPER.at(0) is PAPER.at(10**6) is PAPER
+
+
+def test_identity_is_nothing_both_ways_without_memory() -> None:
+    assert Compression().is_identity
+    assert Compression(Chain(), Chain(none=Nothing())).is_identity
+    assert not Compression(forward=Cast("float16")).is_identity
+    assert not Compression(backward=Cast("float16")).is_identity
+    assert not Compression(forward_memory=DeltaCache()).is_identity
+    assert not Compression(backward_memory=ErrorFeedback()).is_identity
+
+
+def test_copies_share_no_state() -> None:
+    compression = Compression(Chain(svd=Svd(0.05)), BlockInt(4, stochastic=True), DeltaCache())
+    one, other = copy.deepcopy(compression), copy.deepcopy(compression)
+    rows = SampleRows((1, 2), (100, 100))
+    for tensor in (torch.randn(200, 80), torch.randn(200, 80)):
+        one.forward.compress(tensor)
+        one.backward.compress(tensor)
+        one.forward_memory.after_receive(tensor, rows)
+    fresh = copy.deepcopy(compression)
+
+    assert one.forward_memory.num_bytes > other.forward_memory.num_bytes == 0
+    for direction in ("forward", "backward"):
+        sent = [getattr(copy_, direction).compress(tensor)[0] for copy_ in (one, other, fresh)]
+        assert torch.equal(sent[1], sent[2])
+        assert not torch.equal(sent[0], sent[1])
+
+
+def test_a_phase_lasts_until_its_step_and_the_last_one_for_ever() -> None:
+    first, second, third = Compression(), PAPER, Compression(BlockInt(2), BlockInt(8))
+    phased = Phased(warm_up=Phase(10, first), middle=Phase(25, second), rest=Phase(None, third))
+    expected = {0: first, 10: first, 11: second, 25: second, 26: third, 10**9: third}
+
+    assert {step: phased.at(step) for step in expected} == expected
+
+
+def test_phased_says_what_it_does() -> None:
+    phased = Phased(a=Phase(200, Compression()), b=Phase(None, PAPER))
+
+    assert phased.label == "none+none to step 200, fp16(svd(0.6))+int8"
+    assert not phased.is_identity
+    assert Phased(only=Phase(None, Compression())).is_identity
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Phased(), r"needs a last phase with until_step null"),
+        (lambda: Phased(a=Phase(5, PAPER)), r"until_step null.*got until_step \[5\] for \['a'\]"),
+        (
+            lambda: Phased(a=Phase(None, PAPER), b=Phase(None, PAPER)),
+            r"Phased.a.until_step is null, so 'b' would never begin",
+        ),
+        (
+            lambda: Phased(a=Phase(9, PAPER), b=Phase(9, PAPER), c=Phase(None, PAPER)),
+            r"Phased.b.until_step must exceed that of the phase before \(9\), got 9",
+        ),
+        (lambda: Phased(a=PAPER), r"Phased.a must be a Phase, got Compression"),  # type: ignore[arg-type]
+        (lambda: Phase("9", PAPER), r"Phase.until_step .* got '9'"),  # type: ignore[arg-type]
+        (lambda: Phase(-1, PAPER), r"Phase.until_step must be a whole number >= 0, got -1"),
+        (
+            lambda: Phase(None, Phased(a=Phase(None, PAPER))),  # type: ignore[arg-type]
+            r"Phase.compression must be a Compression, got Phased",
+        ),
+        (
+            lambda: Compression(forward="int8"),
+            r"forward must be a Compressor, got 'int8'.*_target_",
+        ),  # type: ignore[arg-type]
+        (lambda: Compression(backward_memory="ef"), r"backward_memory must be a Memory"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_every_compression_file_is_listed_here() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} == set(LABELS)
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_every_compression_file_builds_what_its_name_says(name: str) -> None:
+    path = CONF / f"{name}.yaml"
+    built = instantiate(OmegaConf.load(path), _convert_="all")
+
+    assert path.read_text().startswith("# ")
+    assert built.label == LABELS[name]
+    assert built.is_identity == (name == "none")
+
+
+def test_a_rate_can_be_swept_by_name() -> None:
+    config = OmegaConf.load(CONF / "svd_fp16_int8.yaml")
+    OmegaConf.update(config, "forward.svd.rate", 0.2)
+
+    assert instantiate(config, _convert_="all").label == "fp16(svd(0.2))+int8"

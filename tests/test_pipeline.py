@@ -1,0 +1,155 @@
+import pytest
+import torch
+
+from tests.pipelines import BORDER, in_threads, pipelines, samples
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import InProcessLink
+from xcloud.comm.cast import Cast
+from xcloud.comm.chain import Chain
+from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel, StepClock
+from xcloud.errors import FrameError, LinkTimeout
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.training.batch_plan import cut
+
+IDS = torch.arange(12)
+LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
+LAYOUTS = {
+    "two clouds": ClusterLayout({"a": Cloud(), "b": Cloud()}),
+    "2x2": ClusterLayout({"a": Cloud(2), "b": Cloud(2)}),
+    "2 feeding 1": ClusterLayout({"a": Cloud(2), "b": Cloud(1)}),
+    "1 feeding 2": ClusterLayout({"a": Cloud(1), "b": Cloud(2)}),
+    "2 feeding 3": ClusterLayout({"a": Cloud(2), "b": Cloud(3)}),
+    "one cloud": ClusterLayout({"all": Cloud(2, [0, 1], one_stage_per_rank=True)}, "free"),
+}
+SCHEDULES = [GPipe(4), OneForwardOneBackward(4), OneForwardOneBackward(4, 3)]
+
+
+def step(ranks: list[Pipeline], schedule: Schedule, number: int = 1) -> dict[int, dict]:
+    """One step of all ranks. Returns stage -> parameter name -> gradient summed over lanes."""
+    pieces = dict(enumerate(cut(IDS, schedule.num_micro_batches)))
+    batches = {i: samples(ids) for i, ids in pieces.items()}
+    losses = in_threads(
+        [lambda r=rank: r.step(schedule, batches, number, weight=12.0) for rank in ranks]
+    )
+    gradients: dict[int, dict] = {-1: {"loss": sum(losses)}}
+    for rank in ranks:
+        for stage, module in rank.stages.items():
+            for name, parameter in module.named_parameters():
+                total = gradients.setdefault(stage, {})
+                total[name] = total.get(name, 0) + parameter.grad
+    return gradients
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_two_ranks_are_bit_equal_to_one_process(schedule: Schedule) -> None:
+    one = step(pipelines(LOCAL), schedule)
+    two = step(pipelines(LAYOUTS["two clouds"]), schedule)
+
+    for stage in one:
+        for name in one[stage]:
+            assert torch.equal(one[stage][name], two[stage][name]), (stage, name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_any_number_of_ranks_gives_the_gradients_of_one_process(
+    layout: ClusterLayout, schedule: Schedule
+) -> None:
+    one = step(pipelines(LOCAL), schedule)
+    many = step(pipelines(layout), schedule)
+
+    for stage in one:
+        for name in one[stage]:
+            # Lanes add their shares in another order than one process does.
+            torch.testing.assert_close(many[stage][name], one[stage][name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_those_of_the_whole_batch_at_once() -> None:
+    whole = pipelines(LOCAL)[0]
+    batch = samples(IDS)
+    sent = whole.stages[0](None, batch).send
+    loss = whole.stages[1](sent, batch).loss / 12.0
+    loss.backward()
+    expected = {s: m.layer.weight.grad.clone() for s, m in whole.stages.items()}
+
+    found = step(pipelines(LAYOUTS["2x2"]), GPipe(4))
+
+    for stage in (0, 1):
+        torch.testing.assert_close(found[stage]["layer.weight"], expected[stage])
+    torch.testing.assert_close(found[-1]["loss"], loss.detach())
+
+
+def test_an_owner_of_both_ends_sends_out_and_takes_back() -> None:
+    """Text and labels with one owner, the middle elsewhere (U-shape)."""
+    three = ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free")
+    u_shape = ClusterLayout({"owner": Cloud(1, [0, 2]), "other": Cloud(1, [1])})
+    for schedule in SCHEDULES:
+        one = step(pipelines(three), schedule)
+        two = step(pipelines(u_shape), schedule)
+        for stage in one:
+            for name in one[stage]:
+                assert torch.equal(one[stage][name], two[stage][name])
+
+
+def test_both_directions_are_compressed() -> None:
+    plain = step(pipelines(LAYOUTS["two clouds"]), GPipe(4))
+    forward = step(pipelines(LAYOUTS["two clouds"], forward=Chain(h=Cast("bfloat16"))), GPipe(4))
+    backward = step(pipelines(LAYOUTS["two clouds"], backward=Chain(h=Cast("bfloat16"))), GPipe(4))
+
+    assert not torch.equal(forward[1]["layer.weight"], plain[1]["layer.weight"])
+    # A compressed gradient changes what the first stage learns, and nothing in the last.
+    assert torch.equal(backward[1]["layer.weight"], plain[1]["layer.weight"])
+    assert not torch.equal(backward[0]["layer.weight"], plain[0]["layer.weight"])
+
+
+def test_evaluation_goes_through_the_same_border() -> None:
+    ranks = pipelines(LAYOUTS["2 feeding 1"])
+    pieces = list(IDS.split(5))
+
+    found = in_threads([lambda r=rank: r.predict(pieces, samples, 9) for rank in ranks])
+
+    assert found[0] == found[1] == {}
+    assert found[2] == {i: [i % 4 + 1] for i in range(12)}
+
+
+def test_a_step_that_is_out_of_order_is_a_clear_error() -> None:
+    link = InProcessLink("rank 1 of cloud 'b'")
+    link.send(MessageKey(Kind.ACTIVATION, 3, 0), ())
+
+    with pytest.raises(FrameError, match="expected activation of step 4.*got activation of step 3"):
+        link.recv(MessageKey(Kind.ACTIVATION, 4, 0), 1.0)
+
+
+def test_a_silent_peer_is_a_timeout_with_its_name() -> None:
+    with pytest.raises(LinkTimeout, match="rank 1 of cloud 'b'"):
+        InProcessLink("rank 1 of cloud 'b'").recv(MessageKey(Kind.ACTIVATION, 4, 0), 0.01)
+
+
+def test_a_message_of_another_shape_than_promised_is_refused() -> None:
+    link, clock = InProcessLink(), StepClock()
+    codecs = Codecs([(None, PLAIN)])
+    key = MessageKey(Kind.ACTIVATION, 1, 0)
+    counts = torch.tensor([1, 2], dtype=torch.int16)
+    channel = ReceiveChannel(link, BORDER.fields, codecs, clock, torch.device("cpu"), 1.0)
+
+    link.send(key, (counts, torch.zeros(4, 8)))
+    with pytest.raises(FrameError, match="'hidden'"):
+        channel.recv(key, torch.arange(2))
+
+    link.send(key, (counts, torch.zeros(3, 8), torch.zeros(1)))
+    with pytest.raises(FrameError, match="1 tensors too many"):
+        channel.recv(key, torch.arange(2))
+
+
+def test_raw_bytes_are_the_fp32_size_of_floating_fields() -> None:
+    link, clock = InProcessLink(), StepClock()
+    channel = SendChannel(link, BORDER.fields, Codecs([(None, PLAIN)]), clock)
+    counts = torch.tensor([1, 2], dtype=torch.int16)
+    message = {"counts": counts, "hidden": torch.zeros(3, 8)}
+
+    channel.send(MessageKey(Kind.ACTIVATION, 1, 0), message, torch.arange(2), counts)
+    channel.send(MessageKey(Kind.EVALUATION, 1, 0), message, torch.arange(2), counts)
+
+    assert channel.raw_bytes == 3 * 8 * 4

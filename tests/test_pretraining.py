@@ -1,0 +1,142 @@
+"""Masked language modelling of our own backbones."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.translation_models import FIRST_WORD, IDS, texts
+from xcloud.errors import ConfigError, DataError
+from xcloud.models import pretraining
+from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
+from xcloud.models.seeding import seeded
+
+CONFIG = EncoderConfig(
+    vocab_size=IDS.size,
+    hidden=32,
+    num_layers=2,
+    num_heads=2,
+    feed_forward=64,
+    max_positions=16,
+    dropout=0.0,
+)
+
+
+def counting_texts(num: int) -> list[list[int]]:
+    """Each word is the one before plus one: a masked word follows from its neighbours."""
+    draw = torch.Generator().manual_seed(0)
+    words = IDS.size - FIRST_WORD
+    starts = torch.randint(words, (num,), generator=draw).tolist()
+    lengths = torch.randint(5, 12, (num,), generator=draw).tolist()
+    return [
+        [FIRST_WORD + (start + i) % words for i in range(length)]
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def fresh(config: EncoderConfig = CONFIG) -> Encoder:
+    with seeded(0, "test"):
+        return Encoder(config)
+
+
+def test_the_held_out_loss_falls_far_below_the_unigram_baseline() -> None:
+    sentences = counting_texts(300)
+    counts = Counter(word for sentence in sentences for word in sentence)
+    total = counts.total()
+    unigram = -sum(n / total * math.log(n / total) for n in counts.values())
+    settings = MaskedLanguageModelling(
+        steps=250, batch_tokens=512, learning_rate=5e-3, warmup_steps=20, held_out_share=0.2
+    )
+    before = pretraining.evaluate(
+        fresh(), [torch.tensor([IDS.bos, *s, IDS.eos]) for s in sentences], IDS, settings
+    )
+    score = pretrain(fresh(), sentences, IDS, settings, lambda line: None)
+    assert before.loss > 0.95 * unigram
+    assert score.loss < 0.3 * unigram
+    assert score.accuracy > 0.8
+
+
+def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_randomness(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EncoderConfig(**(vars(CONFIG) | {"dropout": 0.1}))
+
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        torch.rand(1)
+        network = fresh(config)
+        settings = MaskedLanguageModelling(steps=6, batch_tokens=64, warmup_steps=2, seed=seed)
+        pretrain(network, texts(30), IDS, settings, lines.append)
+        return network.state_dict()
+
+    lines: list[str] = []
+    quiet, other = weights(0), weights(1)
+    assert not lines
+    monkeypatch.setattr(pretraining, "REPORT_EVERY_S", 0.0)
+    talking = weights(0)
+    assert len(lines) == 6 and lines[5].startswith("step 6/6, held-out loss ")
+    assert all(torch.equal(quiet[name], talking[name]) for name in quiet)
+    assert not torch.equal(quiet["layers.0.up.weight"], other["layers.0.up.weight"])
+
+
+def test_masks_are_15_percent_and_of_these_80_10_10() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids = type(IDS)(size=10_000, pad=0, bos=1, eos=2, mask=3)
+    truth = torch.randint(FIRST_WORD, ids.size, (100_000,), generator=draw)
+    truth[::10], truth[9::10] = ids.bos, ids.eos
+    seen, masked = mask_tokens(truth, ids, 0.15, draw)
+
+    assert len(masked) / 80_000 == pytest.approx(0.15, abs=0.005)
+    untouched = torch.ones(len(truth), dtype=torch.bool)
+    untouched[masked] = False
+    assert torch.equal(seen[untouched], truth[untouched])
+    assert not {ids.bos, ids.eos} & set(truth[masked].tolist())
+    is_mask, stays = seen[masked] == ids.mask, seen[masked] == truth[masked]
+    assert is_mask.float().mean().item() == pytest.approx(0.8, abs=0.02)
+    assert stays.float().mean().item() == pytest.approx(0.1, abs=0.02)
+
+
+def test_even_the_shortest_text_has_something_to_guess() -> None:
+    truth = torch.tensor([IDS.bos, 7, IDS.eos])
+    draw = torch.Generator().manual_seed(0)
+    assert all(mask_tokens(truth, IDS, 0.01, draw)[1].tolist() == [1] for _ in range(20))
+
+
+def test_batches_hold_every_text_once_in_an_epoch_and_no_more_than_their_tokens() -> None:
+    lines = [torch.tensor(line) for line in texts(100)]
+    draw = torch.Generator().manual_seed(0)
+    batches = pretraining._batches(lines, 40, draw)
+    seen: list[int] = []
+    while len(seen) < len(lines):
+        batch = next(batches)
+        assert sum(map(len, batch)) <= 40
+        assert max(map(len, batch)) - min(map(len, batch)) <= 3
+        seen += [id(text) for text in batch]
+    assert sorted(seen) == sorted(id(text) for text in lines)
+
+
+def test_no_sentences_is_an_error_in_words() -> None:
+    with pytest.raises(DataError, match="2 sentences or more, got 1"):
+        pretrain(fresh(), [[5], [], []], IDS, MaskedLanguageModelling(), lambda line: None)
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    settings = MaskedLanguageModelling(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [settings.learning_rate_at(step) for step in range(100)]
+    assert rates.index(max(rates)) == 10 and max(rates) == 1.0
+    assert 0 < rates[0] < 0.1 and 0 < rates[-1] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": "lots"}, "steps must be a whole number >= 0, got 'lots'"),
+        ({"learning_rate": 0}, "learning_rate must be a number"),
+        ({"mask_share": 1.5}, "mask_share must be a number"),
+        ({"seed": None}, "seed must be"),
+    ],
+)
+def test_settings_are_checked_when_given(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"MaskedLanguageModelling.{words}"):
+        MaskedLanguageModelling(**change)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""The live line: what it shows, how often, and that notes do not tear it."""
+
+import io
+
+import pytest
+
+from xcloud.events import StepTotals
+from xcloud.progress import ProgressLine, human_duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """What a reader sees: \\r goes back to the start of the line and writes over it."""
+        lines = []
+        for line in self.getvalue().split("\n"):
+            shown = ""
+            for part in line.split("\r"):
+                shown = part + shown[len(part) :]
+            lines.append(shown.rstrip())
+        return lines
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def totals(step: int, **fields: object) -> StepTotals:
+    made = StepTotals(
+        step,
+        step_s=0.4,
+        num_ranks={"source": 1, "target": 1},
+        seconds={"waiting_s": {"source": 0.05, "target": 0.1}},
+        sent={"forward": 100_000.0, "backward": 25_000.0},
+        loss=3.0,
+    )
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_line_shows_step_loss_times_link_use_and_time_left() -> None:
+    stream = io.StringIO()
+    ProgressLine(2000, 4e6, stream=stream, clock=Clock()).update(totals(1000))
+
+    # 100 kB in 0.4 s are 2 Mbit/s, half of the link, in the busier direction.
+    assert stream.getvalue() == (
+        "step 1000/2000  7 min left  loss 3.000  0.400 s/step  waits 0.100 s  link 50 %\n"
+    )
+
+
+@pytest.mark.parametrize("bandwidth", [None, float("inf")])
+def test_link_without_emulation_is_called_free(bandwidth: float | None) -> None:
+    stream = io.StringIO()
+    ProgressLine(10, bandwidth, stream=stream).update(totals(1))
+    assert "free link" in stream.getvalue()
+
+
+def test_loss_is_smoothed_and_starts_unbiased() -> None:
+    stream = io.StringIO()
+    clock = Clock()
+    progress = ProgressLine(100, stream=stream, clock=clock)
+    for step, loss in enumerate([4.0, 2.0], start=1):
+        clock.now_s += 10
+        progress.update(totals(step, loss=loss))
+    first, second = stream.getvalue().splitlines()
+    assert "loss 4.000" in first
+    assert "loss 2.947" in second  # (0.9 * 4 + 2) / 1.9
+
+
+def test_elsewhere_than_on_a_terminal_a_line_comes_every_ten_seconds() -> None:
+    stream = io.StringIO()
+    clock = Clock()
+    progress = ProgressLine(1000, stream=stream, clock=clock)
+    for step in range(1, 204):  # 25 s, eight steps a second
+        progress.update(totals(step))
+        clock.now_s += 0.125
+    progress.close()
+
+    lines = stream.getvalue().splitlines()
+    assert [line.split("/")[0] for line in lines] == [
+        *("step 1", "step 81", "step 161"),
+        "step 203",  # the last state, at close
+    ]
+    assert "\r" not in stream.getvalue()
+
+
+def test_on_a_terminal_one_line_is_rewritten_ten_times_a_second_at_most() -> None:
+    stream = Terminal()
+    clock = Clock()
+    progress = ProgressLine(1000, stream=stream, clock=clock)
+    for step in range(1, 101):  # one second, a hundred steps a second
+        clock.now_s += 0.01
+        progress.update(totals(step))
+    progress.close()
+
+    assert 9 <= stream.getvalue().count("\r") <= 12
+    assert len(stream.screen()) == 2 and stream.screen()[0].startswith("step 100/1000")
+
+
+def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
+    stream = Terminal()
+    progress = ProgressLine(10, stream=stream, clock=Clock())
+    progress.show({"event": "start", "cloud": "source", "headline": "two ranks"})
+    progress.show({"event": "phase", "cloud": "source", "name": "training"})
+    progress.show({"event": "phase", "cloud": "target", "name": "training"})
+    progress.update(totals(1))
+    progress.show({"event": "note", "cloud": "target", "text": "hi"})
+    progress.show(
+        {
+            "event": "quality",
+            "cloud": "target",
+            "split": "dev",
+            "step": 1,
+            "values": {"bleu": 31.2, "accuracy": 0.9223},
+            "evaluation_s": 12.3,
+        }
+    )
+    progress.close()
+
+    *notes, line, end = stream.screen()
+    assert notes == [
+        "source: two ranks",
+        "training",
+        "target: hi",
+        "dev at step 1: bleu 31.20  accuracy 0.9223  (12 s)",
+    ]
+    assert line.startswith("step 1/10") and end == ""
+
+
+def test_line_never_reaches_the_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    progress = ProgressLine(10, stream=stream, clock=Clock())
+    progress.update(totals(1))
+    assert len(stream.getvalue().strip("\r")) == 29
+
+
+def test_terminal_that_speaks_ascii_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    ProgressLine(10, stream=stream).note("año")
+    assert raw.getvalue() == b"a?o\n"
+
+
+def test_close_without_any_step_prints_nothing() -> None:
+    stream = Terminal()
+    ProgressLine(10, stream=stream).close()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (99, "99 s"), (150, "2 min"), (7500, "2 h 05 min"), (float("nan"), "?")],
+)
+def test_durations_are_readable(seconds: float, text: str) -> None:
+    assert human_duration(seconds) == text

@@ -1,0 +1,156 @@
+import pytest
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.quantize import BlockInt
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_every_order() -> None:
+    torch.manual_seed(0)
+
+
+def arrives(compressor: BlockInt, tensor: Tensor) -> Tensor:
+    return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+
+
+def relative_error(tensor: Tensor, seen: Tensor) -> float:
+    return float((tensor.double() - seen.double()).norm() / tensor.double().norm())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("scale", [1.0, -3.0, 2.0**-60])
+def test_multiples_of_the_scale_arrive_exactly(bits: int, scale: float) -> None:
+    half = 2 ** (bits - 1)
+    codes = torch.randint(-half, half, (7, 64))
+    codes[:, 3] = -half  # each block contains its largest code
+
+    assert torch.equal(arrives(BlockInt(bits), codes * scale), codes * scale)
+
+
+def test_one_bit_keeps_sign_and_mean_magnitude() -> None:
+    tensor = torch.tensor([[1.0, -3.0, 2.0, -2.0], [0.5, 0.5, 0.5, 0.5]])
+    seen = arrives(BlockInt(1, block=4), tensor)
+
+    assert torch.equal(seen, torch.tensor([[2.0, -2.0, 2.0, -2.0], [0.5, 0.5, 0.5, 0.5]]))
+
+
+def test_one_bit_takes_the_mean_of_an_incomplete_block_over_its_own_values() -> None:
+    seen = arrives(BlockInt(1, block=64), torch.tensor([4.0, -4.0, 4.0]))
+
+    assert torch.equal(seen, torch.tensor([4.0, -4.0, 4.0]))
+
+
+@pytest.mark.parametrize(
+    ("bits", "num_bytes"),
+    [(8, 64000 + 2000), (4, 32000 + 2000), (3, 24000 + 2000), (2, 16000 + 2000), (1, 8000 + 2000)],
+)
+def test_bytes_are_bits_per_value_and_two_bytes_per_block(bits: int, num_bytes: int) -> None:
+    specs = BlockInt(bits).wire_specs(TensorSpec((640, 100), torch.float32))
+
+    assert sum(spec.num_bytes for spec in specs) == num_bytes
+
+
+@pytest.mark.parametrize("bits", range(5, 9))
+def test_no_value_is_off_by_more_than_a_step(bits: int) -> None:
+    tensor = torch.randn(100, 64)
+    step = tensor.abs().amax(1, keepdim=True) / 2 ** (bits - 1)
+    error = (tensor - arrives(BlockInt(bits), tensor)).abs()
+    inside = tensor.abs() < 0.5 * tensor.abs().amax(1, keepdim=True)
+
+    # Half a step, and 2**-7 of the value because the scale is cut to bfloat16.
+    assert (error <= step * 1.01 + tensor.abs() * 2**-7).all()
+    assert (error <= step * 0.51)[inside].all()
+
+
+@pytest.mark.parametrize(("bits", "gain"), [(2, 0.07), (3, 0.045), (4, 0.02)])
+def test_few_bits_gain_from_a_tighter_scale(
+    bits: int, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(500, 64)
+    both = relative_error(tensor, arrives(BlockInt(bits), tensor))
+    monkeypatch.setattr("xcloud.comm.quantize._TIGHTER", {})
+    one = relative_error(tensor, arrives(BlockInt(bits), tensor))
+
+    assert both < (1 - gain) * one
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, 0.717), (3, 0.251), (4, 0.108)])
+def test_a_signed_scale_beats_symmetric_codes(bits: int, symmetric: float) -> None:
+    tensor = torch.randn(500, 64)
+    levels = 2 ** (bits - 1) - 1
+    scale = tensor.abs().amax(1, keepdim=True) / levels
+    textbook = relative_error(tensor, (tensor / scale).round() * scale)
+
+    assert textbook == pytest.approx(symmetric, rel=0.02)  # the numbers in the docstring
+    assert relative_error(tensor, arrives(BlockInt(bits), tensor)) < 0.87 * textbook
+
+
+def test_an_outlier_spoils_only_its_own_block() -> None:
+    tensor = torch.randn(10, 64)
+    spoilt = tensor.clone()
+    spoilt[4, 7] = 1e6
+    others = [row for row in range(10) if row != 4]
+
+    assert torch.equal(arrives(BlockInt(4), tensor)[others], arrives(BlockInt(4), spoilt)[others])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_spoils_only_its_own_block(bad: float) -> None:
+    tensor = torch.randn(3, 64)
+    tensor[1, 9] = bad
+    seen = arrives(BlockInt(8), tensor)
+
+    assert not seen[1].isfinite().all()
+    assert seen[[0, 2]].isfinite().all()
+
+
+def test_blocks_of_tiny_and_of_huge_values_live_side_by_side() -> None:
+    tensor = torch.randn(4, 64) * torch.tensor([[1e-30], [1e-9], [1e9], [1e30]])
+    seen = arrives(BlockInt(8), tensor)
+
+    for row, seen_row in zip(tensor, seen, strict=True):
+        assert relative_error(row, seen_row) < 0.01
+
+
+def test_the_largest_float_does_not_overflow() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        tensor = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+        for bits in range(2, 9):
+            assert arrives(BlockInt(bits), tensor).isfinite().all()
+            assert arrives(BlockInt(bits), -tensor).isfinite().all()
+
+
+def test_values_below_the_smallest_scale_become_zeros() -> None:
+    assert not arrives(BlockInt(8), torch.full((64,), 1e-40)).any()
+
+
+def test_a_long_tensor_is_treated_block_by_block() -> None:
+    tensor = torch.randn(3 * 8192 + 5, 8)  # crosses the borders of the internal chunks
+    seen = arrives(BlockInt(4, block=8), tensor)
+
+    for row in (0, 8191, 8192, 2 * 8192, 3 * 8192 + 4):
+        assert torch.equal(seen[row], arrives(BlockInt(4, block=8), tensor[row]))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_the_mean_of_stochastic_messages_is_the_tensor(bits: int) -> None:
+    tensor = torch.randn(4, 64)
+    compressor = BlockInt(bits, stochastic=True)
+    mean = torch.stack([arrives(compressor, tensor) for _ in range(2000)]).mean(0)
+    step = 2 * tensor.abs().amax(1, keepdim=True) / max(2**bits - 2, 1)
+    nearest = arrives(BlockInt(bits), tensor)
+
+    # The mean of n messages is off by about step / (2 sqrt(n)) = 0.011 steps, at most 5 sigma.
+    assert ((mean - tensor).abs() < 0.06 * step).all()
+    assert (mean - tensor).norm() < 0.3 * (nearest - tensor).norm()
+
+
+def test_stochastic_messages_differ_by_call_and_by_seed() -> None:
+    tensor = torch.randn(64)
+    first, second = BlockInt(4, stochastic=True), BlockInt(4, stochastic=True, seed=1)
+    codes = [first.compress(tensor)[0], first.compress(tensor)[0], second.compress(tensor)[0]]
+
+    assert not torch.equal(codes[0], codes[1])
+    assert not torch.equal(codes[0], codes[2])

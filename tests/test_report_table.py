@@ -1,0 +1,97 @@
+"""The final table: complete, readable without a terminal, paths whole."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from xcloud.report_table import human_bytes, human_seconds, print_report
+from xcloud.summary import RunStatistics
+
+SUMMARY: dict[str, Any] = {
+    "name": "abnet [iwslt]",
+    "status": "finished",
+    "num_steps": 2000,
+    "wall_s": 1234.0,
+    "final_loss": 2.1038,
+    "quality": {"bleu": 41.92, "chrf": 61.5},
+    "step_time_s": {"median": 0.4123, "p90": 0.5},
+    "compute_s": {"source": 0.2, "target": 0.1},
+    "codec_s": {"source": 0.02, "target": 0.0042},
+    "waiting_s": {"source": 0.1, "target": 1.57},
+    "sync_s": {"source": 0.0, "target": 0.0},
+    "bubble_ratio": 0.75,
+    "wan_bytes_per_step": {"forward": 393216, "backward": 98304, "other": 120},
+    "compression_ratio": {"forward": 4.0, "backward": None, "total": 3.2},
+    "link_utilisation": {"forward": 0.87, "backward": None},
+    "samples_per_s": 77.6,
+    "tokens_per_s": 12345.0,
+    "num_warmup_steps_left_out": 3,
+}
+
+
+def printed(summary: dict[str, Any], places: dict[str, object]) -> str:
+    stream = io.StringIO()
+    print_report(summary, places, Console(file=stream, width=100))
+    return stream.getvalue()
+
+
+def test_table_holds_every_figure_in_human_units() -> None:
+    text = " ".join(printed(SUMMARY, {}).split())
+    for piece in [
+        "abnet [iwslt]: finished, 2000 steps, 21 min",
+        "BLEU 41.92",
+        "chrF 61.50",
+        "median 412 ms times and rates leave out 3 first steps",
+        "p90 500 ms",
+        "bubble ratio 0.750",
+        "forward, per step 393 kB link 87 % used",
+        "backward, per step 98.3 kB",
+        "compression ratio 3.20x forward 4.00x, backward -",
+        "samples per second 77.6",
+        "tokens per second 12,345",
+        "source 200 ms 20.0 ms 100 ms 0.00 ms",
+        "target 100 ms 4.20 ms 1.57 s 0.00 ms",
+    ]:
+        assert piece in text, f"{piece!r} missing in {text}"
+
+
+def test_path_longer_than_the_window_stays_in_one_line() -> None:
+    path = Path("/" + "long folder [name]/" * 12)
+    lines = printed(SUMMARY, {"run folder": path, "summary": "s"}).splitlines()
+    assert f"run folder  {path}" in lines and "summary     s" in lines
+
+
+def test_without_a_terminal_the_table_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(SUMMARY, {})
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_run_that_failed_at_once_has_a_table_with_its_cause() -> None:
+    summary = RunStatistics(2).summary(
+        name="a", status="failed", commit="unknown", cause="rank 1 (target) died"
+    )
+    text = printed(summary, {})
+    assert "a: failed, 0 steps" in text and "cause: rank 1 (target) died" in text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        *((None, "-"), (0, "0 B"), (812, "812 B"), (999.6, "1.00 kB"), (393216, "393 kB")),
+        *((999_600, "1.00 MB"), (1_572_864, "1.57 MB"), (3e9, "3.00 GB"), (2e16, "20000 TB")),
+    ],
+)
+def test_bytes_have_three_digits(num_bytes: float | None, text: str) -> None:
+    assert human_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00021, "0.21 ms"), (0.0999, "99.9 ms"), (0.9996, "1.00 s"), (12.34, "12.3 s")],
+)
+def test_seconds_have_three_digits(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text

@@ -1,0 +1,245 @@
+"""Whole runs of real processes with the toy task: equality, unequal clouds, interruptions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from tests.toy import toy_config
+from xcloud.errors import ConfigError, RunFailed
+from xcloud.local_run import run
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+
+
+def cloud(num_ranks: int, stages: list[int] | None = None) -> dict[str, object]:
+    return {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
+
+
+def layout(**clouds: dict[str, object]) -> dict[str, object]:
+    return {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": clouds, "wan": "free"}
+
+
+def start(run_dir: Path, config: dict[str, object]) -> dict:
+    return run(OmegaConf.create(config), run_dir)
+
+
+def losses(run_dir: Path) -> list[float]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    found = {e["step"]: e["loss"] for e in events if e["event"] == "step" and "loss" in e}
+    return [found[step] for step in sorted(found)]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.stem}.{name}": value
+        for path in (run_dir / "model").glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    start(folder, toy_config("local"))
+    return folder
+
+
+@pytest.mark.parametrize("cluster", ["two_clouds", "one_cloud"])
+def test_losses_and_weights_are_bit_equal_to_one_process(
+    cluster: str, local: Path, tmp_path: Path
+) -> None:
+    """FP32, no compression, dropout on, gradients clipped over both clouds."""
+    summary = start(tmp_path, toy_config(cluster))
+
+    assert losses(tmp_path) == losses(local)
+    ours, theirs = weights(tmp_path), weights(local)
+    assert ours.keys() == theirs.keys() and len(ours) == 5
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    crosses = cluster == "two_clouds"
+    assert (summary["wan_bytes_per_step"]["forward"] > 0) == crosses
+    assert (summary["compression_ratio"]["total"] is not None) == crosses
+
+
+@pytest.mark.parametrize(
+    "clusters",
+    [
+        layout(a=cloud(2), b=cloud(1)),
+        layout(a=cloud(1), b=cloud(2)),
+        layout(a=cloud(2), b=cloud(2)),
+    ],
+    ids=["2 feeding 1", "1 feeding 2", "2x2"],
+)
+def test_ranks_of_unequal_clouds_train_the_same_model(
+    clusters: dict[str, object], local: Path, tmp_path: Path
+) -> None:
+    """Not bit-equal: lanes add their gradients in another order than one process does."""
+    start(tmp_path, toy_config(clusters))
+
+    assert losses(tmp_path) == pytest.approx(losses(local), rel=1e-5)
+    ours, theirs = weights(tmp_path), weights(local)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_one_owner_holds_both_ends_and_a_third_cloud_the_middle(tmp_path: Path) -> None:
+    three = {**layout(a=cloud(1, [0, 1, 2]))}
+    start(tmp_path / "one", toy_config(three))
+    start(tmp_path / "two", toy_config(layout(owner=cloud(1, [0, 2]), other=cloud(1, [1]))))
+
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+def test_accumulation_equals_the_large_batch(local: Path, tmp_path: Path) -> None:
+    start(
+        tmp_path,
+        toy_config(
+            "two_clouds", ["training.accumulate_steps=2", "schedule.num_micro_batches=2"]
+        ),
+    )
+
+    ours, theirs = weights(tmp_path), weights(local)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # The reported loss is summed by passes, so its last bit may differ.
+    assert losses(tmp_path) == pytest.approx(losses(local), rel=1e-6)
+
+
+def test_a_schedule_changes_the_order_and_not_the_result(local: Path, tmp_path: Path) -> None:
+    start(
+        tmp_path,
+        toy_config(
+            "two_clouds", ["schedule=one_forward_one_backward", "schedule.num_in_flight=3"]
+        ),
+    )
+
+    assert losses(tmp_path) == losses(local)
+
+
+def test_summary_counts_what_crossed(tmp_path: Path) -> None:
+    summary = start(tmp_path, toy_config("two_clouds", ["compression=int8"]))
+
+    assert summary["status"] == "finished"
+    on_disk = json.loads((tmp_path / "summary.json").read_text())
+    assert on_disk == summary
+    rows, hidden, frames = 8 * 6, 12, 4
+    codes, scales = rows * hidden, frames * 3  # 2 samples a frame: 144 values, 3 blocks of 64
+    floats = 2 * codes * 4
+    assert summary["wan_bytes_per_step"]["forward"] > codes + 2 * scales
+    measured = summary["compression_ratio"]["total"] * (
+        summary["wan_bytes_per_step"]["forward"] + summary["wan_bytes_per_step"]["backward"]
+    )
+    assert measured == pytest.approx(floats, rel=1e-2)
+    assert set(summary["compute_s"]) == {"cloud_a", "cloud_b"}
+    assert summary["quality"].keys() == {"bleu"}
+
+
+def test_evaluation_during_training_leaves_the_result_alone(local: Path, tmp_path: Path) -> None:
+    summary = start(tmp_path, toy_config("two_clouds", ["training.evaluate_every=3"]))
+
+    assert losses(tmp_path) == losses(local)
+    assert "bleu" in summary["dev_quality"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise", "RuntimeError: the toy stage was asked to fail"), ("kill", "SIGKILL")]
+)
+def test_a_failing_rank_ends_the_run_and_is_named_first(
+    stage: int, how: str, said: str, tmp_path: Path
+) -> None:
+    config = toy_config("two_clouds")
+    config["model"] |= {"fail_stage": stage, "fail_how": how, "fail_step": 40, "step_s": 0.05}
+    config["training"]["max_steps"] = 100
+    started = time.monotonic()
+
+    with pytest.raises(RunFailed, match=f"rank {stage} of cloud.*{said}"):
+        start(tmp_path, config)
+
+    assert time.monotonic() - started < 60
+    assert no_workers(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert said in summary["cause"]
+    assert summary["num_steps"] > 0
+
+
+def test_a_rank_that_hangs_is_a_timeout_with_its_name(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=2"])
+    config["model"] |= {"fail_stage": 1, "fail_how": "hang", "fail_step": 10}
+
+    with pytest.raises(RunFailed, match="rank 1 of cloud 'cloud_b' after 2"):
+        start(tmp_path, config)
+
+    assert no_workers(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    config = toy_config("two_clouds")
+    config["training"]["max_steps"] = 100_000
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    script = (
+        "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
+        "from xcloud.local_run import run; folder = Path(sys.argv[1]);"
+        "run(OmegaConf.load(folder / 'config.yaml'), folder)"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for(lambda: "step" in read(tmp_path / "events.jsonl"))
+    assert not no_workers(tmp_path)
+
+    command.send_signal(number)
+    command.communicate(timeout=30)
+
+    assert command.returncode != 0
+    wait_for(lambda: no_workers(tmp_path), 15)
+    if number != signal.SIGKILL:  # nobody is left to write a summary then
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["status"] == "failed"
+        assert "interrupted" in summary["cause"]
+
+
+def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
+    """Every rank reads the same file here, so one rank's own copy is changed between."""
+    config = toy_config("two_clouds")
+    config["task"] = {"_target_": "tests.toy.ToyTaskThatDiffers"}
+
+    with pytest.raises(RunFailed, match="disagree about the task's data"):
+        start(tmp_path, config)
+
+
+def test_nothing_starts_when_a_setting_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_micro_batches is 1"):
+        start(
+            tmp_path / "run",
+            toy_config("two_clouds_dp", ["schedule.num_micro_batches=1"]),
+        )
+
+    assert not (tmp_path / "run").exists()
+
+
+def no_workers(run_dir: Path) -> bool:
+    listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
+    return all(pid == str(os.getpid()) for pid in listed.stdout.split())
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)

@@ -1,0 +1,166 @@
+"""The figures of summary.json, from events made by hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xcloud.summary import RunStatistics, Summary, write_summary
+
+REQUIRED = {
+    *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),
+    *("compute_s", "codec_s", "waiting_s", "bubble_ratio", "wan_bytes_per_step"),
+    *("compression_ratio", "samples_per_s", "tokens_per_s", "num_steps"),
+}
+ALLOWED = REQUIRED | {
+    *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
+    *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
+}
+
+
+def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
+    """Two ranks: source sends 100 bytes forward of 400, target 50 backward of 400."""
+    common = {"event": "step", "t": 1000.0 + step, "step": step, "compute_s": 0.2}
+    source = {
+        "sent": {"forward": 100, "backward": 0, "other": 6},
+        "raw": {"forward": 400, "backward": 0},
+        "step_s": 0.5,
+        "waiting_s": 0.1,
+    }
+    target = {
+        "sent": {"forward": 0, "backward": 50, "other": 4},
+        "raw": {"forward": 0, "backward": 400},
+        "step_s": 0.4,
+        "waiting_s": 0.2,
+        "loss": 5.0 - step,
+        "samples": 8,
+        "tokens": 100,
+    }
+    statistics.feed({**common, "rank": 0, "cloud": "source", **source, **fields})
+    statistics.feed({**common, "rank": 1, "cloud": "target", **target})
+
+
+def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
+    return statistics.summary(**{"name": "a", "status": "finished", "commit": "1a2b3c4", **fields})
+
+
+def test_figures_of_two_equal_steps() -> None:
+    statistics = RunStatistics(num_ranks=2, bandwidth_bits_per_s=8000)
+    feed_step(statistics, 1)
+    feed_step(statistics, 2)
+    statistics.feed(
+        {
+            "event": "quality",
+            "t": 1010.0,
+            "split": "test",
+            "step": 2,
+            "values": {"bleu": 41.9249, "accuracy": 0.92231},
+            "signature": {"bleu": "nrefs:1"},
+        }
+    )
+    summary = summarise(statistics, seed=3, profile="full")
+
+    assert summary["step_time_s"] == {"median": 0.5, "p90": 0.5}  # the slower rank's
+    assert summary["compute_s"] == {"source": 0.2, "target": 0.2}
+    assert summary["waiting_s"] == {"source": 0.1, "target": 0.2}
+    assert summary["bubble_ratio"] == 0.75  # (0.1 + 0.2) / (0.2 + 0.2)
+    assert summary["wan_bytes_per_step"] == {"forward": 100, "backward": 50, "other": 10}
+    assert summary["compression_ratio"] == {"forward": 4.0, "backward": 8.0, "total": 5.333}
+    assert summary["samples_per_s"] == 16.0 and summary["tokens_per_s"] == 200.0
+    assert summary["link_utilisation"] == {"forward": 0.2, "backward": 0.1}  # 800 bits of 4000
+    assert summary["final_loss"] == 3.0 and summary["num_steps"] == 2
+    assert summary["quality"] == {"bleu": 41.92, "accuracy": 0.9223}
+    assert summary["signatures"] == {"bleu": "nrefs:1"}
+    assert summary["started_at"] == "1970-01-01T00:16:41+00:00" and summary["wall_s"] == 9.0
+    assert (summary["seed"], summary["profile"], summary["commit"]) == (3, "full", "1a2b3c4")
+
+
+def test_keys_are_the_agreed_ones() -> None:
+    finished = summarise(RunStatistics(2))
+    failed = summarise(RunStatistics(2), status="failed", cause="rank 1 died")
+    assert set(finished) == ALLOWED - {"cause"}
+    assert set(failed) == ALLOWED and failed["cause"] == "rank 1 died"
+
+
+@pytest.mark.parametrize(("num_steps", "left_out"), [(9, 0), (10, 1), (29, 2), (30, 3), (200, 3)])
+def test_warm_up_steps_count_for_bytes_but_not_for_times(num_steps: int, left_out: int) -> None:
+    statistics = RunStatistics(2)
+    for step in range(1, num_steps + 1):
+        slow = {"step_s": 9.0, "waiting_s": 9.0, "sent": {"forward": 100 + 10 * num_steps}}
+        feed_step(statistics, step, **(slow if step <= left_out else {}))
+    summary = summarise(statistics)
+
+    assert summary["num_warmup_steps_left_out"] == left_out
+    assert summary["step_time_s"] == {"median": 0.5, "p90": 0.5}
+    assert summary["waiting_s"]["source"] == 0.1 and summary["samples_per_s"] == 16.0
+    assert summary["wan_bytes_per_step"]["forward"] == 100 + 10 * left_out
+
+
+def test_p90_is_the_nearest_rank() -> None:
+    statistics = RunStatistics(2)
+    for step in range(1, 10):
+        feed_step(statistics, step, step_s=float(step))
+    assert summarise(statistics)["step_time_s"] == {"median": 5.0, "p90": 9.0}
+
+
+def test_run_that_failed_before_its_first_step_has_a_summary() -> None:
+    statistics = RunStatistics(num_ranks=2)
+    statistics.feed({"event": "start", "rank": 0, "cloud": "source", "t": 5.0, "headline": ""})
+    summary = summarise(statistics, status="failed", cause="no data")
+
+    assert summary["num_steps"] == 0 and summary["quality"] == {} and summary["compute_s"] == {}
+    assert summary["step_time_s"] == {"median": None, "p90": None}
+    assert summary["wan_bytes_per_step"] == {"forward": None, "backward": None, "other": None}
+    assert summary["compression_ratio"] == {"forward": None, "backward": None, "total": None}
+    assert summary["bubble_ratio"] is None and summary["samples_per_s"] is None
+
+
+def test_steps_that_a_lost_rank_never_reported_do_not_count() -> None:
+    statistics = RunStatistics(num_ranks=3)
+    feed_step(statistics, 1)
+    assert summarise(statistics, status="failed")["num_steps"] == 0
+
+
+def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
+    statistics = RunStatistics(num_ranks=1)
+    statistics.feed(
+        {
+            "event": "step",
+            "rank": 0,
+            "cloud": "source",
+            "step": 1,
+            "step_s": 1.0,
+            "sent": {"forward": 100, "backward": 0, "other": 900},
+            "raw": {"forward": 400, "backward": 0},
+        }
+    )
+    ratio = summarise(statistics)["compression_ratio"]
+    assert ratio == {"forward": 4.0, "backward": None, "total": 4.0}
+
+
+def test_link_of_unknown_bandwidth_is_judged_by_the_time_it_was_busy() -> None:
+    statistics = RunStatistics(num_ranks=2)
+    feed_step(statistics, 1, link_busy_s={"forward": 0.4, "backward": 0.0})
+    assert summarise(statistics)["link_utilisation"] == {"forward": 0.8, "backward": 0.0}
+
+
+def test_feed_returns_the_totals_of_a_completed_step() -> None:
+    statistics = RunStatistics(num_ranks=1)
+    event = {"event": "step", "rank": 0, "cloud": "a", "step": 7, "step_s": 1.0}
+    totals = statistics.feed(event)
+    assert totals is not None and totals.step == 7
+
+
+def test_summary_is_written_whole_and_readable_by_any_parser(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    write_summary(path, {"name": "año", "final_loss": math.nan, "list": [math.inf, 1]})
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    read = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+    assert read == {"name": "año", "final_loss": None, "list": [None, 1]}
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,80 @@
+"""`python -m xcloud.ui` as a user meets it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from xcloud import ui
+from xcloud.mlflow_store import Store, prepare_environment
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ui.HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def test_says_so_when_nothing_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ui.main(["--root", str(tmp_path)]) == 1
+    assert f"No runs are recorded yet: {tmp_path / 'mlflow.db'}" in capsys.readouterr().err
+
+
+def test_says_so_when_the_port_is_taken(
+    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mlflow.db").touch()
+    with socket.socket() as other:
+        other.bind((ui.HOST, port))
+        other.listen()
+        assert ui.main(["--root", str(tmp_path), "--port", str(port)]) == 1
+    assert f"--port {port + 1}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serves_the_store_and_ends_cleanly(
+    tmp_path: Path, port: int, number: signal.Signals
+) -> None:
+    prepare_environment()
+    client, experiment_id = Store(tmp_path).open()
+    client.create_run(experiment_id, run_name="a run")
+    command = [sys.executable, "-m", "xcloud.ui", "--root", str(tmp_path), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl+C" in line:
+                break
+        page = f"http://{ui.HOST}:{port}"
+        with urllib.request.urlopen(page, timeout=20) as answer:
+            assert answer.status == 200
+        links = re.findall(r"http\S+", "".join(lines))
+        assert len(links) == 3
+        start = f"{page}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+        assert all(link.startswith(start) for link in links)
+
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        until_s = time.monotonic() + 10
+        while not ui._is_free(port):
+            assert time.monotonic() < until_s, "the server outlived the command"
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait(20)
+        assert process.stdout is not None
+        process.stdout.close()

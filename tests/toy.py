@@ -1,0 +1,186 @@
+"""A task and a model that need no corpus and train in milliseconds, for runs of real processes.
+
+Tokens of a sample follow from its id; the model learns to give each source token plus one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.comm.border import Border, BorderField, Message
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import Batch, Stage, StageOutput, TokenIds
+
+VOCABULARY = 16
+LENGTH = 6
+
+
+class ToyData:
+    def __init__(self, task: ToyTask, fields: frozenset[str]) -> None:
+        self.task, self.fields = task, fields
+
+    def describe(self) -> str:
+        return self.task.describe()
+
+    def fingerprint(self) -> str:
+        return f"toy {self.task.num_samples}"
+
+    def num_samples(self, split: str) -> int:
+        return self.task.num_samples if split == "train" else 10
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return TokenIds(VOCABULARY, 0, 1, 2, 3)
+
+    def sentences(self, field: str) -> list[list[int]]:
+        return []
+
+    def _tokens(self, ids: Tensor) -> Tensor:
+        return (ids[:, None] * 7 + torch.arange(LENGTH) * 3) % (VOCABULARY - 1)
+
+    def batch(self, split: str, ids: Tensor) -> Batch:
+        fields = {"source": self._tokens(ids), "target": self._tokens(ids) + 1}
+        return {"ids": ids, **{k: v for k, v in fields.items() if k in self.fields}}
+
+    def weight(self, ids: Tensor) -> float:
+        assert "target" in self.fields
+        return float(len(ids) * LENGTH)
+
+    def score(self, split: str, predictions: dict[int, list[int]]) -> dict[str, float]:
+        hits = [predictions[i] == (self._tokens(torch.tensor([i]))[0] + 1).tolist() for i in predictions]
+        return {"bleu": 100.0 * sum(hits) / len(hits)}
+
+    def signature(self) -> dict[str, str]:
+        return {"bleu": "share of exact answers"}
+
+    def sample_outputs(self, split: str, predictions: dict[int, list[int]], count: int) -> str:
+        return "\n".join(f"{i}: {predictions[i]}" for i in sorted(predictions)[:count])
+
+    def save_tokenizers(self, folder: Path) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ToyTask:
+    num_samples: int = 40
+    max_length: int = LENGTH
+
+    def describe(self) -> str:
+        return f"toy task of {self.num_samples} samples"
+
+    def load(self, fields: frozenset[str], seed: int) -> ToyData:
+        return ToyData(self, fields)
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    """fail_stage, fail_step, fail_how: raise, kill (SIGKILL to itself) or hang, to test what
+    happens then."""
+
+    hidden: int = 12
+    dropout: float = 0.2
+    fail_stage: int = -1
+    fail_step: int = 3
+    fail_how: str = "raise"
+    step_s: float = 0.0
+
+    def describe(self) -> str:
+        return "toy model"
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        first, last = stage == 0, stage == num_stages - 1
+        return frozenset({"source"} if first else set()) | frozenset({"target"} if last else set())
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        counts = BorderField("counts", (), torch.int16)
+        hidden = BorderField("hidden", (self.hidden,), torch.float32, "counted")
+        return Border((counts, hidden), max_length)
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(100 * context.seed + stage)
+            return ToyStage(self, stage, num_stages)
+
+
+class ToyStage(Stage):
+    def __init__(self, model: ToyModel, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.model, self.stage = model, stage
+        self.is_last = stage == num_stages - 1
+        if stage == 0:
+            self.words = nn.Embedding(VOCABULARY, model.hidden)
+        self.layer = nn.Linear(model.hidden, VOCABULARY if self.is_last else model.hidden)
+        self.num_forwards = 0
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        self._fail_if_asked()
+        output = self._compute(received, batch)
+        if not self.is_last:
+            counts = (
+                received["counts"]
+                if received is not None
+                else torch.full((len(batch["ids"]),), LENGTH, dtype=torch.int16)
+            )
+            return StageOutput(send={"counts": counts, "hidden": torch.tanh(output)})
+        return StageOutput(
+            loss=F.cross_entropy(output, batch["target"].flatten(), reduction="sum")
+        )
+
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        return self._compute(received, batch).argmax(1).view(-1, LENGTH).tolist()
+
+    def _compute(self, received: Message | None, batch: Batch) -> Tensor:
+        rows = self.words(batch["source"].flatten()) if received is None else received["hidden"]
+        return self.layer(F.dropout(rows, self.model.dropout, self.training))
+
+    def _fail_if_asked(self) -> None:
+        self.num_forwards += 1
+        time.sleep(self.model.step_s)
+        if self.model.fail_stage != self.stage or self.num_forwards < self.model.fail_step:
+            return
+        if self.model.fail_how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.model.fail_how == "hang":
+            time.sleep(3600)
+        raise RuntimeError("the toy stage was asked to fail")
+
+
+def toy_config(
+    cluster: str | dict[str, object], overrides: list[str] | None = None
+) -> dict[str, object]:
+    """For xcloud.local_run: a config as Hydra would compose it, with the toy task and model."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    root = Path(__file__).parent.parent
+    with initialize_config_dir(str(root / "conf"), version_base="1.3"):
+        arguments = ["name=toy", "tracker=none", "cluster/wan=free", "training.max_steps=8",
+                     "training.batch_size=8", "model=abnet", *(overrides or [])]  # fmt: skip
+        if isinstance(cluster, str):
+            arguments.append(f"cluster={cluster}")
+        if cluster in ("local", "one_cloud"):
+            arguments.remove("cluster/wan=free")
+        config = compose("config", overrides=arguments)
+    plain = OmegaConf.to_container(config)
+    assert isinstance(plain, dict)
+    plain["task"] = {"_target_": "tests.toy.ToyTask"}
+    plain["model"] = {"_target_": "tests.toy.ToyModel"}
+    plain["training"]["optimizer"].update(learning_rate=0.05, warmup_steps=1, clip_norm=1.0)
+    if isinstance(cluster, dict):
+        plain["cluster"] = cluster
+    return plain
+
+
+@dataclass(frozen=True)
+class ToyTaskThatDiffers(ToyTask):
+    """Each rank has another number of samples."""
+
+    def load(self, fields: frozenset[str], seed: int) -> ToyData:
+        return ToyData(ToyTask(40 + ("target" in fields)), fields)

@@ -1,0 +1,76 @@
+"""The clock of an emulated link: when would these bytes arrive? It delays nothing by itself.
+
+All ranks of one cloud that send to one other cloud share one clock, kept in a small file of the
+run folder, so they share the bandwidth. The sender reserves the line and writes the time of
+delivery into the frame; the receiver's background thread holds the frame back until then. No root
+rights, no busy waiting, and the compute threads never sleep for it.
+
+Model: first come, first served by whole messages (as in a router's queue); packet headers of TCP
+over Ethernet take their share of the line; latency is added after the last byte; jitter never
+reorders. Not modelled: TCP slow start, loss, cross traffic.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import random
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from xcloud.cluster.link_profile import LinkProfile
+
+_STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all seconds), messages
+
+
+class Reservation(NamedTuple):
+    """start_s, sent_s: when the line begins and ends to carry the message; deliver_at_s: when its
+    last byte is there. All by this machine's monotonic clock, in seconds."""
+
+    start_s: float
+    sent_s: float
+    deliver_at_s: float
+
+
+class LinkClock:
+    """Arrival times for one direction between two clouds; seeded, shared through `path`."""
+
+    def __init__(self, profile: LinkProfile, path: Path) -> None:
+        self.profile = profile
+        self._lock = threading.Lock()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        if os.fstat(self._file).st_size < _STATE.size:
+            os.write(self._file, _STATE.pack(time.monotonic(), 0.0, 0.0, 0))
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._state = mmap.mmap(self._file, _STATE.size)
+
+    def reserve(self, num_bytes: int, now_s: float | None = None) -> Reservation:
+        """Take the line for one message of `num_bytes`, from now_s (default: now) or when free."""
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                now = time.monotonic() if now_s is None else now_s
+                origin, free_at, last_arrival, messages = _STATE.unpack(self._state[:])
+                start = max(now, free_at)
+                sent = origin + self.profile.sent_at(start - origin, num_bytes)
+                jitter = random.Random(f"{self.profile.seed}:{messages}").random()
+                arrival = sent + self.profile.latency_s + jitter * self.profile.jitter_s
+                arrival = max(arrival, last_arrival)
+                self._state[:] = _STATE.pack(origin, sent, arrival, messages + 1)
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        return Reservation(start, sent, arrival)
+
+    @property
+    def started_at_s(self) -> float:
+        """Time zero of the profile's trace and outages, by the monotonic clock."""
+        return float(_STATE.unpack(self._state[:])[0])
+
+    def close(self) -> None:
+        self._state.close()
+        os.close(self._file)

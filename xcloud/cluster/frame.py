@@ -1,0 +1,158 @@
+"""One message as bytes: a header that describes itself, then the tensors. Never a pickle.
+
+Layout, little-endian:
+  magic "XCLD" | version u8 | kind u8 | number of parts u8 | unused u8 | step u32 | micro-batch u32
+  | sequence u32 | crc32 u32 | payload bytes u64 | deliver_at f64            (40 bytes)
+  per part: dtype u8 | number of axes u8 | size of each axis u32
+  payload: the parts' bytes one after the other
+The checksum covers everything behind it and, with the crc field zero, everything before it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.errors import FrameError
+
+MAGIC = b"XCLD"
+VERSION = 1
+_HEADER = struct.Struct("<4sBBBBIIIIQd")
+_CRC_OFFSET = 20
+_DELIVER_OFFSET = 32
+
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+_CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Kind(IntEnum):
+    """What a frame is for. Training and evaluation activations are told apart, so that a rank
+    that lost step never takes one for the other."""
+
+    ACTIVATION = 1
+    GRADIENT = 2
+    EVALUATION = 3
+    NORM = 4
+    REPORT = 5
+    AGREEMENT = 6
+    GOODBYE = 7
+
+
+class MessageKey(NamedTuple):
+    """Which message this is; the receiver knows which one it expects."""
+
+    kind: Kind
+    step: int = 0
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} of step {self.step}, micro-batch {self.micro_batch}"
+
+
+class Frame(NamedTuple):
+    key: MessageKey
+    parts: tuple[Tensor, ...]
+    sequence: int
+    deliver_at_s: float
+    num_bytes: int
+
+
+def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
+    """Bytes of a frame that carries these parts, header included."""
+    descriptors = sum(2 + 4 * len(spec.shape) for spec in specs)
+    return _HEADER.size + descriptors + sum(spec.num_bytes for spec in specs)
+
+
+def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> Tensor:
+    """uint8 [frame_bytes] on the CPU. The parts may be on any device and are copied once."""
+    specs = tuple(TensorSpec.of(part) for part in parts)
+    frame = torch.empty(frame_bytes(specs), dtype=torch.uint8)
+    payload_bytes = sum(spec.num_bytes for spec in specs)
+    view = memoryview(frame.numpy())
+    _HEADER.pack_into(
+        view, 0, MAGIC, VERSION, key.kind, len(parts), 0, key.step, key.micro_batch, sequence, 0,
+        payload_bytes, 0.0,
+    )  # fmt: skip
+    offset = _HEADER.size
+    for spec in specs:
+        if spec.dtype not in _CODE_OF:
+            raise FrameError(f"no frame can carry a tensor of {spec.dtype}")
+        struct.pack_into(f"<BB{len(spec.shape)}I", view, offset,
+                         _CODE_OF[spec.dtype], len(spec.shape), *spec.shape)  # fmt: skip
+        offset += 2 + 4 * len(spec.shape)
+    for part, spec in zip(parts, specs, strict=True):
+        if spec.num_bytes:
+            flat = part.detach().contiguous().view(-1).view(torch.uint8)
+            frame[offset : offset + spec.num_bytes].copy_(flat)
+            offset += spec.num_bytes
+    return frame
+
+
+def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
+    """Write the delivery time (0 = at once) and the checksum; the last thing before sending."""
+    view = memoryview(frame.numpy())
+    struct.pack_into("<d", view, _DELIVER_OFFSET, deliver_at_s)
+    struct.pack_into("<I", view, _CRC_OFFSET, 0)
+    struct.pack_into("<I", view, _CRC_OFFSET, zlib.crc32(view))
+
+
+def decode_frame(buffer: Tensor, sender: str) -> Frame:
+    """Check and unpack what arrived at the start of `buffer` (uint8, may be longer).
+
+    Raises FrameError naming `sender` and what is wrong. The parts own their memory.
+    """
+    view = memoryview(buffer.numpy())
+    if len(view) < _HEADER.size:
+        raise FrameError(f"{len(view)} bytes from {sender} are too few for a frame")
+    magic, version, kind, num_parts, _, step, micro_batch, sequence, crc, payload, deliver_at = (
+        _HEADER.unpack_from(view)
+    )
+    if magic != MAGIC:
+        raise FrameError(f"what {sender} sent does not begin with {MAGIC!r} but with {magic!r}")
+    if version != VERSION:
+        raise FrameError(
+            f"{sender} speaks frame version {version}, this rank {VERSION}; run one release of "
+            "xcloud in all clouds"
+        )
+    try:
+        offset, specs = _HEADER.size, []
+        for _ in range(num_parts):
+            code, axes = struct.unpack_from("<BB", view, offset)
+            shape = struct.unpack_from(f"<{axes}I", view, offset + 2)
+            specs.append(TensorSpec(shape, _DTYPES[code]))
+            offset += 2 + 4 * axes
+        end = offset + payload
+        if end > len(view) or payload != sum(spec.num_bytes for spec in specs):
+            raise FrameError(f"a frame from {sender} promises {payload} bytes and holds others")
+        key = MessageKey(Kind(kind), step, micro_batch)
+    except (struct.error, IndexError, ValueError) as error:
+        raise FrameError(f"the header of a frame from {sender} is damaged: {error}") from error
+    struct.pack_into("<I", view, _CRC_OFFSET, 0)
+    found = zlib.crc32(view[:end])
+    if found != crc:
+        raise FrameError(
+            f"{key} from {sender} was damaged on the way: checksum {found:08x}, sent {crc:08x}"
+        )
+    parts = []
+    for spec in specs:
+        part = buffer[offset : offset + spec.num_bytes].clone()
+        parts.append(part.view(spec.dtype).view(spec.shape))
+        offset += spec.num_bytes
+    return Frame(key, tuple(parts), sequence, deliver_at, end)

@@ -1,0 +1,191 @@
+"""Links over torch.distributed point-to-point calls, with a thread at each end.
+
+Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
+posted its receive, so receives are posted ahead; a receive may be longer than the message, so one
+buffer size serves all; a group per direction keeps the link full duplex.
+Nothing outside this file and `worker.py` knows which process-group backend is in use.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.cluster.link import LinkStats, Parts, expect
+from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+
+NUM_POSTED = 3
+"""Receives posted ahead by each receiver."""
+
+_TAGS = 1 << 30
+
+
+class GlooOutLink:
+    """Sends frames to one peer from a background thread.
+
+    capacity_bytes: the peer's buffer size; a longer frame is refused.
+    clock: the emulated link; None leaves the network alone.
+    max_queued: frames that may wait here before `send` blocks (bounds memory in evaluation).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        peer_name: str,
+        capacity_bytes: int,
+        clock: LinkClock | None = None,
+        max_queued: int = 64,
+    ) -> None:
+        self.peer_name = peer_name
+        self.stats = LinkStats()
+        self._group, self._peer, self._clock = group, peer, clock
+        self._capacity_bytes = capacity_bytes
+        self._sequence = 0
+        self._failure: LinkError | None = None
+        self._queue: queue.Queue[tuple[int, Tensor, float] | None] = queue.Queue(max_queued)
+        self._thread = threading.Thread(target=self._run, name=f"to-{peer_name}", daemon=True)
+        self._thread.start()
+
+    def send(self, key: MessageKey, parts: Parts) -> None:
+        frame = encode_frame(key, parts, self._sequence)
+        if frame.numel() > self._capacity_bytes:
+            raise FrameError(
+                f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
+                f"promised at most {self._capacity_bytes:,}"
+            )
+        deliver_at, line_s = 0.0, 0.0
+        if self._clock is not None:
+            slot = self._clock.reserve(frame.numel())
+            deliver_at, line_s = slot.deliver_at_s, slot.sent_s - slot.start_s
+        if key.kind is not Kind.GOODBYE:
+            self.stats.count(key.kind, frame.numel(), line_s)
+        self._put((self._sequence, frame, deliver_at))
+        self._sequence += 1
+
+    def close(self, timeout_s: float) -> None:
+        for _ in range(NUM_POSTED):
+            self.send(MessageKey(Kind.GOODBYE), ())
+        self._put(None)
+        self._thread.join(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        if self._thread.is_alive():
+            raise LinkTimeout(f"{self.peer_name} did not take the last messages in {timeout_s:.0f} s")
+
+    def _put(self, item: tuple[int, Tensor, float] | None) -> None:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return self._queue.put(item, timeout=1.0)
+            except queue.Full:
+                continue
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                sequence, frame, deliver_at = item
+                seal_frame(frame, deliver_at)
+                work = dist.isend(frame, self._peer, self._group, tag=sequence % _TAGS)
+                assert work is not None
+                work.wait()
+        except RuntimeError as error:
+            self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
+
+
+class GlooInLink:
+    """Receives frames from one peer in a background thread, each at its time of delivery.
+
+    handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        peer_name: str,
+        capacity_bytes: int,
+        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+        max_waiting: int = 64,
+    ) -> None:
+        self.peer_name = peer_name
+        self._group, self._peer = group, peer
+        self._capacity_bytes = capacity_bytes
+        self._handlers = handlers or {}
+        self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
+        self._thread = threading.Thread(target=self._run, name=f"from-{peer_name}", daemon=True)
+        self._thread.start()
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        try:
+            found = self._inbox.get(timeout=overdue_s)
+        except queue.Empty:
+            raise LinkTimeout(
+                f"no {key} from {self.peer_name} after {overdue_s:.1f} s. Is that rank alive? "
+                "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
+            ) from None
+        if isinstance(found, LinkError):
+            self._inbox.put(found)  # whoever asks next shall hear it too
+            raise found
+        return expect(found, key, self.peer_name).parts
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the peer's goodbye."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise LinkTimeout(f"{self.peer_name} did not say goodbye in {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        posted: deque[tuple[Tensor, dist.Work]] = deque()
+        next_to_post, expected = 0, 0
+        spare: list[Tensor] = []
+        try:
+            while True:
+                while len(posted) < NUM_POSTED:
+                    buffer = spare.pop() if spare else self._new_buffer()
+                    work = dist.irecv(buffer, self._peer, self._group, tag=next_to_post % _TAGS)
+                    assert work is not None
+                    posted.append((buffer, work))
+                    next_to_post += 1
+                buffer, work = posted.popleft()
+                work.wait()
+                frame = decode_frame(buffer, self.peer_name)
+                spare.append(buffer)
+                if frame.sequence != expected:
+                    raise FrameError(
+                        f"message {frame.sequence} from {self.peer_name} came as number {expected}"
+                    )
+                expected += 1
+                if frame.key.kind is Kind.GOODBYE:
+                    for _, rest in posted:  # as many goodbyes are sent as receives are posted
+                        rest.wait()
+                    self._inbox.put(LinkClosed(f"{self.peer_name} has ended its part of the run"))
+                    return
+                if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
+                    time.sleep(wait_s)
+                if (handler := self._handlers.get(frame.key.kind)) is not None:
+                    handler(frame)
+                else:
+                    self._inbox.put(frame)
+        except LinkError as error:
+            self._inbox.put(error)
+        except RuntimeError as error:
+            self._inbox.put(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
+
+    def _new_buffer(self) -> Tensor:
+        return torch.empty(self._capacity_bytes, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    """Gloo puts its source position and peer first; the rest is a C++ trace."""
+    return (str(error).splitlines() or [type(error).__name__])[0].strip()

@@ -1,0 +1,98 @@
+"""One direction between two ranks: what a link promises, and one inside a process.
+
+Links move frames and count bytes; they never look into a tensor.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.errors import FrameError, LinkTimeout
+
+Parts = tuple[Tensor, ...]
+
+
+@dataclass
+class LinkStats:
+    """What has been sent so far, by kind of message; bytes are whole frames, headers included."""
+
+    num_bytes: Counter[Kind] = field(default_factory=Counter)
+    num_messages: Counter[Kind] = field(default_factory=Counter)
+    line_s: Counter[Kind] = field(default_factory=Counter)
+
+    def count(self, kind: Kind, num_bytes: int, line_s: float) -> None:
+        self.num_bytes[kind] += num_bytes
+        self.num_messages[kind] += 1
+        self.line_s[kind] += line_s  # type: ignore[assignment]
+
+
+class OutLink(Protocol):
+    """The sending end. `send` returns before delivery and raises LinkClosed if the peer is gone."""
+
+    stats: LinkStats
+
+    def send(self, key: MessageKey, parts: Parts) -> None: ...
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver what is under way and say goodbye."""
+
+
+class InLink(Protocol):
+    """The receiving end."""
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        """The next message, which must be `key`.
+
+        Raises LinkTimeout after overdue_s seconds, LinkClosed if the peer is gone, FrameError if
+        something else came.
+        """
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class InProcessLink:
+    """Both ends in one process: the same frames and the same counting, no time."""
+
+    def __init__(self, name: str = "this process") -> None:
+        self.name = name
+        self.stats = LinkStats()
+        self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._sequence = 0
+
+    def send(self, key: MessageKey, parts: Parts) -> None:
+        frame = encode_frame(key, parts, self._sequence)
+        seal_frame(frame, 0.0)
+        self._sequence += 1
+        self.stats.count(key.kind, frame.numel(), 0.0)
+        self._frames.put(frame)
+
+    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        try:
+            frame = self._frames.get(timeout=overdue_s)
+        except queue.Empty:
+            raise LinkTimeout(f"no {key} from {self.name} after {overdue_s:.1f} s") from None
+        return expect(decode_frame(frame, self.name), key, self.name).parts
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing to end."""
+
+
+def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
+    """The frame, if it is the message that was expected; FrameError otherwise."""
+    if frame.key != key:
+        raise FrameError(
+            f"expected {key} from {sender}, got {frame.key}; the two ranks follow different "
+            "schedules: do they run the same experiment file?"
+        )
+    return frame
+
+
+def total_bytes(stats: Sequence[LinkStats], kinds: Sequence[Kind]) -> int:
+    return sum(entry.num_bytes[kind] for entry in stats for kind in kinds)

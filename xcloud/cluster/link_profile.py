@@ -1,0 +1,181 @@
+"""What a link between two clouds can do, as numbers. Not a link: nothing is sent here.
+
+Times in seconds, bandwidth in bits per second of the line, packet headers included.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError
+
+# TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are ours (20 IP, 32 TCP with
+# timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.
+PACKET_PAYLOAD_BYTES = 1448
+PACKET_HEADER_BYTES = 66
+
+
+def line_bytes(num_bytes: int) -> int:
+    """Bytes on the line for `num_bytes` handed to TCP."""
+    return num_bytes + PACKET_HEADER_BYTES * math.ceil(num_bytes / PACKET_PAYLOAD_BYTES)
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """One direction of the link between two clouds; the other direction is alike and independent.
+
+    bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
+    latency_s: one way. The round trip is twice this.
+    jitter_s: each message is late by a seeded uniform draw from [0, jitter_s]; none overtakes.
+    trace: [[seconds since the start, bits per second], ...]: the bandwidth from then on;
+        starts again every trace_period_s if that is set. Before the first entry: bandwidth_bits_per_s.
+    outages: [[start, duration], ...] in seconds since the start; nothing moves meanwhile.
+    outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
+    timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
+        transfer time.
+    """
+
+    bandwidth_bits_per_s: float
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    trace: Sequence[Sequence[float]] = field(default_factory=tuple)
+    trace_period_s: float = 0.0
+    outages: Sequence[Sequence[float]] = field(default_factory=tuple)
+    outage_every_s: float = 0.0
+    outage_lasting_s: float = 0.0
+    seed: int = 0
+    timeout_s: float = 300.0
+    timeout_factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_number("wan.bandwidth_bits_per_s", self.bandwidth_bits_per_s, 0.0, above=True)
+        for name in ("latency_s", "jitter_s", "trace_period_s", "outage_every_s"):
+            check_number(f"wan.{name}", getattr(self, name), 0.0)
+        check_number("wan.outage_lasting_s", self.outage_lasting_s, 0.0)
+        check_number("wan.timeout_s", self.timeout_s, 0.0, above=True)
+        check_number("wan.timeout_factor", self.timeout_factor, 1.0)
+        check_int("wan.seed", self.seed, 0)
+        object.__setattr__(self, "trace", _pairs("wan.trace", self.trace, second_may_be_zero=True))
+        object.__setattr__(self, "outages", _pairs("wan.outages", self.outages))
+        if self.trace_period_s and self.trace and self.trace[-1][0] >= self.trace_period_s:
+            raise ConfigError(
+                f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
+                f"wan.trace ({self.trace[-1][0]})"
+            )
+        if self.trace and not any(rate > 0 for _, rate in self.trace):
+            raise ConfigError("wan.trace has no bandwidth above 0, so nothing would ever arrive")
+        if bool(self.outage_every_s) != bool(self.outage_lasting_s):
+            raise ConfigError(
+                "wan.outage_every_s and wan.outage_lasting_s go together; got "
+                f"{self.outage_every_s} and {self.outage_lasting_s}"
+            )
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
+        return self.latency_s + self.line_s(num_bytes)
+
+    def line_s(self, num_bytes: int) -> float:
+        """Seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
+        return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
+
+    def overdue_s(self, num_bytes: int) -> float:
+        """How long to wait for a message of this size before calling the peer silent."""
+        return self.timeout_s + self.timeout_factor * self.transfer_s(num_bytes)
+
+    def describe(self) -> str:
+        rate = self.bandwidth_bits_per_s
+        unit = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+        extras = [
+            f"{2e3 * self.latency_s:g} ms round trip",
+            *([f"jitter {1e3 * self.jitter_s:g} ms"] if self.jitter_s else []),
+            *([f"trace of {len(self.trace)} rates"] if self.trace else []),
+            *(["outages"] if self.outages or self.outage_every_s else []),
+        ]
+        return f"{unit}, {', '.join(extras)}"
+
+    def sent_at(self, start_s: float, num_bytes: int) -> float:
+        """When the last byte leaves, if the first leaves at start_s (seconds since the start)."""
+        bits = 8.0 * line_bytes(num_bytes)
+        now = start_s
+        while True:
+            rate, until = self._rate_from(now)
+            if rate > 0 and (bits <= rate * (until - now)):
+                return now + bits / rate
+            bits -= rate * (until - now)
+            now = until
+
+    def _rate_from(self, now_s: float) -> tuple[float, float]:
+        """Bits per second at now_s, and until when they hold."""
+        until = math.inf
+        for start, duration in (*self.outages, *self._random_outages(now_s)):
+            if start <= now_s < start + duration:
+                return 0.0, start + duration
+            if start > now_s:
+                until = min(until, start)
+        if not self.trace:
+            return self.bandwidth_bits_per_s, until
+        period = self.trace_period_s
+        lap = math.floor(now_s / period) if period else 0
+        # A lap's end computed as (lap + 1) * period may round to now_s itself.
+        if period and (lap + 1) * period <= now_s:
+            lap += 1
+        base = lap * period
+        starts = [start for start, _ in self.trace]
+        index = bisect_right(starts, now_s - base) - 1
+        # Between two starts rounding may leave base + start just above now_s: never go backwards.
+        if index + 1 < len(starts) and base + starts[index + 1] <= now_s:
+            index += 1
+        if index >= 0:
+            rate = self.trace[index][1]
+        else:
+            rate = self.trace[-1][1] if period and lap else self.bandwidth_bits_per_s
+        if index + 1 < len(starts):
+            until = min(until, base + starts[index + 1])
+        elif period:
+            until = min(until, base + period)
+        elif rate == 0 and until == math.inf:
+            raise ConfigError(
+                "wan.trace ends with a bandwidth of 0, so nothing more can arrive; end it with a "
+                "bandwidth above 0 or set wan.trace_period_s"
+            )
+        return rate, until
+
+    @cached_property
+    def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
+        return random.Random(self.seed), []
+
+    def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
+        """Seeded outages up to a while after now_s; drawn as time goes on, the same in all ranks."""
+        if not self.outage_every_s:
+            return []
+        generator, drawn = self._outage_draws
+        while not drawn or drawn[-1][0] <= now_s:
+            end = sum(drawn[-1]) if drawn else 0.0
+            gap = generator.expovariate(1.0 / self.outage_every_s)
+            drawn.append((end + gap, self.outage_lasting_s))
+        return drawn[-2:]
+
+
+def _pairs(
+    name: str, value: object, second_may_be_zero: bool = False
+) -> tuple[tuple[float, float], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"{name} must be a list of pairs of numbers, got {value!r}")
+    pairs = []
+    for entry in value:
+        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2:
+            raise ConfigError(f"{name} must be a list of pairs of numbers, got the entry {entry!r}")
+        check_number(f"{name}: the time of {list(entry)}", entry[0], 0.0)
+        check_number(
+            f"{name}: the second number of {list(entry)}", entry[1], 0.0, above=not second_may_be_zero
+        )
+        pairs.append((float(entry[0]), float(entry[1])))
+    if pairs != sorted(pairs):
+        raise ConfigError(f"{name} must be in the order of time, got {value!r}")
+    return tuple(pairs)

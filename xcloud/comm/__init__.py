@@ -1,0 +1,1 @@
+"""Layer "communication optimisation" of the paper: fewer bytes for the same meaning."""

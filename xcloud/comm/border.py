@@ -1,0 +1,52 @@
+"""What crosses a border between two stages, by name, shape and dtype. Nothing is sent here.
+
+Shapes: B samples in a micro-batch; R rows = tokens that are not padding, so padding never crosses
+a border; D features of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+
+Message = dict[str, Tensor]
+"""What crosses a border for one micro-batch, by the names of the border's fields."""
+
+
+@dataclass(frozen=True)
+class BorderField:
+    """One tensor of a border message. Floating fields are compressed and their gradient returns;
+    integer fields cross unchanged.
+
+    rows "samples": the tensor is [B, *features]. rows "counted": it is [sum(counts), *features],
+    where `counts` is the message's integer field of that name, [B], which must stand first.
+    """
+
+    name: str
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Literal["samples", "counted"] = "samples"
+
+    def spec(self, num_rows: int) -> TensorSpec:
+        return TensorSpec((num_rows, *self.features), self.dtype)
+
+
+@dataclass(frozen=True)
+class Border:
+    """All that crosses between stage s and stage s+1."""
+
+    fields: tuple[BorderField, ...]
+    max_rows_per_sample: int
+    gradient_returns: bool = True
+
+    @property
+    def gradient_fields(self) -> tuple[BorderField, ...]:
+        """What comes back: the gradients of the floating fields."""
+        if not self.gradient_returns:
+            return ()
+        return tuple(field for field in self.fields if field.dtype.is_floating_point)

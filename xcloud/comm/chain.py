@@ -1,0 +1,147 @@
+"""Compressors one after the other: what one makes, the next one makes smaller.
+
+No compressor of its own: which may follow which, how their parts nest, and nothing else.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.cast import Nothing
+from xcloud.comm.compressor import Compressor, Family, Parts
+from xcloud.comm.memory import State, Stateful
+from xcloud.errors import ConfigError
+
+_ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
+
+
+class Chain:
+    """Named members; each compresses the floating parts of the one before.
+
+    Integer parts pass as they are: members send what must not be compressed again (positions,
+    scales, seeds) as integers. Families stand in the order low_rank, sparse, precision, each at
+    most once. A chain without members sends the tensor itself.
+
+        Chain(svd=Svd(0.6), fp16=Cast("float16")).label == "fp16(svd(0.6))"
+
+    Wire: the parts of the last member for each floating part of the one before, and so on; an
+    integer part stays at its place.
+    """
+
+    def __init__(self, **members: Compressor) -> None:
+        for name, member in members.items():
+            if not isinstance(member, Compressor):
+                raise ConfigError(
+                    f"Chain member {name!r} must be a compressor, got {member!r}; in YAML give it "
+                    "a _target_, such as xcloud.comm.cast.Cast"
+                )
+            if isinstance(member, Chain):
+                raise ConfigError(
+                    f"Chain member {name!r} is itself a chain ({member.label}); name its members "
+                    "in the outer chain instead"
+                )
+            if member.family == "none" and len(members) > 1:
+                raise ConfigError(
+                    f"Chain member {name!r} sends the tensor as it is and has no place beside "
+                    f"others ({', '.join(members)}); leave it out"
+                )
+        self.members = dict(members)
+        used = [member for member in members.values() if member.family != "none"]
+        for earlier, later in pairwise(used):
+            if _ORDER.index(later.family) <= _ORDER.index(earlier.family):
+                raise ConfigError(
+                    f"Chain: {later.label} cannot come after {earlier.label}: "
+                    + _why_not(earlier, later)
+                )
+        self._members = tuple(used)
+
+    @property
+    def family(self) -> Family:
+        return self._members[-1].family if self._members else "none"
+
+    @property
+    def label(self) -> str:
+        """The paper's notation, the first member innermost."""
+        label = ""
+        for member in self._members:
+            label = f"{member.label}({label})" if label else member.label
+        return label or Nothing().label
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return self._specs_after_each(spec)[-1]
+
+    def compress(self, tensor: Tensor) -> Parts:
+        parts: Parts = Nothing().compress(tensor)
+        for member in self._members:
+            parts = tuple(
+                made
+                for part in parts
+                for made in (member.compress(part) if part.is_floating_point() else (part,))
+            )
+        return parts
+
+    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+        specs = self._specs_after_each(spec)
+        for member, before in reversed(list(zip(self._members, specs, strict=False))):
+            remaining = list(parts)
+            decoded = []
+            for part_spec in before:
+                size = len(member.wire_specs(part_spec)) if part_spec.is_floating else 1
+                taken, remaining = tuple(remaining[:size]), remaining[size:]
+                decoded.append(
+                    member.decompress(taken, part_spec) if part_spec.is_floating else taken[0]
+                )
+            parts = tuple(decoded)
+        return parts[0]
+
+    def state_dict(self) -> State:
+        return {
+            f"{name}.{key}": value
+            for name, member in self.members.items()
+            if isinstance(member, Stateful)
+            for key, value in member.state_dict().items()
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        for name, member in self.members.items():
+            if isinstance(member, Stateful):
+                prefix = f"{name}."
+                member.load_state_dict(
+                    {
+                        key.removeprefix(prefix): value
+                        for key, value in state.items()
+                        if key.startswith(prefix)
+                    }
+                )
+
+    def __repr__(self) -> str:
+        return f"Chain({', '.join(f'{name}={member}' for name, member in self.members.items())})"
+
+    def _specs_after_each(self, spec: TensorSpec) -> list[tuple[TensorSpec, ...]]:
+        """Specs before the first member, and after each."""
+        specs: list[tuple[TensorSpec, ...]] = [(spec,)]
+        for member in self._members:
+            specs.append(
+                tuple(
+                    made
+                    for part in specs[-1]
+                    for made in (member.wire_specs(part) if part.is_floating else (part,))
+                )
+            )
+        return specs
+
+
+def _why_not(earlier: Compressor, later: Compressor) -> str:
+    if later.family == earlier.family == "precision":
+        return "its codes are already as short as told; keep one of them, the one with fewer bits"
+    if later.family == earlier.family:
+        return f"both are {later.family}; keep one of them, with the product of their rates"
+    if earlier.family == "precision":
+        return f"after it no floating part is left; put {later.label} first"
+    return (
+        f"{later.label} needs the matrix, and {earlier.label} leaves a list of values; put "
+        f"{later.label} first"
+    )

@@ -1,0 +1,123 @@
+"""Which compressors and memories a border uses, and from which training step. Sends nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xcloud.checks import check_int
+from xcloud.comm.cast import Nothing
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.memory import Memory, NoMemory
+from xcloud.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Compression:
+    """forward: of activations; backward: of their gradients. A channel takes copies of these."""
+
+    forward: Compressor = field(default_factory=Nothing)
+    backward: Compressor = field(default_factory=Nothing)
+    forward_memory: Memory = field(default_factory=NoMemory)
+    backward_memory: Memory = field(default_factory=NoMemory)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            _check(name, getattr(self, name), Compressor, "xcloud.comm.chain.Chain")
+            memory = f"{name}_memory"
+            _check(memory, getattr(self, memory), Memory, "xcloud.comm.memory.NoMemory")
+
+    def at(self, step: int) -> Compression:
+        return self
+
+    @property
+    def label(self) -> str:
+        """Forward + backward, a memory around what it watches: "fp16(svd(0.6))+ef(int8)"."""
+        forward = _with_memory(self.forward, self.forward_memory)
+        return f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether everything arrives exactly as it was sent."""
+        return (
+            self.forward.family == self.backward.family == "none"
+            and isinstance(self.forward_memory, NoMemory)
+            and isinstance(self.backward_memory, NoMemory)
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """until_step: the last step of this phase; None for the last phase."""
+
+    until_step: int | None
+    compression: Compression
+
+    def __post_init__(self) -> None:
+        if self.until_step is not None:
+            check_int("Phase.until_step", self.until_step, 0)
+        _check("Phase.compression", self.compression, Compression, f"{__name__}.Compression")
+
+
+class Phased:
+    """Different compression in different phases of training, in the order of the names given.
+
+    Every phase has memories of its own, empty at its first step.
+    """
+
+    def __init__(self, **phases: Phase) -> None:
+        for name, phase in phases.items():
+            _check(f"Phased.{name}", phase, Phase, f"{__name__}.Phase")
+        names, steps = list(phases), [phase.until_step for phase in phases.values()]
+        if not steps or steps[-1] is not None:
+            raise ConfigError(
+                "Phased needs a last phase with until_step null, to serve until training ends; "
+                f"got until_step {steps} for {names}"
+            )
+        previous = -1
+        for name, until in zip(names[:-1], steps[:-1], strict=True):
+            if until is None:
+                raise ConfigError(
+                    f"Phased.{name}.until_step is null, so {names[-1]!r} would never begin; give "
+                    "every phase but the last the step at which it ends"
+                )
+            if until <= previous:
+                raise ConfigError(
+                    f"Phased.{name}.until_step must exceed that of the phase before ({previous}), "
+                    f"got {until}; phases stand in the order of their steps"
+                )
+            previous = until
+        self.phases = dict(phases)
+
+    def at(self, step: int) -> Compression:
+        for phase in self.phases.values():
+            if phase.until_step is None or step <= phase.until_step:
+                return phase.compression
+        raise AssertionError("the last phase is open")
+
+    @property
+    def label(self) -> str:
+        """Such as "none+none to step 200, int4+int8"."""
+        return ", ".join(
+            phase.compression.label
+            + ("" if phase.until_step is None else f" to step {phase.until_step}")
+            for phase in self.phases.values()
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        return all(phase.compression.is_identity for phase in self.phases.values())
+
+    def __repr__(self) -> str:
+        return f"Phased({', '.join(f'{name}={phase}' for name, phase in self.phases.items())})"
+
+
+def _with_memory(compressor: Compressor, memory: Memory) -> str:
+    return f"{memory.label}({compressor.label})" if memory.label else compressor.label
+
+
+def _check(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} must be a {kind.__name__}, got {value!r}; in YAML give it a _target_, such "
+            f"as {example}"
+        )

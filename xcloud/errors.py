@@ -1,0 +1,43 @@
+"""The exceptions a user may meet, as one tree. Not a place for recovery code.
+
+XcloudError
+├── ConfigError       a setting cannot be honoured; the message names the key and what is allowed
+├── DataError         a corpus, tokenizer or checkpoint is missing or malformed; says how to get it
+├── LinkError         something went wrong between two ranks
+│   ├── LinkTimeout   the peer stayed silent longer than this link can explain
+│   ├── LinkClosed    the peer is gone
+│   └── FrameError    what arrived is not the frame that was expected
+└── RunFailed         a run ended before its time; the message names the first cause
+"""
+
+
+class XcloudError(Exception):
+    """Base of all errors that xcloud raises on purpose."""
+
+
+class ConfigError(XcloudError, ValueError):
+    """A setting cannot be honoured."""
+
+
+class DataError(XcloudError, ValueError):
+    """A corpus, tokenizer or checkpoint is missing or malformed."""
+
+
+class LinkError(XcloudError):
+    """Something went wrong between two ranks."""
+
+
+class LinkTimeout(LinkError):
+    """The peer stayed silent longer than this link can explain."""
+
+
+class LinkClosed(LinkError):
+    """The peer is gone."""
+
+
+class FrameError(LinkError):
+    """What arrived is not the frame that was expected."""
+
+
+class RunFailed(XcloudError):
+    """A run ended before its time."""

@@ -1,0 +1,224 @@
+"""Experiment: the one frozen object that describes a run, and its file.
+
+Hydra and OmegaConf end here: workers, tests and notebooks see only the object.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from xcloud.checks import check_int
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.border import Border
+from xcloud.comm.phases import Compression, Phased
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.split import SplitModel
+from xcloud.parallel.schedule import Schedule
+from xcloud.security.visibility import Visibility
+from xcloud.tasks.task import Task
+from xcloud.tracking import Tracker
+from xcloud.training.settings import Training
+
+EXPERIMENT_FILE = "experiment.yaml"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What runs where, how it trains and what is written down. Raises ConfigError for settings
+    that do not fit together.
+
+    profile: which size of data and model was asked for (demo, files, paper); it only names them.
+    sweep: a name that runs share which belong together.
+    """
+
+    name: str
+    task: Task
+    model: SplitModel
+    cluster: ClusterLayout
+    schedule: Schedule
+    compression: Compression | Phased
+    training: Training
+    tracker: Tracker
+    security: Visibility = field(default_factory=Visibility)
+    seed: int = 1
+    profile: str = "demo"
+    sweep: str | None = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, 0)
+        micro_batches = self.schedule.num_micro_batches
+        fewest = self.cluster.min_micro_batches()
+        if micro_batches < fewest:
+            raise ConfigError(
+                f"schedule.num_micro_batches is {micro_batches}, but a stage of this cluster has "
+                f"{fewest} ranks, and each needs a micro-batch; set it to at least {fewest}"
+            )
+        pieces = micro_batches * self.training.accumulate_steps
+        if self.training.batch_size < pieces:
+            raise ConfigError(
+                f"training.batch_size is {self.training.batch_size}, too few for "
+                f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
+                f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
+            )
+        layout = self.cluster
+        stages = range(layout.num_stages)
+        self.security.check(
+            tuple(layout.clouds),
+            {stage: self.model.fields(stage, layout.num_stages) for stage in stages},
+            {stage: layout.stage_cloud(stage) for stage in stages},
+        )
+
+    @property
+    def compression_in_force(self) -> str:
+        """The compression's label; "off" where no border leaves a cloud, for there it acts."""
+        return self.compression.label if self.cluster.crosses_clouds else "off"
+
+    @property
+    def run_name(self) -> str:
+        """Tells runs of one experiment apart: "abnet_iwslt two_clouds int8+int8 s1"."""
+        return f"{self.name} {self.cluster.name} {self.compression_in_force} s{self.seed}"
+
+    @property
+    def headline(self) -> str:
+        """What this run is, in one line."""
+        compression = self.compression_in_force
+        if compression == "off" and not self.compression.is_identity:
+            compression = f"off (no border between clouds, so {self.compression.label} does not act)"
+        return (
+            f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
+            f"{self.cluster.describe()}; compression: {compression}"
+        )
+
+    @property
+    def borders(self) -> dict[int, Border]:
+        """What crosses from each stage to the next."""
+        return {
+            stage: self.model.border(stage, self.cluster.num_stages, self.task.max_length)
+            for stage in range(self.cluster.num_stages - 1)
+        }
+
+    @property
+    def max_micro_batch(self) -> int:
+        """Samples of the largest micro-batch, in training or evaluation."""
+        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
+        return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+
+    def fields_of(self, rank: int) -> frozenset[str]:
+        """Batch fields that this rank reads, and so loads."""
+        stages = self.cluster.placement(rank).stages
+        return frozenset().union(
+            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
+        )
+
+
+def from_config(config: DictConfig) -> Experiment:
+    """The Experiment that a composed config describes. Raises ConfigError naming the key."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    try:
+        OmegaConf.resolve(plain)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_lines(error)[0]) from error
+    missing = sorted(OmegaConf.missing_keys(plain))
+    if missing:
+        raise ConfigError(f"these settings have no value yet: {', '.join(missing)}; give them as key=value")
+    check_keys(OmegaConf.to_container(plain), "")
+    try:
+        return cast(Experiment, instantiate(plain, _convert_="all"))
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
+        if isinstance(cause, ConfigError | DataError):
+            kind = type(cause)
+            raise kind(f"{cause} (in {where})" if where else str(cause)) from error
+        raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+
+
+def check_keys(node: Any, path: str) -> None:
+    """Refuse keys that the constructor they are meant for does not know.
+
+    Hydra lets `+typo=1` through, and with an unknown keyword it names no alternative.
+    """
+    if isinstance(node, list):
+        for index, entry in enumerate(node):
+            check_keys(entry, f"{path}[{index}]")
+    if not isinstance(node, Mapping):
+        return
+    if "_target_" in node:
+        try:
+            target = get_object(str(node["_target_"]))
+        except Exception as error:
+            raise ConfigError(f"{path or 'config'}._target_: {_lines(error)[0]}") from error
+        parameters = inspect.signature(target).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for key in node:
+            if key in parameters or open_ended or str(key).startswith("_"):
+                continue
+            near = difflib.get_close_matches(str(key), list(parameters), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            where = f"{path}.{key}" if path else str(key)
+            raise ConfigError(
+                f"unknown setting {where!r}{hint} Allowed here: {', '.join(parameters)}"
+            )
+        for name, parameter in parameters.items():
+            needed = parameter.default is parameter.empty and parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            if needed and name not in node:
+                raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
+    for key, entry in node.items():
+        check_keys(entry, f"{path}.{key}" if path else str(key))
+
+
+def write(config: DictConfig, path: Path) -> None:
+    """The resolved experiment file: everything a worker on another machine needs."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    OmegaConf.save(plain, path, resolve=True)
+
+
+def read_config(path: Path) -> DictConfig:
+    """Raises ConfigError if the file is missing or no experiment file."""
+    if not path.is_file():
+        raise ConfigError(f"there is no experiment file {path}")
+    loaded = OmegaConf.load(path)
+    if not isinstance(loaded, DictConfig) or "_target_" not in loaded:
+        raise ConfigError(f"{path} is not an experiment file: it has no _target_")
+    return loaded
+
+
+def read(path: Path) -> Experiment:
+    return from_config(read_config(path))
+
+
+def flatten(config: DictConfig) -> dict[str, object]:
+    """Settings as dotted names, for a tracker; targets become the last part of their path."""
+    flat: dict[str, object] = {}
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, Mapping):
+            for key, entry in node.items():
+                if key == "_target_":
+                    flat[path or "experiment"] = str(entry).rsplit(".", 1)[-1]
+                else:
+                    walk(entry, f"{path}.{key}" if path else str(key))
+        else:
+            flat[path] = node
+
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    walk(OmegaConf.to_container(plain, resolve=True), "")
+    return flat
+
+
+def _lines(error: BaseException) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]

@@ -1,0 +1,54 @@
+"""The trained model as files that can be loaded again: one safetensors file for each stage.
+
+Every cloud writes its own part beside its run, with the tokenizer of its own side. To translate
+after a run on several machines, put the parts into one `model` folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from xcloud.errors import DataError
+from xcloud.tasks.task import TaskData
+
+MODEL_DIR = "model"
+
+
+def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -> Path:
+    """Write a stage's weights, and what turns text into its ids and back."""
+    folder = run_dir / MODEL_DIR
+    folder.mkdir(exist_ok=True)
+    data.save_tokenizers(folder)
+    path = folder / f"stage{stage}.safetensors"
+    tensors = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    architecture = json.dumps(getattr(module, "architecture", None))
+    save_file(tensors, path, metadata={"architecture": architecture})
+    return path
+
+
+def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Path]:
+    """What the stage said of its architecture, and the file of its weights.
+
+    Raises DataError if the file is missing.
+    """
+    path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
+    if not path.is_file():
+        raise DataError(
+            f"there is no {path}: did that run finish? Of a run on several machines, copy every "
+            f"cloud's {MODEL_DIR} files into one folder"
+        )
+    with safe_open(path, "pt") as file:
+        return json.loads((file.metadata() or {}).get("architecture", "null")), path
+
+
+def fill(module: nn.Module, path: Path) -> None:
+    """Load a stage's weights. Raises DataError if they belong to another architecture."""
+    try:
+        module.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise DataError(f"{path} does not fit this experiment: {error}") from error

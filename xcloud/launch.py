@@ -1,0 +1,133 @@
+"""Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
+
+Ranks are child commands: that works plain, in a sweep, under any launcher, and leaves no orphans
+(each child asks the kernel to end it with its parent).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from xcloud.errors import RunFailed
+
+POLL_EVERY_S = 0.1
+END_WITHIN_S = 5.0
+_SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+
+
+class LocalRanks:
+    """The worker processes of one run."""
+
+    def __init__(self, run_dir: Path, cloud_of_rank: list[str]) -> None:
+        self.run_dir, self.clouds = run_dir, cloud_of_rank
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        num_ranks = len(self.clouds)
+        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **os.environ,
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        for rank in range(num_ranks):
+            command = [sys.executable, "-m", "xcloud.worker", str(self.run_dir)]
+            command += ["--rank", str(rank), "--parent", str(os.getpid())]
+            with open(self.log(rank), "wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**environment, "LOCAL_RANK": str(rank)},
+                        start_new_session=True,  # Ctrl+C reaches the parent alone
+                    )
+                )
+
+    def log(self, rank: int) -> Path:
+        return self.run_dir / f"rank{rank}.log"
+
+    def wait(self, meanwhile: Callable[[], None]) -> None:
+        """Until all ranks are done, calling `meanwhile` often.
+
+        Raises RunFailed naming the first cause when a rank fails; all others are ended first, as
+        they are on any other exception (Ctrl+C).
+        """
+        try:
+            while True:
+                codes = [process.poll() for process in self.processes]
+                meanwhile()
+                if all(code == 0 for code in codes):
+                    return
+                if any(code not in (None, 0) for code in codes):
+                    raise RunFailed(self._first_cause())
+                time.sleep(POLL_EVERY_S)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Terminate what still runs; kill what does not obey."""
+        deadline = time.monotonic() + END_WITHIN_S
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process hears nothing else
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _first_cause(self) -> str:
+        """A rank that lost its peer fails too, often before the peer's own end is seen; wait a
+        moment and name the rank with a cause of its own."""
+        settled = time.monotonic() + _SETTLE_S
+        while time.monotonic() < settled and not self._own_failures():
+            time.sleep(0.05)
+        failed = [r for r, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        rank = (self._own_failures() or failed)[0]
+        code = self.processes[rank].poll()
+        assert code is not None
+        failure = self._failure(rank)
+        if failure is not None:
+            what = failure["message"]
+        elif code < 0:
+            what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        else:
+            what = f"ended with exit code {code}: {self._last_line(rank)}"
+        return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"
+
+    def _own_failures(self) -> list[int]:
+        """Ranks whose failure is not just the loss of another rank."""
+        found = []
+        for rank, process in enumerate(self.processes):
+            code = process.poll()
+            if code in (None, 0):
+                continue
+            failure = self._failure(rank)
+            if failure is None or not failure["peer_lost"]:
+                found.append(rank)
+        return found
+
+    def _failure(self, rank: int) -> dict[str, object] | None:
+        path = self.run_dir / f"rank{rank}.error.json"
+        try:
+            return dict(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def _last_line(self, rank: int) -> str:
+        lines = self.log(rank).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "its log is empty"

@@ -1,0 +1,1 @@
+"""Half of the layer "task" of the paper: networks, and where they can be cut."""

@@ -1,0 +1,288 @@
+"""AB-Net: two frozen BERT-type networks made into a translator by trained adapters.
+Holds no search (decoding.py) and makes no backbone (backbone.py).
+
+Source: Guo et al., arXiv:2010.06138; split over clouds as in Pan et al., ZTE Technology Journal
+2023(4), section 2.2.1. This is the autoregressive variant: the target BERT under a causal mask.
+
+Shapes: R rows of the source, T rows of the target (tokens that are not padding), H features,
+A adapter features, N rows of a decoding step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError
+from xcloud.models.attention import CrossAttention, FixedCache, Packing
+from xcloud.models.backbone import Backbone, OwnBackbone, Weights, check_backbone
+from xcloud.models.decoding import Greedy, Search, check_search
+from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
+from xcloud.models.encoder_decoder import (
+    SOURCE,
+    TARGET,
+    LayerCache,
+    SourceRows,
+    SourceStage,
+    TargetLayer,
+    TargetSettings,
+    TargetStage,
+    border_of,
+    check_layers_per_stage,
+    check_stage,
+    fields_of,
+    layers_of,
+)
+from xcloud.models.seeding import seeded
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import Border, Stage, TokenIds
+
+
+class EncoderAdapter(nn.Module):
+    """x + up(relu(down(LN(x)))), H -> A -> H."""
+
+    def __init__(self, hidden: int, adapter_size: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, adapter_size)
+        self.up = nn.Linear(adapter_size, hidden)
+        self.dropout = nn.Dropout(dropout)
+        _start_small(self.up)
+
+    def forward(self, rows_RH: Tensor) -> Tensor:
+        added = self.up(F.relu(self.down(self.norm(rows_RH))))
+        rows: Tensor = rows_RH + self.dropout(added)
+        return rows
+
+
+class AdaptedLayer(nn.Module):
+    """A frozen encoder layer and the adapter behind it."""
+
+    def __init__(self, layer: EncoderLayer, adapter: EncoderAdapter) -> None:
+        super().__init__()
+        self.frozen = layer
+        self.adapter = adapter
+
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        rows: Tensor = self.adapter(self.frozen(rows_RH, packing))
+        return rows
+
+
+class DecoderAdapter(nn.Module):
+    """x = LN(x + cross-attention(x, source)); x = LN(x + up(relu(down(x)))), H -> A -> H."""
+
+    def __init__(
+        self, hidden: int, source_hidden: int, adapter_size: int, num_heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.cross = CrossAttention(hidden, source_hidden, num_heads)
+        self.cross_norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, adapter_size)
+        self.up = nn.Linear(adapter_size, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.dropout = nn.Dropout(dropout)
+        _start_small(self.up)
+
+    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
+        return self._add(rows_TH, self.cross(rows_TH, packing, source))
+
+    def step(self, rows_NH: Tensor, source: FixedCache) -> Tensor:
+        return self._add(rows_NH, self.cross.step(rows_NH, source))
+
+    def _add(self, rows: Tensor, attended: Tensor) -> Tensor:
+        rows = self.cross_norm(rows + self.dropout(attended))
+        added = self.up(F.relu(self.down(rows)))
+        rows = self.norm(rows + self.dropout(added))
+        return rows
+
+
+class AdaptedTargetLayer(TargetLayer):
+    """A frozen layer under a causal mask and the adapter that looks at the source behind it."""
+
+    def __init__(self, layer: EncoderLayer, adapter: DecoderAdapter) -> None:
+        super().__init__()
+        self.frozen = layer
+        self.adapter = adapter
+
+    def open(self, source: SourceRows) -> FixedCache:
+        return self.adapter.cross.open(source.rows, source.packing)
+
+    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
+        rows: Tensor = self.adapter(self.frozen(rows_TH, packing, True), packing, source)
+        return rows
+
+    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
+        return self.adapter.step(self.frozen.step(rows_NH, cache.past), cache.source)
+
+
+def _start_small(last: nn.Linear) -> None:
+    """A bottleneck that starts near zero leaves the pretrained network as it is."""
+    nn.init.normal_(last.weight, std=1e-3)
+    nn.init.zeros_(last.bias)
+
+
+@dataclass(frozen=True)
+class AbNet:
+    """Encoder with adapters | decoder with cross-attention adapters; a SplitModel.
+
+    encoder, decoder: where the frozen networks come from, each in its cloud; widths may differ.
+    dropout: in the adapters. backbone_dropout: in the frozen networks while adapters train.
+    train_head: whether the small transform of the output head and its bias are trained; the tied
+    embedding never is. A head that the checkpoint lacks is always trained.
+    encoder_layers_per_stage: a count for each stage but the last; null spreads them evenly.
+    """
+
+    encoder: Backbone
+    decoder: Backbone
+    adapter_size: int = 512
+    cross_attention_heads: int = 8
+    dropout: float = 0.1
+    backbone_dropout: float = 0.0
+    label_smoothing: float = 0.1
+    train_head: bool = True
+    encoder_layers_per_stage: Sequence[int] | None = None
+    decoding: Search = field(default_factory=Greedy)
+
+    def __post_init__(self) -> None:
+        check_backbone("AbNet.encoder", self.encoder)
+        check_backbone("AbNet.decoder", self.decoder)
+        check_int("AbNet.adapter_size", self.adapter_size, 1)
+        check_int("AbNet.cross_attention_heads", self.cross_attention_heads, 1)
+        if isinstance(self.decoder, OwnBackbone):  # others are checked when they are read
+            check_heads(
+                "AbNet.cross_attention_heads", self.cross_attention_heads, self.decoder.hidden
+            )
+        check_number("AbNet.dropout", self.dropout, 0, 1)
+        check_number("AbNet.backbone_dropout", self.backbone_dropout, 0, 1)
+        check_number("AbNet.label_smoothing", self.label_smoothing, 0, 0.99)
+        if not isinstance(self.train_head, bool):
+            raise ConfigError(f"AbNet.train_head must be true or false, got {self.train_head!r}")
+        check_layers_per_stage("AbNet.encoder_layers_per_stage", self.encoder_layers_per_stage)
+        check_search("AbNet.decoding", self.decoding)
+
+    def describe(self) -> str:
+        return (
+            f"AB-Net, adapters of {self.adapter_size}, encoder {self.encoder.describe()}, "
+            f"decoder {self.decoder.describe()}"
+        )
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Source first, target last. A stage between reads nothing, unless it needs the source
+        texts to make its own backbone from: then its cloud must be allowed to see them.
+        """
+        check_stage(stage, num_stages, "AbNet")
+        if 0 < stage < num_stages - 1 and self.encoder.needs_sentences:
+            return frozenset({SOURCE})
+        return fields_of(stage, num_stages)
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        check_stage(stage, num_stages, "AbNet")
+        return border_of(self.encoder.width(), max_length)
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        check_stage(stage, num_stages, "AbNet")
+        if stage < num_stages - 1:
+            weights = self.encoder.weights(SOURCE, context)
+            ids = context.vocabularies.get(SOURCE)
+            built: Stage = self._source_stage(weights, stage, num_stages, ids, context.seed)
+        else:
+            weights = self.decoder.weights(TARGET, context)
+            ids = context.vocabularies[TARGET]
+            built = self._target_stage(
+                weights, self.encoder.width(), ids, context.max_length, context.seed
+            )
+        return built.to(context.device)
+
+    def empty_stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """The stage with weights that mean nothing yet, to be filled by load_state_dict; on the
+        CPU.
+
+        architecture: what the trained stage's `architecture` said. Without it the backbone must
+        still be able to tell, so a PretrainedBackbone's config.json must still be at hand.
+        """
+        check_stage(stage, num_stages, "AbNet")
+        is_last = stage == num_stages - 1
+        backbone, name = (self.decoder, TARGET) if is_last else (self.encoder, SOURCE)
+        if architecture is None:
+            config = backbone.config(name, vocabularies, max_length)
+        else:
+            config = EncoderConfig(**architecture["backbone"])
+        weights = Weights(config, None)
+        if not is_last:
+            return self._source_stage(weights, stage, num_stages, vocabularies.get(name), 0)
+        source_hidden = architecture["source_hidden"] if architecture else self.encoder.width()
+        return self._target_stage(weights, source_hidden, vocabularies[name], max_length, 0)
+
+    def _source_stage(
+        self, weights: Weights, stage: int, num_stages: int, ids: TokenIds | None, seed: int
+    ) -> SourceStage:
+        config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
+        parts = layers_of(
+            config.num_layers,
+            stage,
+            num_stages,
+            self.encoder_layers_per_stage,
+            "AbNet.encoder_layers_per_stage",
+        )
+        with seeded(seed, "encoder"):
+            encoder = Encoder(config, parts, embeddings=stage == 0, head=False)
+        if weights.tensors is not None:
+            encoder.load_part(weights.tensors)
+        encoder.requires_grad_(False)
+        layers = {}
+        for i in parts:
+            # One stream for each layer, so that the layout does not change the start weights.
+            with seeded(seed, "encoder adapter", i):
+                adapter = EncoderAdapter(config.hidden, self.adapter_size, self.dropout)
+            layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)
+        return SourceStage(
+            encoder.embeddings,
+            layers,
+            None,
+            ids.pad if ids is not None else None,
+            {"backbone": asdict(weights.config)},
+        )
+
+    def _target_stage(
+        self, weights: Weights, source_hidden: int, ids: TokenIds, max_length: int, seed: int
+    ) -> TargetStage:
+        config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
+        check_heads("AbNet.cross_attention_heads", self.cross_attention_heads, config.hidden)
+        with seeded(seed, "decoder"):
+            decoder = Encoder(config)
+        assert decoder.embeddings is not None and decoder.head is not None
+        if weights.tensors is not None:
+            own_head = {} if weights.have_head else decoder.state_dict()
+            decoder.load_part({**own_head, **weights.tensors})
+        decoder.requires_grad_(False)
+        decoder.head.requires_grad_(self.train_head or not weights.have_head)
+        layers = {}
+        for i in range(config.num_layers):
+            with seeded(seed, "decoder adapter", i):
+                adapter = DecoderAdapter(
+                    config.hidden,
+                    source_hidden,
+                    self.adapter_size,
+                    self.cross_attention_heads,
+                    self.dropout,
+                )
+            layers[str(i)] = AdaptedTargetLayer(decoder.layer(i), adapter)
+        return TargetStage(
+            decoder.embeddings,
+            layers,
+            decoder.head,
+            TargetSettings(ids, max_length, self.label_smoothing, self.decoding),
+            {"backbone": asdict(weights.config), "source_hidden": source_hidden},
+        )

@@ -1,0 +1,269 @@
+"""Where a frozen network comes from: pretrained here on one side's own texts, or a checkpoint.
+Not the network (encoder.py), and not how it is pretrained (pretraining.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.checkpoint import Checkpoint, read_config, read_weights
+from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
+from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain
+from xcloud.models.seeding import seeded
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import TokenIds
+
+# Part of every cache key: raise it when the same settings would give other weights than before.
+CODE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An architecture, and tensors by the names of Encoder's state dict (None: not made yet)."""
+
+    config: EncoderConfig
+    tensors: Mapping[str, Tensor] | None
+
+    @property
+    def have_head(self) -> bool:
+        return self.tensors is not None and "head.bias" in self.tensors
+
+
+class Backbone(Protocol):
+    """A source of weights for one side ("source" or "target" is the field of its texts)."""
+
+    def describe(self) -> str:
+        """Which network, in a few words."""
+
+    @property
+    def needs_sentences(self) -> bool:
+        """Whether whoever builds any part of it must see the field's texts."""
+
+    def width(self) -> int:
+        """Features of a row, which the other cloud must know too."""
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        """The architecture, without the weights."""
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        """The weights. Every lane calls it, and it may wait for lane 0 at context.barrier."""
+
+
+def check_backbone(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is one of the two kinds below."""
+    if not isinstance(value, OwnBackbone | PretrainedBackbone):
+        raise ConfigError(f"{name} must be an OwnBackbone or a PretrainedBackbone, got {value!r}")
+
+
+@dataclass(frozen=True)
+class OwnBackbone:
+    """A small encoder of our own, pretrained once by masked language modelling on the training
+    texts of its side, and then taken from cache_dir/backbones/<hash>.safetensors. The hash covers
+    texts, architecture, settings and CODE_VERSION, not the seed of the run (see pretraining.seed).
+
+    dropout: while it is pretrained. max_positions follows the task's max_length.
+    """
+
+    hidden: int = 192
+    num_layers: int = 3
+    num_heads: int = 3
+    feed_forward: int = 768
+    dropout: float = 0.1
+    pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
+            check_int(f"OwnBackbone.{name}", getattr(self, name), 1)
+        check_heads("OwnBackbone.num_heads", self.num_heads, self.hidden)
+        check_number("OwnBackbone.dropout", self.dropout, 0, 1)
+        if not isinstance(self.pretraining, MaskedLanguageModelling):
+            raise ConfigError(
+                "OwnBackbone.pretraining must be a MaskedLanguageModelling, got "
+                f"{self.pretraining!r}"
+            )
+
+    def describe(self) -> str:
+        return f"own {self.num_layers} x {self.hidden}"
+
+    @property
+    def needs_sentences(self) -> bool:
+        return True
+
+    def width(self) -> int:
+        return self.hidden
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        if name not in vocabularies:
+            raise ConfigError(
+                f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see it. "
+                f"Let it see {name!r}, or hold these layers where it may be seen "
+                "(model.encoder_layers_per_stage), or use a PretrainedBackbone."
+            )
+        return EncoderConfig(
+            vocab_size=vocabularies[name].size,
+            hidden=self.hidden,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            feed_forward=self.feed_forward,
+            max_positions=max_length,
+            dropout=self.dropout,
+        )
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        """Lane 0 fills the cache, the others wait and read it: one network for all lanes."""
+        config = self.config(name, context.vocabularies, context.max_length)
+        sentences = context.sentences(name)
+        key = self._key(config, context.vocabularies[name], sentences)
+        path = context.cache_dir / "backbones" / f"{key}.safetensors"
+        if context.lane == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):
+                if path.exists():
+                    context.report(f"backbone for {name!r}: {_score(path)}, from {path}")
+                else:
+                    self._make(path, name, config, sentences, context)
+        context.barrier()  # Every lane reaches this line, cached or not, or the others hang.
+        if not path.exists():
+            raise DataError(
+                f"lane {context.lane} does not find {path}, which lane 0 has written: the lanes "
+                "of a stage must share one cache folder"
+            )
+        return Weights(config, _read(path))
+
+    def _make(
+        self,
+        path: Path,
+        name: str,
+        config: EncoderConfig,
+        sentences: Sequence[Sequence[int]],
+        context: BuildContext,
+    ) -> None:
+        said = f"backbone for {name!r}: pretraining on {len(sentences)} texts"
+        context.report(f"{said}, {self.pretraining.steps} steps")
+        with seeded(self.pretraining.seed, "backbone"):
+            encoder = Encoder(config).to(context.device)
+        score = pretrain(
+            encoder,
+            sentences,
+            context.vocabularies[name],
+            self.pretraining,
+            lambda line: context.report(f"{said}, {line}"),
+        )
+        tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
+        about = {"loss": str(score.loss), "accuracy": str(score.accuracy)}
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file(tensors, unfinished, metadata=about)
+        unfinished.replace(path)  # whole or not at all
+        context.report(f"backbone for {name!r}: {score}, kept as {path}")
+
+    def _key(
+        self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
+    ) -> str:
+        described = {
+            "code": CODE_VERSION,
+            "config": asdict(config),
+            "pretraining": asdict(self.pretraining),
+            "ids": asdict(ids),
+        }
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+        for sentence in sentences:
+            digest.update(array("q", [len(sentence), *sentence]).tobytes())
+        return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class PretrainedBackbone:
+    """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
+    electra with one width; a local folder or a name on the hub.
+
+    The task must use the checkpoint's own tokenizer. hidden: give it where another cloud, which
+    must know the width too, cannot read the checkpoint.
+    """
+
+    name_or_path: str
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name_or_path, str) or not self.name_or_path:
+            raise ConfigError(
+                "PretrainedBackbone.name_or_path must be a folder or a name on the hub, got "
+                f"{self.name_or_path!r}"
+            )
+        if self.hidden is not None:
+            check_int("PretrainedBackbone.hidden", self.hidden, 1)
+
+    def describe(self) -> str:
+        return self.name_or_path
+
+    @property
+    def needs_sentences(self) -> bool:
+        return False
+
+    def width(self) -> int:
+        return self.hidden or read_config(self.name_or_path).config.hidden
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        checkpoint = read_config(self.name_or_path)
+        self._check(checkpoint, vocabularies.get(name), max_length)
+        return checkpoint.config
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        if context.lane == 0:
+            context.report(f"backbone for {name!r}: reading {self.name_or_path}")
+        checkpoint, tensors = read_weights(self.name_or_path)
+        self._check(checkpoint, context.vocabularies.get(name), context.max_length)
+        weights = Weights(checkpoint.config, tensors)
+        if context.lane == 0 and not weights.have_head:
+            context.report(f"backbone for {name!r}: it has no tied masked-language head")
+        return weights
+
+    def _check(self, checkpoint: Checkpoint, ids: TokenIds | None, max_length: int) -> None:
+        config, name = checkpoint.config, self.name_or_path
+        if self.hidden not in (None, config.hidden):
+            raise ConfigError(
+                f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
+            )
+        if max_length > config.max_positions:
+            raise ConfigError(
+                f"the task's max_length is {max_length}, but {name!r} has {config.max_positions} "
+                "positions"
+            )
+        if ids is None:  # layers between the ends know no words
+            return
+        if ids.size > config.vocab_size or checkpoint.pad not in (None, ids.pad):
+            raise ConfigError(
+                f"{name!r} knows {config.vocab_size} words and pads with {checkpoint.pad}, the "
+                f"task's tokenizer has {ids.size} and pads with {ids.pad}: use the checkpoint's "
+                "own tokenizer"
+            )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def _score(path: Path) -> HeldOutScore:
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    return HeldOutScore(float(about["loss"]), float(about["accuracy"]))

@@ -1,0 +1,292 @@
+"""transformers checkpoints of BERT's family, in and out. The only file that imports transformers.
+
+Only names and layouts change: query, key and value become one matrix, RoBERTa's unused first
+positions are left out, ERNIE's constant task embedding is added to the type embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.encoder import Encoder, EncoderConfig
+
+MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
+OFFSET_TYPES = ("camembert", "roberta", "xlm-roberta")  # positions start at padding_idx + 1
+ACTIVATION_NAMES = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+QUERY_KEY_VALUE = ("query", "key", "value")
+LAYER_NAMES = {
+    "attention.output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "norm": "output.LayerNorm",
+}
+HEAD_NAMES = (
+    (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.bias",
+    ),
+    ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
+)
+HUB_TIMEOUT_S = 3.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint's config.json says, in our words."""
+
+    config: EncoderConfig
+    model_type: str
+    pad: int | None
+    position_offset: int
+
+
+def read_config(name_or_path: str) -> Checkpoint:
+    """From a local folder, the local hub cache, or the hub. Raises DataError if it is nowhere,
+    ConfigError if it is not of BERT's family.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    raw, _ = _fetch(
+        name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
+    )
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise _refusal(name_or_path, f"is of type {model_type!r}")
+    given = AutoConfig.for_model(**raw)
+    if getattr(given, "embedding_size", given.hidden_size) != given.hidden_size:
+        raise _refusal(name_or_path, "projects its embeddings to another width")
+    if given.hidden_act not in ACTIVATION_NAMES:
+        raise _refusal(name_or_path, f"uses the activation {given.hidden_act!r}")
+    if model_type not in ("bert", "ernie") and ACTIVATION_NAMES[given.hidden_act] != "gelu":
+        raise _refusal(name_or_path, f"uses {given.hidden_act!r} in its layers, gelu in its head")
+    if raw.get("position_embedding_type", "absolute") != "absolute":
+        raise _refusal(name_or_path, f"has {raw['position_embedding_type']!r} positions")
+    offset = given.pad_token_id + 1 if model_type in OFFSET_TYPES else 0
+    config = EncoderConfig(
+        vocab_size=given.vocab_size,
+        hidden=given.hidden_size,
+        num_layers=given.num_hidden_layers,
+        num_heads=given.num_attention_heads,
+        feed_forward=given.intermediate_size,
+        max_positions=given.max_position_embeddings - offset,
+        dropout=given.hidden_dropout_prob,
+        attention_dropout=given.attention_probs_dropout_prob,
+        activation=ACTIVATION_NAMES[given.hidden_act],
+        layer_norm_eps=given.layer_norm_eps,
+        type_vocab_size=given.type_vocab_size,
+    )
+    return Checkpoint(config, model_type, given.pad_token_id, offset)
+
+
+def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """Weights under the names of Encoder's state dict, float32, on the CPU. Without those of the
+    head ("head.…") when the checkpoint has none, or has one that is not tied to the embeddings.
+    """
+    from transformers import AutoModelForMaskedLM
+
+    checkpoint = read_config(name_or_path)
+    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
+        model, loading = _fetch(
+            name_or_path,
+            lambda name, **where: AutoModelForMaskedLM.from_pretrained(
+                name, output_loading_info=True, dtype=torch.float32, **where
+            ),
+        )
+    prefix = model.base_model_prefix + "."
+    missing = set(loading["missing_keys"])
+    lacking = sorted(name for name in missing if name.startswith(prefix))
+    if lacking:
+        raise DataError(f"checkpoint {name_or_path!r} lacks {lacking[0]}")
+    given = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
+    weights = _encoder_weights(given, checkpoint)
+    if not missing and getattr(model.config, "tie_word_embeddings", True):
+        weights |= _head_weights(given)
+    # Clones: what transformers returns may share memory with the file or among itself.
+    return checkpoint, {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def _encoder_weights(given: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    types = given["embeddings.token_type_embeddings.weight"]
+    if "embeddings.task_type_embeddings.weight" in given:
+        types = types + given["embeddings.task_type_embeddings.weight"][0]
+    positions = given["embeddings.position_embeddings.weight"]
+    weights = {
+        "embeddings.words.weight": given["embeddings.word_embeddings.weight"],
+        "embeddings.positions.weight": positions[checkpoint.position_offset :],
+        "embeddings.types.weight": types,
+        "embeddings.norm.weight": given["embeddings.LayerNorm.weight"],
+        "embeddings.norm.bias": given["embeddings.LayerNorm.bias"],
+    }
+    for layer in range(checkpoint.config.num_layers):
+        theirs, ours = f"encoder.layer.{layer}.", f"layers.{layer}."
+        for kind in ("weight", "bias"):
+            weights[f"{ours}attention.query_key_value.{kind}"] = torch.cat(
+                [given[f"{theirs}attention.self.{part}.{kind}"] for part in QUERY_KEY_VALUE]
+            )
+            for our_name, their_name in LAYER_NAMES.items():
+                weights[f"{ours}{our_name}.{kind}"] = given[f"{theirs}{their_name}.{kind}"]
+    return weights
+
+
+def _head_weights(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for dense, norm, bias in HEAD_NAMES:
+        if bias in given:
+            return {
+                "head.dense.weight": given[f"{dense}.weight"],
+                "head.dense.bias": given[f"{dense}.bias"],
+                "head.norm.weight": given[f"{norm}.weight"],
+                "head.norm.bias": given[f"{norm}.bias"],
+                "head.bias": given[bias],
+            }
+    raise AssertionError(f"no known head among {sorted(given)[:5]} …")
+
+
+def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
+    """Write a whole Encoder as a BertForMaskedLM that transformers loads: config.json and
+    model.safetensors. The tokenizer is not written.
+    """
+    config = encoder.config
+    weights = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
+    theirs = {
+        "bert.embeddings.word_embeddings.weight": weights["embeddings.words.weight"],
+        "bert.embeddings.position_embeddings.weight": weights["embeddings.positions.weight"],
+        "bert.embeddings.token_type_embeddings.weight": weights["embeddings.types.weight"],
+        "bert.embeddings.LayerNorm.weight": weights["embeddings.norm.weight"],
+        "bert.embeddings.LayerNorm.bias": weights["embeddings.norm.bias"],
+    }
+    for layer in range(config.num_layers):
+        ours, into = f"layers.{layer}.", f"bert.encoder.layer.{layer}."
+        for kind in ("weight", "bias"):
+            parts = weights[f"{ours}attention.query_key_value.{kind}"].chunk(3)
+            for part, tensor in zip(QUERY_KEY_VALUE, parts, strict=True):
+                theirs[f"{into}attention.self.{part}.{kind}"] = tensor
+            for our_name, their_name in LAYER_NAMES.items():
+                theirs[f"{into}{their_name}.{kind}"] = weights[f"{ours}{our_name}.{kind}"]
+    dense, norm, bias = HEAD_NAMES[0]
+    for kind in ("weight", "bias"):
+        theirs[f"{dense}.{kind}"] = weights[f"head.dense.{kind}"]
+        theirs[f"{norm}.{kind}"] = weights[f"head.norm.{kind}"]
+    theirs[bias] = weights["head.bias"]
+    activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
+    described = {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.feed_forward,
+        "max_position_embeddings": config.max_positions,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "hidden_act": activation[config.activation],
+        "layer_norm_eps": config.layer_norm_eps,
+        "type_vocab_size": config.type_vocab_size,
+        "pad_token_id": pad,
+        "dtype": "float32",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    whole = {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"PretrainedBackbone {name!r} {reason}; allowed are checkpoints of type "
+        f"{', '.join(MODEL_TYPES)} with absolute positions, one width throughout and an "
+        f"activation among {', '.join(ACTIVATION_NAMES)}"
+    )
+
+
+def _fetch(name: str, load: Callable[..., T]) -> T:
+    """Load from disk if it is there; ask the hub only when it answers, so that a machine without
+    network learns so at once and not after half a minute of retries.
+    """
+    wanted = (
+        f"put its config.json and model.safetensors into a folder and give the folder's path "
+        f"instead of {name!r}, or fill the hub's cache on a machine with network "
+        f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
+    )
+    is_folder = Path(name).expanduser().is_dir()
+    if is_folder:
+        name = str(Path(name).expanduser())
+    try:
+        return load(name, local_files_only=True)
+    except OSError as error:
+        if is_folder:
+            raise DataError(
+                f"folder {name} is no whole checkpoint: {_first_line(error)}"
+            ) from error
+        if name.startswith(("/", ".", "~")):
+            raise DataError(f"no folder {name}; {wanted}") from None
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            raise DataError(
+                f"checkpoint {name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set; "
+                f"{wanted}"
+            ) from None
+    if not _hub_answers():
+        raise DataError(
+            f"checkpoint {name!r} is not in the hub's cache and the hub does not answer; {wanted}"
+        )
+    try:
+        return load(name)
+    except OSError as error:
+        raise DataError(
+            f"the hub has no such checkpoint: {_first_line(error)}; {wanted}"
+        ) from error
+
+
+def _hub_answers() -> bool:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if not a kind one
+    except OSError:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no table of what was loaded; both are ours to judge."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(40)  # errors only
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

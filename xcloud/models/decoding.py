@@ -1,0 +1,170 @@
+"""Searches for the best output text: greedy and beam. Know nothing of the network that scores.
+
+Shapes: N live hypotheses, B sentences not yet finished, K beams (N = B*K), V words, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError
+from xcloud.parallel.stage import TokenIds
+
+
+class StepDecoder(Protocol):
+    """A network that scores the next token of many hypotheses at once and remembers their past."""
+
+    def step(self, tokens_N: Tensor) -> Tensor:
+        """Append one token to each hypothesis; scores of what may follow, [N, V], a new tensor."""
+
+    def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
+        """Hypothesis i continues what was hypothesis rows[i]; sentence j is what was sentence
+        sentences[j] (None: all stay). Each sentence has the same number of hypotheses, in a row.
+        """
+
+
+class Search(Protocol):
+    """A way to find an output text with a StepDecoder."""
+
+    def limits(self, source_counts: Tensor, longest: int) -> Tensor:
+        """Most tokens to write for each sentence, eos included, int64 [B]; at most `longest`."""
+
+    def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        """Token ids of each sentence, without the begin and end ids."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A sentence ends after length_ratio * (source tokens) + length_extra tokens, or max_length;
+    a half-trained network would else ramble to the end of the longest text.
+    """
+
+    max_length: int | None = None  # None: the task's
+    length_ratio: float = 2.0
+    length_extra: int = 10
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        if self.max_length is not None:
+            check_int(f"{owner}.max_length", self.max_length, 1)
+        check_number(f"{owner}.length_ratio", self.length_ratio, 0)
+        check_int(f"{owner}.length_extra", self.length_extra, 1)
+
+    def limits(self, source_counts: Tensor, longest: int) -> Tensor:
+        if self.max_length is not None:
+            longest = min(longest, self.max_length)
+        wanted = (source_counts * self.length_ratio).long() + self.length_extra
+        return wanted.clamp(max=longest)
+
+
+@dataclass(frozen=True)
+class Greedy(Limits):
+    """The likeliest token at each step."""
+
+    def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        num_sentences, longest = len(limits), int(limits.max())
+        written = limits.new_full((num_sentences, longest), ids.eos)
+        alive = torch.arange(num_sentences, device=limits.device)
+        tokens = torch.full_like(alive, ids.bos)
+        for position in range(longest):
+            tokens = _without_special(decoder.step(tokens), ids).argmax(1)
+            written[alive, position] = tokens
+            going = ((tokens != ids.eos) & (limits[alive] > position + 1)).nonzero()[:, 0]
+            if not len(going):
+                break
+            if len(going) < len(alive):
+                decoder.keep(going, going)
+                alive, tokens = alive[going], tokens[going]
+        return _texts(written, ids.eos)
+
+
+@dataclass(frozen=True)
+class Beam(Limits):
+    """The best of `size` hypotheses carried along: log-probability / length ** length_penalty.
+
+    A sentence is done once `size` hypotheses have ended and no live one is better now, or when no
+    live one can still win. The bookkeeping (2K candidates, of which at most K end) is that of
+    fairseq's SequenceGenerator, which stops at `size` ends, good or bad. Beam(size=1) is Greedy.
+    """
+
+    size: int = 4
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("Beam.size", self.size, 1)
+        check_number("Beam.length_penalty", self.length_penalty, 0)
+
+    def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        beams, longest = self.size, int(limits.max())
+        alive = torch.arange(len(limits), device=limits.device)
+        best = torch.full(limits.shape, -torch.inf, device=limits.device)
+        best_written = limits.new_full((len(limits), longest), ids.eos)
+        num_ended = torch.zeros_like(limits)
+
+        decoder.keep(alive.repeat_interleave(beams))
+        tokens_N = limits.new_full((len(limits) * beams,), ids.bos)
+        written_BKL = limits.new_full((len(limits), beams, longest), ids.eos)
+        # All beams are the same at first; only one of them may be continued.
+        total_BK = torch.full((len(limits), beams), -torch.inf, device=limits.device)
+        total_BK[:, 0] = 0.0
+
+        for position in range(longest):
+            scores_NV = _without_special(decoder.step(tokens_N), ids).float().log_softmax(1)
+            num_words = scores_NV.shape[1]
+            grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
+            candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
+            parent, word = flat // num_words, flat % num_words
+            ends = word == ids.eos
+
+            # A hypothesis that ends competes for its sentence; so does every one at the limit.
+            at_limit = limits[alive] == position + 1
+            ended = (ends | at_limit[:, None])[:, :beams] & candidates[:, :beams].isfinite()
+            scaled = candidates[:, :beams] / (position + 1) ** self.length_penalty
+            score, winner = scaled.masked_fill(~ended, -torch.inf).max(1, keepdim=True)
+            score, better = score[:, 0], score[:, 0] > best[alive]
+            line = written_BKL[torch.arange(len(alive)), parent.gather(1, winner)[:, 0]]
+            line[:, position] = word.gather(1, winner)[:, 0]
+            best_written[alive[better]] = line[better]
+            best[alive] = torch.maximum(best[alive], score)
+            num_ended[alive] += ended.sum(1)
+
+            # At most K of the 2K candidates end, so K are left to go on.
+            total_BK, pick = candidates.masked_fill(ends, -torch.inf).topk(beams, dim=1)
+            word, parent = word.gather(1, pick), parent.gather(1, pick)
+            now = total_BK[:, 0] / (position + 1) ** self.length_penalty
+            reachable = total_BK[:, 0] / limits[alive] ** self.length_penalty
+            enough = (num_ended[alive] >= beams) & (best[alive] >= now)
+            done = at_limit | enough | (best[alive] >= reachable)
+            going = (~done).nonzero()[:, 0]
+            if not len(going):
+                break
+            rows_BK = going[:, None] * beams + parent[going]
+            decoder.keep(rows_BK.flatten(), going if len(going) < len(alive) else None)
+            alive, total_BK, tokens_N = alive[going], total_BK[going], word[going].flatten()
+            written_BKL = written_BKL.flatten(0, 1)[rows_BK]
+            written_BKL[:, :, position] = word[going]
+        return _texts(best_written, ids.eos)
+
+
+def check_search(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is one of the searches of this file."""
+    if not isinstance(value, Greedy | Beam):
+        raise ConfigError(f"{name} must be a Greedy or a Beam, got {value!r}")
+
+
+def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
+    """Padding, begin and mask are no words: a text never holds them. In place."""
+    scores_NV[:, sorted({ids.pad, ids.bos, ids.mask} - {ids.eos})] = -torch.inf
+    return scores_NV
+
+
+def _texts(written: Tensor, eos: int) -> list[list[int]]:
+    lines: Sequence[list[int]] = written.tolist()
+    return [line[: line.index(eos)] if eos in line else line for line in lines]

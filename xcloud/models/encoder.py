@@ -1,0 +1,217 @@
+"""One BERT-type network of our own, in parts: embeddings, single layers, masked-language head.
+Loads no checkpoint (backbone.py does) and trains nothing (pretraining.py does).
+
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V words,
+N rows of a decoding step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.checks import check_choice, check_int, check_number
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.attention import GrowingCache, Packing, SelfAttention
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The architecture: all that must be known to build an Encoder without its weights.
+
+    Devlin et al., arXiv:1810.04805: post-LN, learned positions. RoBERTa's unused first positions
+    are not kept, so no offset is needed: see checkpoint.py.
+    """
+
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    feed_forward: int
+    max_positions: int  # longest text, special ids included
+    dropout: float = 0.1  # after the embeddings and each sub-layer
+    attention_dropout: float = 0.0  # 0 keeps attention on the fused kernel
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-12
+    type_vocab_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden", "num_layers", "num_heads", "feed_forward"):
+            check_int(f"EncoderConfig.{name}", getattr(self, name), 1)
+        check_int("EncoderConfig.max_positions", self.max_positions, 1)
+        check_int("EncoderConfig.type_vocab_size", self.type_vocab_size, 1)
+        check_number("EncoderConfig.dropout", self.dropout, 0, 1)
+        check_number("EncoderConfig.attention_dropout", self.attention_dropout, 0, 1)
+        check_number("EncoderConfig.layer_norm_eps", self.layer_norm_eps, 0)
+        check_choice("EncoderConfig.activation", self.activation, ACTIVATIONS)
+        check_heads("EncoderConfig.num_heads", self.num_heads, self.hidden)
+
+
+def check_heads(name: str, num_heads: int, hidden: int) -> None:
+    """Raise ConfigError unless the features can be dealt evenly to the heads."""
+    if hidden % num_heads:
+        raise ConfigError(f"{name} must divide the hidden size {hidden}, got {num_heads}")
+
+
+class Embeddings(nn.Module):
+    """LayerNorm(word + position + type)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.words = nn.Embedding(config.vocab_size, config.hidden)
+        self.positions = nn.Embedding(config.max_positions, config.hidden)
+        self.types = nn.Embedding(config.type_vocab_size, config.hidden)
+        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
+        """[R] -> [R, H]. types_R: all 0 when left out."""
+        if packing.longest > self.positions.num_embeddings:
+            raise ValueError(
+                f"a text of {packing.longest} tokens came; this network was made for at most "
+                f"{self.positions.num_embeddings}. Lower the task's max_length."
+            )
+        return self._sum(ids_R, self.positions(packing.positions), types_R)
+
+    def step(self, ids_N: Tensor, position: int) -> Tensor:
+        """[N] -> [N, H], all at the same position."""
+        return self._sum(ids_N, self.positions.weight[position], None)
+
+    def _sum(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        of_type = self.types.weight[0] if types is None else self.types(types)
+        total: Tensor = self.dropout(self.norm(self.words(ids) + of_type + positions))
+        return total
+
+
+class EncoderLayer(nn.Module):
+    """x = LN(x + attention(x)); x = LN(x + down(activation(up(x)))).
+
+    `attend` and `feed` are the two sub-layers, for whoever wants something between them.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config.hidden, config.num_heads, config.attention_dropout)
+        self.attention_norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.up = nn.Linear(config.hidden, config.feed_forward)
+        self.down = nn.Linear(config.feed_forward, config.hidden)
+        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, rows_RH: Tensor, packing: Packing, causal: bool = False) -> Tensor:
+        return self.feed(self.attend(rows_RH, packing, causal))
+
+    def step(self, rows_NH: Tensor, cache: GrowingCache) -> Tensor:
+        """The layer for one new token of each hypothesis."""
+        attended = self.attention.step(rows_NH, cache)
+        return self.feed(self.attention_norm(rows_NH + self.dropout(attended)))
+
+    def attend(self, rows_RH: Tensor, packing: Packing, causal: bool = False) -> Tensor:
+        attended = self.attention(rows_RH, packing, causal)
+        rows: Tensor = self.attention_norm(rows_RH + self.dropout(attended))
+        return rows
+
+    def feed(self, rows: Tensor) -> Tensor:
+        fed = self.down(self.activation(self.up(rows)))
+        rows = self.norm(rows + self.dropout(fed))
+        return rows
+
+
+class MaskedHead(nn.Module):
+    """logits = words . LN(activation(dense(x))) + bias, with `words` the embedding itself.
+
+    The embedding is handed in and not held, so that a state dict has it once.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden, config.hidden)
+        self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, rows_RH: Tensor, words_VH: Tensor) -> Tensor:
+        """[R, H] -> [R, V]."""
+        return F.linear(self.norm(self.activation(self.dense(rows_RH))), words_VH, self.bias)
+
+
+class Encoder(nn.Module):
+    """A whole network, or the part of one: `layers` of it, with or without its two ends.
+
+    Names in the state dict are those of the whole network, whatever the part.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        layers: range | None = None,
+        *,
+        embeddings: bool = True,
+        head: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        if layers is None:
+            layers = range(config.num_layers)
+        self.embeddings = Embeddings(config) if embeddings else None
+        self.layers = nn.ModuleDict({str(i): EncoderLayer(config) for i in layers})
+        self.head = MaskedHead(config) if head else None
+        self.apply(partial(_start_weights, std=0.02 * math.sqrt(768 / config.hidden)))
+
+    def forward(
+        self,
+        ids_R: Tensor,
+        packing: Packing,
+        types_R: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Token ids [R] -> last hidden rows [R, H]. Only for a part that has the embeddings."""
+        assert self.embeddings is not None
+        rows: Tensor = self.embeddings(ids_R, packing, types_R)
+        for layer in self.layers.values():
+            rows = layer(rows, packing, causal)
+        return rows
+
+    def logits(self, rows_RH: Tensor) -> Tensor:
+        """Hidden rows [R, H] -> scores of the words [R, V]."""
+        assert self.head is not None and self.embeddings is not None
+        scores: Tensor = self.head(rows_RH, self.embeddings.words.weight)
+        return scores
+
+    def layer(self, index: int) -> EncoderLayer:
+        """By its number in the whole network."""
+        return cast(EncoderLayer, self.layers[str(index)])
+
+    def load_part(self, weights: Mapping[str, Tensor]) -> None:
+        """Take this part's weights out of those of the whole network. DataError if one lacks."""
+        own = self.state_dict()
+        lacking = sorted(set(own) - set(weights))
+        if lacking:
+            raise DataError(
+                f"weights of the backbone lack {lacking[0]} and {len(lacking) - 1} more"
+            )
+        self.load_state_dict({name: weights[name] for name in own})
+
+
+def _start_weights(module: nn.Module, std: float) -> None:
+    """Normal, biases zero. BERT's 0.02 is for a width of 768; narrow networks start faster from
+    more: after 800 steps at width 128, 16.2 % of held-out words right from 0.05, 14.9 % from 0.02.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)

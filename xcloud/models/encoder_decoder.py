@@ -1,0 +1,277 @@
+"""What every source -> target model shares: the cut, the border, the loss, the prediction.
+Not a network: abnet.py and transformer.py bring the layers.
+
+Stages 0..n-2 hold the encoder's layers, the last one holds the decoder. The source text is read in
+stage 0 only, the target text in the last only; what crosses is the encoder's hidden rows.
+Batch fields "source" and "target": int64 [B, S], `bos x1 .. xn eos`, padded on the right.
+
+Shapes: B samples, R rows of the source, T rows of the target (tokens that are not padding),
+H features, V words, N rows of a decoding step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError
+from xcloud.models.attention import FixedCache, GrowingCache, Packing
+from xcloud.models.decoding import Search
+from xcloud.parallel.stage import Batch, Border, BorderField, Message, Stage, StageOutput, TokenIds
+
+SOURCE, TARGET = "source", "target"
+
+
+def check_stage(stage: int, num_stages: int, owner: str) -> None:
+    """Raise ConfigError unless there is an encoder side, a decoder side, and such a stage."""
+    if num_stages < 2:
+        raise ConfigError(
+            f"{owner} is cut into encoder | decoder, so it needs 2 stages or more, got "
+            f"{num_stages}; for one cloud put both stages there"
+        )
+    assert 0 <= stage < num_stages
+
+
+def fields_of(stage: int, num_stages: int) -> frozenset[str]:
+    """Stage 0 reads the source, the last stage the target, those between read nothing."""
+    if stage == 0:
+        return frozenset({SOURCE})
+    return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
+
+
+def border_of(hidden: int, max_length: int) -> Border:
+    """Token counts and the encoder's rows [R, H]: 4 * R * H bytes, and as many back."""
+    return Border(
+        fields=(
+            BorderField("counts", (), torch.int16),
+            BorderField("hidden", (hidden,), torch.float32, rows="counted"),
+        ),
+        max_rows_per_sample=max_length,
+    )
+
+
+def check_layers_per_stage(name: str, given: object) -> None:
+    """Raise ConfigError unless `given` is None or a list of counts."""
+    if given is None:
+        return
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ConfigError(f"{name} must be a list of layer counts or null, got {given!r}")
+    for count in given:
+        check_int(name, count, 1)
+
+
+def layers_of(
+    num_layers: int, stage: int, num_stages: int, given: Sequence[int] | None, name: str
+) -> range:
+    """Encoder layers of a stage: as `given`, else evenly, the first stages taking what is over."""
+    num_parts = num_stages - 1
+    if num_parts > num_layers:
+        raise ConfigError(
+            f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use at most "
+            f"{num_layers + 1} clouds, or an encoder of {num_parts} layers or more"
+        )
+    if given is None:
+        share, over = divmod(num_layers, num_parts)
+        given = [share + (part < over) for part in range(num_parts)]
+    if len(given) != num_parts or sum(given) != num_layers:
+        raise ConfigError(
+            f"{name} must be {num_parts} counts (one for each stage but the last) that add up to "
+            f"the encoder's {num_layers} layers, got {list(given)}"
+        )
+    first = sum(given[:stage])
+    return range(first, first + given[stage])
+
+
+class SourceRows(NamedTuple):
+    """The encoder's rows [R, H] on arrival, and which sample each belongs to."""
+
+    rows: Tensor
+    packing: Packing
+
+    @classmethod
+    def of(cls, received: Message | None) -> SourceRows:
+        assert received is not None, "only stage 0 receives nothing"
+        return cls(received["hidden"], Packing(received["counts"]))
+
+
+class SourceStage(Stage):
+    """Part of the encoder. layers: modules of (rows [R, H], packing) -> rows [R, H].
+
+    embeddings, pad: in stage 0 only. norm: after the last layer of all, where a network has one.
+    architecture: JSON values from which the stage can be built again without its backbone.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module | None,
+        layers: Mapping[str, nn.Module],
+        norm: nn.Module | None,
+        pad: int | None,
+        architecture: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.layers = nn.ModuleDict(layers)
+        self.norm = norm
+        self.pad = pad
+        self.architecture = dict(architecture)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        if self.embeddings is not None:
+            assert self.pad is not None and received is None
+            packing = Packing.of(batch[SOURCE], self.pad)
+            rows = self.embeddings(packing.pack(batch[SOURCE]), packing)
+        else:
+            rows, packing = SourceRows.of(received)
+        for layer in self.layers.values():
+            rows = layer(rows, packing)
+        if self.norm is not None:
+            rows = self.norm(rows)
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": rows.float()})
+
+
+@dataclass
+class LayerCache:
+    """What one decoder layer remembers of the hypotheses and of the source sentences."""
+
+    past: GrowingCache
+    source: FixedCache
+
+    def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
+        self.past.keep(rows)
+        if sentences is not None:
+            self.source.keep(sentences)
+
+
+class TargetLayer(nn.Module):
+    """One decoder layer with its cross-attention, for whole texts or one token at a time."""
+
+    def open(self, source: SourceRows) -> FixedCache:
+        """Cross-attention's keys and values of the source sentences."""
+        raise NotImplementedError
+
+    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
+        raise NotImplementedError
+
+    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
+        raise NotImplementedError
+
+
+class TargetEmbeddings(Protocol):
+    """A module of token ids -> rows, for whole texts or for one position; `words` is [V, H]."""
+
+    words: nn.Embedding
+
+    def __call__(self, ids_T: Tensor, packing: Packing, /) -> Tensor: ...
+
+    def step(self, ids_N: Tensor, position: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What the last stage must know besides its network."""
+
+    ids: TokenIds
+    max_length: int
+    label_smoothing: float
+    decoding: Search
+
+
+class TargetStage(Stage):
+    """The decoder, the loss and the prediction.
+
+    loss: sum over the target tokens, eos included and bos not, of cross-entropy with label
+    smoothing e: -(1-e) log p(y) - e/V * sum over words of log p (Szegedy et al.,
+    arXiv:1512.00567; fairseq's spreads e over the V-1 other words).
+    head: (rows [T, H], words [V, H]) -> scores [T, V].
+    """
+
+    def __init__(
+        self,
+        embeddings: TargetEmbeddings,
+        layers: Mapping[str, TargetLayer],
+        head: nn.Module,
+        settings: TargetSettings,
+        architecture: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.layers = nn.ModuleDict(layers)
+        self.head = head
+        self.settings = settings
+        self.architecture = dict(architecture)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        source = SourceRows.of(received)
+        target_BS = batch[TARGET]
+        self._check_first(target_BS)
+        # The eos is not read, the bos not predicted: one row less than tokens.
+        packing = Packing((target_BS != self.settings.ids.pad).sum(1) - 1)
+        scores = self.scores(packing.pack(target_BS), packing, source)
+        loss = F.cross_entropy(
+            scores.float(),
+            packing.pack(target_BS[:, 1:]),
+            label_smoothing=self.settings.label_smoothing,
+            reduction="sum",
+        )
+        return StageOutput(loss=loss)
+
+    def scores(self, ids_T: Tensor, packing: Packing, source: SourceRows) -> Tensor:
+        """Scores [T, V] of the token after each row, given it and those before."""
+        rows = self.embeddings(ids_T, packing)
+        for layer in self.target_layers():
+            rows = layer(rows, packing, layer.open(source))
+        scores: Tensor = self.head(rows, self.embeddings.words.weight)
+        return scores
+
+    def target_layers(self) -> list[TargetLayer]:
+        return cast(list[TargetLayer], list(self.layers.values()))
+
+    @torch.no_grad()
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        """Target ids without bos and eos. Reads nothing of the batch; never drops units out."""
+        source = SourceRows.of(received)
+        was_training = self.training
+        self.eval()
+        try:
+            limits = self.settings.decoding.limits(
+                source.packing.counts, self.settings.max_length - 1
+            )
+            return self.settings.decoding.search(
+                CachedDecoder(self, source), limits, self.settings.ids
+            )
+        finally:
+            self.train(was_training)
+
+    def _check_first(self, target_BS: Tensor) -> None:
+        assert target_BS.shape[0] and target_BS.shape[1] > 1
+        assert int(target_BS[0, 0]) == self.settings.ids.bos, "a target must start with bos"
+
+
+class CachedDecoder:
+    """A TargetStage, one token at a time: decoding.StepDecoder."""
+
+    def __init__(self, stage: TargetStage, source: SourceRows) -> None:
+        self.stage = stage
+        self.caches = [
+            LayerCache(GrowingCache(), layer.open(source)) for layer in stage.target_layers()
+        ]
+        self.position = 0
+
+    def step(self, tokens_N: Tensor) -> Tensor:
+        rows = self.stage.embeddings.step(tokens_N, self.position)
+        for layer, cache in zip(self.stage.target_layers(), self.caches, strict=True):
+            rows = layer.step(rows, cache)
+        self.position += 1
+        scores: Tensor = self.stage.head(rows, self.stage.embeddings.words.weight)
+        return scores
+
+    def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
+        for cache in self.caches:
+            cache.keep(rows, sentences)

@@ -1,0 +1,266 @@
+"""A Transformer trained from scratch, encoder | decoder: the line AB-Net is compared with.
+Loads nothing, freezes nothing.
+
+Vaswani et al., arXiv:1706.03762 ("base": hidden 512, 6 + 6 layers, 8 heads, 2048). Difference:
+pre-LN (Xiong et al., arXiv:2002.04745), x + f(LN(x)), because it trains at learning rates and
+warm-ups where post-LN diverges, so one setting serves all sizes here.
+
+Shapes: R rows of the source, T rows of the target, H features, N rows of a decoding step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.checks import check_int, check_number
+from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention
+from xcloud.models.decoding import Greedy, Search, check_search
+from xcloud.models.encoder import check_heads
+from xcloud.models.encoder_decoder import (
+    SOURCE,
+    TARGET,
+    LayerCache,
+    SourceRows,
+    SourceStage,
+    TargetLayer,
+    TargetSettings,
+    TargetStage,
+    border_of,
+    check_layers_per_stage,
+    check_stage,
+    fields_of,
+    layers_of,
+)
+from xcloud.models.seeding import seeded
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import Border, Stage, TokenIds
+
+
+def sinusoids(num_positions: int, hidden: int) -> Tensor:
+    """[positions, H]: sine in the even features, cosine in the odd (section 3.5 of the paper)."""
+    rate = torch.exp(torch.arange(0, hidden, 2) * (-math.log(10_000.0) / hidden))
+    angle = torch.arange(num_positions)[:, None] * rate
+    return torch.stack((angle.sin(), angle.cos()), 2).flatten(1)[:, :hidden]
+
+
+class ScaledEmbeddings(nn.Module):
+    """sqrt(H) * word + sinusoid. The sinusoids are computed again, not saved."""
+
+    positions: Tensor
+
+    def __init__(self, vocab_size: int, hidden: int, max_length: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, hidden)
+        nn.init.normal_(self.words.weight, std=hidden**-0.5)
+        self.register_buffer("positions", sinusoids(max_length, hidden), persistent=False)
+        self.scale = math.sqrt(hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
+        if packing.longest > self.positions.shape[0]:
+            raise ValueError(
+                f"a text of {packing.longest} tokens came; this network was made for at most "
+                f"{self.positions.shape[0]}. Lower the task's max_length."
+            )
+        return self._sum(ids_R, self.positions[packing.positions])
+
+    def step(self, ids_N: Tensor, position: int) -> Tensor:
+        return self._sum(ids_N, self.positions[position])
+
+    def _sum(self, ids: Tensor, positions: Tensor) -> Tensor:
+        rows: Tensor = self.dropout(self.words(ids) * self.scale + positions)
+        return rows
+
+
+class FeedForward(nn.Module):
+    """up, ReLU, down."""
+
+    def __init__(self, hidden: int, feed_forward: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, feed_forward)
+        self.down = nn.Linear(feed_forward, hidden)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.down(F.relu(self.up(rows)))
+        return rows
+
+
+class SourceLayer(nn.Module):
+    """x + attention(LN(x)); x + feed(LN(x))."""
+
+    def __init__(self, hidden: int, num_heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention = SelfAttention(hidden, num_heads)
+        self.feed_norm = nn.LayerNorm(hidden)
+        self.feed = FeedForward(hidden, feed_forward)
+        self.dropout = nn.Dropout(dropout)
+        self.apply(_start_weights)
+
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        attended = self.attention(self.attention_norm(rows_RH), packing)
+        rows: Tensor = rows_RH + self.dropout(attended)
+        rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
+        return rows
+
+
+class CausalLayer(TargetLayer):
+    """x + causal attention(LN(x)); x + cross-attention(LN(x), source); x + feed(LN(x))."""
+
+    def __init__(self, hidden: int, num_heads: int, feed_forward: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention = SelfAttention(hidden, num_heads)
+        self.cross_norm = nn.LayerNorm(hidden)
+        self.cross = CrossAttention(hidden, hidden, num_heads)
+        self.feed_norm = nn.LayerNorm(hidden)
+        self.feed = FeedForward(hidden, feed_forward)
+        self.dropout = nn.Dropout(dropout)
+        self.apply(_start_weights)
+
+    def open(self, source: SourceRows) -> FixedCache:
+        return self.cross.open(source.rows, source.packing)
+
+    def forward(self, rows_TH: Tensor, packing: Packing, source: FixedCache) -> Tensor:
+        attended = self.attention(self.attention_norm(rows_TH), packing, causal=True)
+        rows: Tensor = rows_TH + self.dropout(attended)
+        rows = rows + self.dropout(self.cross(self.cross_norm(rows), packing, source))
+        rows = rows + self.dropout(self.feed(self.feed_norm(rows)))
+        return rows
+
+    def step(self, rows_NH: Tensor, cache: LayerCache) -> Tensor:
+        rows: Tensor = rows_NH + self.attention.step(self.attention_norm(rows_NH), cache.past)
+        rows = rows + self.cross.step(self.cross_norm(rows), cache.source)
+        rows = rows + self.feed(self.feed_norm(rows))
+        return rows
+
+
+class TiedHead(nn.Module):
+    """words . LN(x): the scores are products with the target embedding itself."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, rows_TH: Tensor, words_VH: Tensor) -> Tensor:
+        return F.linear(self.norm(rows_TH), words_VH)
+
+
+def _start_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Encoder | decoder from scratch; a SplitModel. Each side has its own words, since neither may
+    see the other's; the target's are tied to the output.
+
+    encoder_layers_per_stage: a count for each stage but the last; null spreads them evenly.
+    """
+
+    hidden: int = 512
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    num_heads: int = 8
+    feed_forward: int = 2048
+    dropout: float = 0.1
+    label_smoothing: float = 0.1
+    encoder_layers_per_stage: Sequence[int] | None = None
+    decoding: Search = field(default_factory=Greedy)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_encoder_layers", "num_decoder_layers", "feed_forward"):
+            check_int(f"Transformer.{name}", getattr(self, name), 1)
+        check_int("Transformer.num_heads", self.num_heads, 1)
+        check_heads("Transformer.num_heads", self.num_heads, self.hidden)
+        check_number("Transformer.dropout", self.dropout, 0, 1)
+        check_number("Transformer.label_smoothing", self.label_smoothing, 0, 0.99)
+        name = "Transformer.encoder_layers_per_stage"
+        check_layers_per_stage(name, self.encoder_layers_per_stage)
+        check_search("Transformer.decoding", self.decoding)
+
+    def describe(self) -> str:
+        layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
+        return f"Transformer from scratch, {layers} x {self.hidden}"
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        check_stage(stage, num_stages, "Transformer")
+        return fields_of(stage, num_stages)
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        check_stage(stage, num_stages, "Transformer")
+        return border_of(self.hidden, max_length)
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        built = self._stage(
+            stage, num_stages, context.vocabularies, context.max_length, context.seed
+        )
+        return built.to(context.device)
+
+    def empty_stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """The stage with weights that mean nothing yet, to be filled by load_state_dict; on the
+        CPU. The settings tell all of its architecture.
+        """
+        return self._stage(stage, num_stages, vocabularies, max_length, 0)
+
+    def _stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        seed: int,
+    ) -> Stage:
+        check_stage(stage, num_stages, "Transformer")
+        shape = (self.hidden, self.num_heads, self.feed_forward, self.dropout)
+        if stage == num_stages - 1:
+            ids = vocabularies[TARGET]
+            with seeded(seed, "decoder ends"):
+                embeddings = ScaledEmbeddings(ids.size, self.hidden, max_length, self.dropout)
+            decoder_layers = {}
+            for i in range(self.num_decoder_layers):
+                with seeded(seed, "decoder layer", i):
+                    decoder_layers[str(i)] = CausalLayer(*shape)
+            settings = TargetSettings(ids, max_length, self.label_smoothing, self.decoding)
+            return TargetStage(embeddings, decoder_layers, TiedHead(self.hidden), settings, {})
+
+        source = vocabularies[SOURCE] if stage == 0 else None
+        layers = {}
+        for i in layers_of(
+            self.num_encoder_layers,
+            stage,
+            num_stages,
+            self.encoder_layers_per_stage,
+            "Transformer.encoder_layers_per_stage",
+        ):
+            # One stream for each layer, so that the layout does not change the start weights.
+            with seeded(seed, "encoder layer", i):
+                layers[str(i)] = SourceLayer(*shape)
+        first = None
+        if source is not None:
+            with seeded(seed, "encoder ends"):
+                first = ScaledEmbeddings(source.size, self.hidden, max_length, self.dropout)
+        is_encoder_end = stage == num_stages - 2
+        return SourceStage(
+            first,
+            layers,
+            nn.LayerNorm(self.hidden) if is_encoder_end else None,
+            source.pad if source is not None else None,
+            {},
+        )

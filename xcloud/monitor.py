@@ -1,0 +1,136 @@
+"""Follows a run from outside its ranks: progress line, tracker, summary.json, the final table.
+
+On one machine the process that started the ranks does this; on several, rank 0's machine starts
+it as a command of its own (python -m xcloud.monitor RUN_DIR --parent PID). Both read events.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import XcloudError
+from xcloud.events import EventReader
+from xcloud.experiment import EXPERIMENT_FILE, Experiment, flatten, from_config, read_config
+from xcloud.export import MODEL_DIR
+from xcloud.progress import ProgressLine
+from xcloud.project import commit
+from xcloud.report_table import print_report
+from xcloud.summary import RunStatistics, write_summary
+from xcloud.tracked_values import quality_metrics, step_metrics
+
+EVENTS_FILE = "events.jsonl"
+SUMMARY_FILE = "summary.json"
+SAMPLES_FILE = "samples.txt"
+
+
+class Monitor:
+    """`start()`, `poll()` often, `finish()` once. Nothing here can stop the training."""
+
+    def __init__(self, experiment: Experiment, params: dict[str, object], run_dir: Path) -> None:
+        self.experiment, self.params, self.run_dir = experiment, params, run_dir
+        layout = experiment.cluster
+        emulated = layout.crosses_clouds and isinstance(layout.wan, LinkProfile)
+        bandwidth = layout.wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
+        self._reader = EventReader(run_dir / EVENTS_FILE)
+        self._statistics = RunStatistics(layout.num_ranks, bandwidth)
+        self._progress = ProgressLine(experiment.training.max_steps, bandwidth)
+        self._commit = commit()
+        self.finished_ranks: set[int] = set()
+
+    def start(self) -> None:
+        experiment = self.experiment
+        tags = {"profile": experiment.profile, "commit": self._commit, "seed": str(experiment.seed)}
+        if experiment.sweep is not None:
+            tags["sweep"] = experiment.sweep
+        experiment.tracker.start(experiment.run_name, self.params, tags, self.run_dir)
+        experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
+
+    def poll(self) -> None:
+        """Take in what the ranks have said since the last time."""
+        tracker = self.experiment.tracker
+        for event in self._reader.poll():
+            self._progress.show(event)
+            totals = self._statistics.feed(event)
+            if totals is not None:
+                self._progress.update(totals)
+                tracker.log(step_metrics(totals), totals.step)
+            if event["event"] == "quality":
+                tracker.log(quality_metrics(event), event["step"])
+                (self.run_dir / SAMPLES_FILE).write_text(event["samples_text"], encoding="utf-8")
+            elif event["event"] == "finish":
+                self.finished_ranks.add(event["rank"])
+
+    def finish(self, cause: str | None) -> dict[str, Any]:
+        """Write summary.json, end the tracker's run, print the table. cause: why the run failed."""
+        self.poll()
+        self._progress.close()
+        experiment, tracker = self.experiment, self.experiment.tracker
+        summary = self._statistics.summary(
+            name=experiment.name,
+            status="finished" if cause is None else "failed",
+            seed=experiment.seed,
+            profile=experiment.profile,
+            commit=self._commit,
+            cause=cause,
+        )
+        summary["compression"] = experiment.compression_in_force
+        summary["link"] = experiment.cluster.describe()
+        summary_path = self.run_dir / SUMMARY_FILE
+        write_summary(summary_path, summary)
+        for name in (SUMMARY_FILE, SAMPLES_FILE):
+            if (self.run_dir / name).exists():
+                tracker.artifact(self.run_dir / name)
+        tracker.finish("finished" if cause is None else "failed", summary)
+        places = {"run folder": self.run_dir}
+        if (self.run_dir / MODEL_DIR).is_dir():
+            places["model"] = self.run_dir / MODEL_DIR
+        print_report(summary, {**places, **tracker.places()})
+        return summary
+
+
+def monitor_of(run_dir: Path, file: Path) -> Monitor:
+    config = read_config(file)
+    return Monitor(from_config(config), flatten(config), run_dir)
+
+
+def first_failure(run_dir: Path, rank: int) -> str:
+    """Why a run on several machines ended, as far as this machine knows."""
+    for path in sorted(run_dir.glob("rank*.error.json")):
+        return f"{path.name.removesuffix('.error.json')}: {json.loads(path.read_text())['message']}"
+    return f"the run ended before rank {rank} had finished"
+
+
+def main() -> int:
+    """Follow until every rank has said it is done, or rank 0 is gone."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud.monitor", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
+    monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    monitor.start()
+    num_ranks = monitor.experiment.cluster.num_ranks
+    while os.getppid() == arguments.parent and len(monitor.finished_ranks) < num_ranks:
+        monitor.poll()
+        time.sleep(0.1)
+    monitor.poll()
+    lost = sorted(set(range(num_ranks)) - monitor.finished_ranks)
+    monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
+    print(arguments.run_dir / SUMMARY_FILE)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")

@@ -1,0 +1,1 @@
+"""Layer "parallel computing" of the paper: who computes what, and when."""

@@ -1,0 +1,101 @@
+"""Small messages between clouds besides the pipeline: norms, agreement, reports.
+
+A star around rank 0. One rank of each stage (its leader) speaks for the stage. Everything here is
+framed, delayed and counted like the rest, under "other".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.link import InLink, OutLink
+from xcloud.errors import ConfigError
+
+REPORT_CAPACITY_BYTES = 1 << 18
+AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
+
+
+class Control:
+    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        leaders: tuple[int, ...],
+        out: Mapping[int, OutLink],
+        incoming: Mapping[int, InLink],
+        overdue_s: float,
+    ) -> None:
+        self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
+        self.out, self.incoming = out, incoming
+
+    def sum_over_stages(self, step: int, values: Mapping[int, float], num_stages: int) -> float:
+        """Sum of one number per stage, the same bits in every leader. Leaders only.
+
+        values: stage -> number, for the stages that this leader speaks for.
+        """
+        key = MessageKey(Kind.NORM, step)
+        others = [leader for leader in self.leaders if leader != 0]
+        if self.rank != 0:
+            mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
+            for stage, value in values.items():
+                mine[stage] = value
+            self.out[0].send(key, (mine,))
+            return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
+        collected = dict(values)
+        for leader in others:
+            theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
+            collected.update({stage: v for stage, v in enumerate(theirs) if v == v})
+        # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
+        # so a stage that nobody reported counts as NaN too.
+        total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
+        for leader in others:
+            self.out[leader].send(key, (torch.tensor([total], dtype=torch.float64),))
+        return total
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """All ranks must hold the same facts before the first step.
+
+        Raises ConfigError in the rank that differs (and in rank 0), naming the fact. Facts of
+        fields that only some ranks hold are left out by those that do not hold them.
+        """
+        key = MessageKey(Kind.AGREEMENT)
+        if self.rank == 0:
+            for peer, link in self.incoming.items():
+                theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S)[0])
+                self.out[peer].send(key, (encode_facts(facts),))
+                compare_facts(facts, theirs, peer)
+        else:
+            self.out[0].send(key, (encode_facts(facts),))
+            theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
+            compare_facts(facts, theirs, 0)
+
+    def report(self, lines: bytes) -> None:
+        """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
+        assert len(lines) <= REPORT_CAPACITY_BYTES
+        data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+        self.out[0].send(MessageKey(Kind.REPORT), (data,))
+
+
+def encode_facts(facts: Mapping[str, str]) -> Tensor:
+    text = "\n".join(f"{name}={value}" for name, value in sorted(facts.items()))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def decode_facts(data: Tensor) -> dict[str, str]:
+    lines = bytes(data.tolist()).decode(errors="replace").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def compare_facts(mine: Mapping[str, str], theirs: Mapping[str, str], peer: int) -> None:
+    for name in sorted(mine.keys() & theirs.keys()):
+        if mine[name] != theirs[name]:
+            raise ConfigError(
+                f"this rank and rank {peer} disagree about {name}: {mine[name]} here, "
+                f"{theirs[name]} there. All clouds need the same experiment file, the same "
+                "release of xcloud and the same rows of data in the same order."
+            )

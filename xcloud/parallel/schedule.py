@@ -1,0 +1,98 @@
+"""Schedules as data: in which order a stage computes its micro-batches. Nothing is computed here.
+
+A schedule is written for a whole stage; the ranks (lanes) of the stage take their own
+micro-batches out of that one order, which keeps any number of lanes free of deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from xcloud.checks import check_int
+
+
+class Action(NamedTuple):
+    kind: Literal["forward", "backward"]
+    stage: int
+    micro_batch: int
+
+
+class Schedule(Protocol):
+    @property
+    def num_micro_batches(self) -> int: ...
+
+    @property
+    def label(self) -> str: ...
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        """Every forward and backward of this stage for one pass over the pipeline."""
+
+
+@dataclass(frozen=True)
+class GPipe:
+    """All forwards, then all backwards (Huang et al., arXiv:1811.06965), micro-batch 0 first."""
+
+    num_micro_batches: int = 4
+
+    def __post_init__(self) -> None:
+        check_int("schedule.num_micro_batches", self.num_micro_batches, 1)
+
+    @property
+    def label(self) -> str:
+        return f"gpipe m={self.num_micro_batches}"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        order = range(self.num_micro_batches)
+        return [Action("forward", stage, i) for i in order] + [
+            Action("backward", stage, i) for i in order
+        ]
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward:
+    """1F1B (PipeDream-flush): after a warm-up, forwards and backwards alternate.
+
+    num_in_flight: micro-batches that stage 0 starts before its first backward; the later stages
+    hold evenly fewer, the last one 1. None = num_stages, the textbook's count. On a slow link one
+    or two more keep the stages busy while messages travel.
+    """
+
+    num_micro_batches: int = 4
+    num_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("schedule.num_micro_batches", self.num_micro_batches, 1)
+        if self.num_in_flight is not None:
+            check_int("schedule.num_in_flight", self.num_in_flight, 1)
+
+    @property
+    def label(self) -> str:
+        return f"1f1b m={self.num_micro_batches} in flight={self.num_in_flight or 'p'}"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        at_first = self.num_in_flight or num_stages
+        behind = num_stages - 1
+        share = (behind - stage) / behind if behind else 0.0
+        warm_up = min(1 + math.ceil((at_first - 1) * share), self.num_micro_batches)
+        actions = [Action("forward", stage, i) for i in range(warm_up)]
+        for i in range(self.num_micro_batches):
+            actions.append(Action("backward", stage, i))
+            if warm_up + i < self.num_micro_batches:
+                actions.append(Action("forward", stage, warm_up + i))
+        return actions
+
+
+@dataclass(frozen=True)
+class ForwardOnly:
+    """Evaluation: every micro-batch once, forward."""
+
+    num_micro_batches: int
+
+    @property
+    def label(self) -> str:
+        return f"forward only m={self.num_micro_batches}"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        return [Action("forward", stage, i) for i in range(self.num_micro_batches)]

@@ -1,0 +1,52 @@
+"""The contract between a model's part (a stage) and whoever runs it. No network, no schedule.
+
+Shapes: B samples in a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from xcloud.comm.border import Border, BorderField, Message
+
+__all__ = ["Batch", "Border", "BorderField", "Message", "Stage", "StageOutput", "TokenIds"]
+
+Batch = Mapping[str, Tensor]
+"""Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else only what may be seen."""
+
+class StageOutput(NamedTuple):
+    """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
+
+    loss: sum (not mean) over the micro-batch, scalar with graph; whoever runs the stage divides
+    by the weight of the whole update, so that any cut into micro-batches gives the same gradient.
+    """
+
+    send: Message | None = None
+    loss: Tensor | None = None
+
+
+class Stage(nn.Module):
+    """One part of a split model."""
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        """Training and evaluation alike; `received` is None in the first stage."""
+        raise NotImplementedError
+
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        """Last stage only: what the task scores, one list of token ids for each sample."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """What a model must know of a tokenizer: its size and its special ids."""
+
+    size: int
+    pad: int
+    bos: int
+    eos: int
+    mask: int

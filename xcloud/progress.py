@@ -1,0 +1,182 @@
+"""The live line of a run: where it is, how fast, what it waits for. Shows; measures nothing.
+
+On a terminal one line is rewritten (at most 10 times a second), elsewhere a line is printed
+about every 10 s:
+
+    step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
+
+Times are smoothed; the waiting is that of the cloud that waits most, the link's use that of the
+busier direction. The summary has them apart.
+"""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from xcloud.events import Event, StepTotals
+
+REDRAW_S = 0.1
+PRINT_S = 10.0
+SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
+
+
+class ProgressLine:
+    """`show(event)` every event, `update(totals)` every complete step, `close()` at the end."""
+
+    def __init__(
+        self,
+        max_steps: int,
+        bandwidth_bits_per_s: float | None = None,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
+        self.max_steps = max_steps
+        self.bandwidth_bits_per_s = bandwidth_bits_per_s
+        self.stream = sys.stdout if stream is None else stream
+        self.live = self.stream.isatty()
+        self._clock = clock
+        self._smooth = _Smooth()
+        self._line = ""  # what should be seen
+        self._num_on_screen = 0  # characters of it on the terminal's current line
+        self._stale = False  # the line has news that were not drawn
+        self._drawn_at_s = -math.inf
+        self._phase = ""
+
+    def update(self, totals: StepTotals) -> None:
+        smooth = self._smooth
+        smooth.count()
+        smooth.put("step_s", totals.step_s)
+        if totals.loss is not None:
+            smooth.put("loss", totals.loss)
+        for cloud, waiting_s in totals.mean_s("waiting_s").items():
+            smooth.put(f"waiting {cloud}", waiting_s)
+        for direction in ("forward", "backward"):
+            smooth.put(f"sent {direction}", totals.sent.get(direction, 0))
+        self._line = self._describe(totals.step, totals)
+        self._stale = True
+        due_s = REDRAW_S if self.live else PRINT_S
+        if self._clock() - self._drawn_at_s >= due_s:
+            self._draw()
+
+    def show(self, event: Event) -> None:
+        """Print what an event has to say in words; step events say nothing here."""
+        kind = event["event"]
+        if kind == "start" and event.get("headline"):
+            self.note(f"{event['cloud']}: {event['headline']}")
+        elif kind == "note":
+            self.note(f"{event['cloud']}: {event['text']}")
+        elif kind == "phase" and event["name"] != self._phase:
+            self._phase = event["name"]  # every rank says it; once is enough
+            self.note(self._phase)
+        elif kind == "quality":
+            self.note(_describe_quality(event))
+
+    def note(self, text: str) -> None:
+        """Print a line (or several) above the live one, at once."""
+        self._erase()
+        self._write(text + "\n")
+        if self.live and self._line:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the last state on the screen and end its line."""
+        if self._stale or (self.live and self._line):
+            self._draw()
+        if self._num_on_screen:
+            self._write("\n")
+        self._line, self._num_on_screen, self._stale = "", 0, False
+
+    def _describe(self, step: int, totals: StepTotals) -> str:
+        smooth = self._smooth
+        step_s = smooth.get("step_s")
+        left_s = (self.max_steps - step) * step_s
+        # In the order of what may be missed: a narrow window cuts the end off.
+        parts = [f"step {step}/{self.max_steps}", f"{human_duration(left_s)} left"]
+        if smooth.has("loss"):
+            parts.append(f"loss {smooth.get('loss'):.3f}")
+        parts.append(f"{step_s:.3f} s/step")
+        waiting_s = max(smooth.get(f"waiting {cloud}") for cloud in totals.num_ranks)
+        parts += [f"waits {waiting_s:.3f} s", self._describe_link(step_s)]
+        return "  ".join(parts)
+
+    def _describe_link(self, step_s: float) -> str:
+        if not self.bandwidth_bits_per_s or math.isinf(self.bandwidth_bits_per_s):
+            return "free link"
+        busiest = max(self._smooth.get("sent forward"), self._smooth.get("sent backward"))
+        use = 8 * busiest / (self.bandwidth_bits_per_s * step_s) if step_s else 0.0
+        return f"link {100 * use:.0f} %"
+
+    def _draw(self) -> None:
+        self._drawn_at_s = self._clock()
+        self._stale = False
+        if not self.live:
+            self._write(self._line + "\n")
+            return
+        # A line as wide as the window would wrap, and \r would then return to its second half.
+        text = self._line[: shutil.get_terminal_size().columns - 1]
+        self._write("\r" + text.ljust(self._num_on_screen))
+        self._num_on_screen = len(text)
+
+    def _erase(self) -> None:
+        if self._num_on_screen:
+            self._write("\r" + " " * self._num_on_screen + "\r")
+            self._num_on_screen = 0
+
+    def _write(self, text: str) -> None:
+        # A corpus sample must not end the run of someone whose terminal speaks ASCII.
+        encoding = self.stream.encoding or "utf-8"
+        self.stream.write(text.encode(encoding, "replace").decode(encoding))
+        self.stream.flush()
+
+
+class _Smooth:
+    """Running means that forget: value = sum(w^age * x) / sum(w^age), one age for all names."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def count(self) -> None:
+        for name, (value, weight) in self._sums.items():
+            self._sums[name] = (SMOOTHING * value, SMOOTHING * weight)
+
+    def put(self, name: str, value: float) -> None:
+        sum_, weight = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (sum_ + value, weight + 1.0)
+
+    def has(self, name: str) -> bool:
+        return name in self._sums
+
+    def get(self, name: str) -> float:
+        value, weight = self._sums[name]
+        return value / weight
+
+
+def human_duration(seconds: float) -> str:
+    """42 s, 13 min, 2 h 05 min."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 99.5:
+        return f"{max(seconds, 0):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def human_score(value: float) -> str:
+    """41.92 for what goes to 100, 0.9223 for a share."""
+    return f"{value:.2f}" if abs(value) > 1 else f"{value:.4f}"
+
+
+def _describe_quality(event: Event) -> str:
+    values = "  ".join(f"{name} {human_score(value)}" for name, value in event["values"].items())
+    text = f"{event['split']} at step {event['step']}: {values}"
+    if event.get("evaluation_s") is not None:
+        text += f"  ({human_duration(event['evaluation_s'])})"
+    # Dev is scored again and again; only the final samples are worth the room.
+    if event["split"] == "test" and event.get("samples_text"):
+        text += "\n" + str(event["samples_text"]).rstrip("\n")
+    return text

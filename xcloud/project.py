@@ -1,0 +1,50 @@
+"""Where the project lies and which commit it is. Reads files and asks git; changes nothing."""
+
+import os
+import subprocess
+from pathlib import Path
+
+GIT_TIMEOUT_S = 10.0
+
+
+def project_root() -> Path:
+    """The folder with pyproject.toml beside the package, or the current directory when xcloud
+    is installed elsewhere. Never raises."""
+    return _checkout() or Path.cwd()
+
+
+def commit() -> str:
+    """Short git commit of xcloud's own sources, e.g. "1a2b3c4" or "1a2b3c4-dirty".
+
+    Dirty means that `git status` lists anything, new files included: a new class that only a
+    YAML names can decide a run as well as a changed line. "unknown" outside git. Never raises.
+    """
+    root = _checkout()
+    if root is None:  # Installed: the repository around the current directory is another one.
+        return "unknown"
+    head = _git(root, "rev-parse", "--short", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    if not head or status is None:
+        return "unknown"
+    return f"{head}-dirty" if status else head
+
+
+def _checkout() -> Path | None:
+    beside_package = Path(__file__).resolve().parent.parent
+    return beside_package if (beside_package / "pyproject.toml").is_file() else None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """What git prints, or None when it is missing, refuses or hangs."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            # Reading the status must not take the index lock from somebody's commit.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,123 @@
+"""The table a run ends with, printed from its summary. Works nothing out that the summary lacks.
+
+`places` says where things were written, label -> text, in the order to print: the run folder,
+the summary, the exported model, and what the tracker's `places()` returns.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from xcloud.progress import human_duration, human_score
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH_WITHOUT_TERMINAL = 100
+UNKNOWN = "-"
+SCORE_NAMES = {"bleu": "BLEU", "chrf": "chrF"}
+
+
+def print_report(
+    summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if console is None:
+        width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+        console = Console(width=width)
+
+    heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
+    if summary.get("wall_s") is not None:
+        heading += f", {human_duration(summary['wall_s'])}"
+    console.print()
+    console.print(Text(heading, style="bold"), soft_wrap=True)
+    if summary.get("cause"):
+        console.print(Text(f"cause: {summary['cause']}", style="red"), soft_wrap=True)
+
+    figures = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    figures.add_column()
+    figures.add_column(justify="right", no_wrap=True)
+    figures.add_column(style="dim")
+    for label, value, remark in _rows(summary):
+        figures.add_row(label, Text(value), remark)
+    console.print(figures)
+
+    if summary["compute_s"]:
+        clouds = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+        clouds.title = "time in a step, mean of the ranks of a cloud"
+        clouds.add_column("cloud")
+        for heading in ("computing", "compressing", "waiting", "averaging"):
+            clouds.add_column(heading, justify="right")
+        for cloud in summary["compute_s"]:
+            kinds = ("compute_s", "codec_s", "waiting_s", "sync_s")
+            times = [summary.get(kind, {}).get(cloud) for kind in kinds]
+            clouds.add_row(Text(cloud), *(human_seconds(value) for value in times))
+        console.print(clouds)
+
+    # Outside a table: a path broken over two lines cannot be copied.
+    margin = max((len(label) for label in places), default=0)
+    for label, place in places.items():
+        console.print(Text(f"{label:<{margin}}  {place}"), soft_wrap=True)
+
+
+def human_bytes(num_bytes: float | None) -> str:
+    """812 B, 393 kB, 1.57 MB: powers of 1000, three digits."""
+    if num_bytes is None:
+        return UNKNOWN
+    if abs(num_bytes) < 999.5:
+        return f"{num_bytes:.0f} B"
+    power = min(int(math.log10(abs(num_bytes) * 1.0005) // 3), 4)
+    return f"{_three_digits(num_bytes / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """0.21 ms, 412 ms, 1.57 s: three digits."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 0.9995:
+        return f"{_three_digits(1000 * seconds)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, value in summary["quality"].items():
+        score = UNKNOWN if value is None else human_score(value)
+        yield SCORE_NAMES.get(name, name), score, "test set"
+    yield "final loss", _number(summary["final_loss"], ".4f"), ""
+    left_out = summary.get("num_warmup_steps_left_out")
+    remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
+    yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
+    yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
+    sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
+    use = summary.get("link_utilisation") or {}
+    for direction in ("forward", "backward"):
+        busy = use.get(direction)
+        remark = f"link {100 * busy:.0f} % used" if busy is not None else ""
+        yield f"sent {direction}, per step", human_bytes(sent[direction]), remark
+    if sent["other"]:
+        yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
+    remark = f"forward {_ratio(ratio['forward'])}, backward {_ratio(ratio['backward'])}"
+    yield "compression ratio", _ratio(ratio["total"]), remark
+    yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
+    yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def _ratio(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}x"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

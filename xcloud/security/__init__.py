@@ -1,0 +1,1 @@
+"""Layer "security and privacy" of the paper: what a cloud may hold."""

@@ -1,0 +1,253 @@
+"""What a run came to: events in, one small dictionary out (`summary.json`).
+No tracker and no printing here; no torch.
+
+How the figures are made:
+- `step_time_s` is the slowest rank's time of a step; seconds by cloud are means per step and rank.
+- The first steps (3, or a tenth of them when there are fewer than 30) warm caches and are left
+  out of everything with seconds in it, never out of byte counts. `num_warmup_steps_left_out`
+  says how many. Rates are over the time spent in steps, so evaluation does not slow them.
+- `bubble_ratio` = sum of waiting / sum of computing, over ranks and steps. The paper ([N] 1.1)
+  has idle time over *ideal* computing time m(t_f + t_b); here both are measured, so waiting for
+  the link and for the other side's codec counts as idle, and computing includes its own jitter.
+- `compression_ratio` = FP32 bytes of the tensors / bytes counted on the wire, headers included;
+  null where nothing crossed. `total` joins the kinds of traffic that carry tensors (those with a
+  FP32 size); ids, lengths and the like would be the same uncompressed, and stand apart under
+  `wan_bytes_per_step.other`.
+- `link_utilisation` = bits sent / (bandwidth * time in steps) by direction; on a link of unknown
+  bandwidth the time it was busy / time in steps; null when neither is known.
+"""
+
+import json
+import math
+import os
+import statistics
+from array import array
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from xcloud import __version__
+from xcloud.events import TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.project import commit as project_commit
+
+Summary = dict[str, Any]
+
+MAX_WARMUP_STEPS = 3
+
+
+class RunStatistics:
+    """Feed it every event of a run; ask for the summary at any time, after a failure too."""
+
+    def __init__(self, num_ranks: int, bandwidth_bits_per_s: float | None = None) -> None:
+        """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
+        self.bandwidth_bits_per_s = bandwidth_bits_per_s
+        self.final_loss: float | None = None
+        self._collector = StepCollector(num_ranks)
+        self._step_s = array("d")
+        # How many first steps to leave out is known at the end: the first three stay apart.
+        self._first: list[_Sums] = []
+        self._rest = _Sums()
+        self._quality: dict[str, Event] = {}  # the latest of each split
+        self._started_at_s: float | None = None
+        self._last_event_at_s: float | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that all ranks have reported."""
+        return len(self._step_s)
+
+    def feed(self, event: Event) -> StepTotals | None:
+        """Returns the totals of a step when this event completes it (progress and tracker)."""
+        if (at_s := event.get("t")) is not None:
+            self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
+            self._last_event_at_s = at_s
+        if event["event"] == "quality":
+            self._quality[event["split"]] = event
+        totals = self._collector.feed(event)
+        if totals is not None:
+            self._count(totals)
+        return totals
+
+    def summary(
+        self,
+        *,
+        name: str,
+        status: str,
+        seed: int | None = None,
+        profile: str | None = None,
+        commit: str | None = None,
+        cause: str | None = None,
+    ) -> Summary:
+        """status: "finished", "failed" or "stopped"; commit: None asks git now."""
+        num_left_out = min(MAX_WARMUP_STEPS, self.num_steps // 10)
+        timed = _Sums.of([*self._first[num_left_out:], self._rest])
+        every = _Sums.of([*self._first[:num_left_out], timed])
+        step_s = sorted(self._step_s[num_left_out:])
+
+        summary: Summary = {
+            "name": name,
+            "status": status,
+            "seed": seed,
+            "commit": project_commit() if commit is None else commit,
+            "profile": profile,
+            "final_loss": _rounded(self.final_loss, 6),
+            "quality": self._quality_of("test"),
+            "step_time_s": {
+                "median": _rounded(statistics.median(step_s), 6) if step_s else None,
+                "p90": _rounded(_percentile(step_s, 0.9), 6),
+            },
+            **{kind: timed.mean_s(kind) for kind in ("compute_s", "codec_s", "waiting_s")},
+            "bubble_ratio": _ratio(timed.total_s("waiting_s"), timed.total_s("compute_s")),
+            "wan_bytes_per_step": every.bytes_per_step(),
+            "compression_ratio": every.compression_ratio(),
+            "samples_per_s": _ratio(timed.samples or None, timed.step_s),
+            "tokens_per_s": _ratio(timed.tokens or None, timed.step_s),
+            "num_steps": self.num_steps,
+            "num_warmup_steps_left_out": num_left_out,
+            "sync_s": timed.mean_s("sync_s"),
+            "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "dev_quality": self._quality_of("dev"),
+            "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
+            "started_at": self._started_at(),
+            "wall_s": self._wall_s(),
+            "xcloud_version": __version__,
+        }
+        if cause is not None:
+            summary["cause"] = cause
+        return summary
+
+    def _count(self, totals: StepTotals) -> None:
+        if totals.loss is not None:
+            self.final_loss = totals.loss
+        if self.num_steps < MAX_WARMUP_STEPS:
+            self._first.append(_Sums())
+            self._first[-1].count(totals)
+        else:
+            self._rest.count(totals)
+        self._step_s.append(totals.step_s)
+
+    def _quality_of(self, split: str) -> dict[str, float | None]:
+        values = self._quality.get(split, {}).get("values", {})
+        # BLEU and chrF go to 100 and are quoted with two decimals, an accuracy of 0..1 is not.
+        return {
+            key: _rounded(value, 2 if key in ("bleu", "chrf") else 4)
+            for key, value in values.items()
+        }
+
+    def _started_at(self) -> str | None:
+        if self._started_at_s is None:
+            return None
+        return datetime.fromtimestamp(self._started_at_s, UTC).isoformat(timespec="seconds")
+
+    def _wall_s(self) -> float | None:
+        if self._started_at_s is None or self._last_event_at_s is None:
+            return None
+        return round(self._last_event_at_s - self._started_at_s, 1)
+
+
+def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
+    """Write summary.json in one piece: a reader sees the old file or the whole new one."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    # JSON has no NaN; a diverged run's loss becomes null, so that every parser can read it.
+    text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
+    draft.write_text(text + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+class _Sums:
+    """Sums over steps, and what is worked out from them."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.step_s = 0.0
+        self.seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+        self.num_reports: dict[str, float] = {}  # by cloud: ranks * steps
+        self.sent: dict[str, float] = {}
+        self.raw: dict[str, float] = {}
+        self.link_busy_s: dict[str, float] = {}
+        self.samples = 0
+        self.tokens = 0
+
+    @classmethod
+    def of(cls, parts: Sequence["_Sums"]) -> "_Sums":
+        joined = cls()
+        for part in parts:
+            joined._add(part, num_steps=part.num_steps, num_reports=part.num_reports)
+        return joined
+
+    def count(self, totals: StepTotals) -> None:
+        self._add(totals, num_steps=1, num_reports=totals.num_ranks)
+
+    def _add(
+        self, part: "_Sums | StepTotals", num_steps: int, num_reports: Mapping[str, float]
+    ) -> None:
+        self.num_steps += num_steps
+        self.step_s += part.step_s
+        self.samples += part.samples
+        self.tokens += part.tokens
+        for kind in TIMES:
+            add_to(self.seconds[kind], part.seconds.get(kind, {}))
+        add_to(self.num_reports, num_reports)
+        add_to(self.sent, part.sent)
+        add_to(self.raw, part.raw)
+        add_to(self.link_busy_s, part.link_busy_s)
+
+    def total_s(self, kind: str) -> float:
+        return sum(self.seconds[kind].values())
+
+    def mean_s(self, kind: str) -> dict[str, float | None]:
+        return {
+            cloud: _rounded(value / self.num_reports[cloud], 6)
+            for cloud, value in self.seconds[kind].items()
+        }
+
+    def bytes_per_step(self) -> dict[str, int | None]:
+        if not self.num_steps:
+            return dict.fromkeys(TRAFFIC)
+        return {kind: round(self.sent.get(kind, 0) / self.num_steps) for kind in TRAFFIC}
+
+    def compression_ratio(self) -> dict[str, float | None]:
+        tensors = [kind for kind in TRAFFIC if self.raw.get(kind)]
+        raw_bytes = sum(self.raw[kind] for kind in tensors)
+        sent_bytes = sum(self.sent.get(kind, 0) for kind in tensors)
+        return {
+            "forward": _ratio(self.raw.get("forward") or None, self.sent.get("forward", 0)),
+            "backward": _ratio(self.raw.get("backward") or None, self.sent.get("backward", 0)),
+            "total": _ratio(raw_bytes or None, sent_bytes),
+        }
+
+    def link_utilisation(self, bandwidth_bits_per_s: float | None) -> dict[str, float | None]:
+        if bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
+            busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in TRAFFIC}
+        else:
+            busy_s = self.link_busy_s
+        return {
+            direction: _ratio(busy_s[direction], self.step_s) if direction in busy_s else None
+            for direction in ("forward", "backward")
+        }
+
+
+def _ratio(above: float | None, below: float) -> float | None:
+    """above / below with three decimals; None where either was never measured."""
+    return round(above / below, 3) if above is not None and below else None
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _percentile(ordered: Sequence[float], fraction: float) -> float | None:
+    """Nearest rank: the smallest value that `fraction` of the values do not exceed."""
+    return ordered[math.ceil(fraction * len(ordered)) - 1] if ordered else None
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

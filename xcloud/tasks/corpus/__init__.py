@@ -1,0 +1,1 @@
+"""Where sentence pairs come from. Each class reads the visible languages and nothing else."""

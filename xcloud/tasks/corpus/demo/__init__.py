@@ -1,0 +1,1 @@
+"""The parts of the embedded Spanish-English corpus: words, forms, phrases, sentences."""

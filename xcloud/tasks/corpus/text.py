@@ -1,0 +1,144 @@
+"""What a corpus gives back, and deterministic choices of rows. No file format lives here.
+
+A row number means the same pair in every cloud, so no rule here may look at one side's text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.task import Split
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The texts of one split, by language; only the visible languages are there."""
+
+    num_rows: int
+    texts: Mapping[str, Sequence[str]]
+
+    def take(self, numbers: Sequence[int]) -> Rows:
+        texts = {language: [side[i] for i in numbers] for language, side in self.texts.items()}
+        return Rows(len(numbers), texts)
+
+    @staticmethod
+    def joined(parts: Iterable[Rows]) -> Rows:
+        parts = list(parts)
+        languages = parts[0].texts if parts else ()
+        texts = {lang: [text for part in parts for text in part.texts[lang]] for lang in languages}
+        return Rows(sum(part.num_rows for part in parts), texts)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A corpus as one rank sees it.
+
+    remarks: what a user should know of how the splits were made.
+    agreed: what must be the same in every cloud besides the row counts; no private text in it.
+    """
+
+    name: str
+    splits: Mapping[Split, Rows]
+    remarks: Sequence[str] = ()
+    agreed: Mapping[str, object] = field(default_factory=dict)
+
+
+class Corpus(Protocol):
+    """Where sentence pairs come from. Frozen, checked when built, reads nothing before `read`."""
+
+    def describe(self) -> str:
+        """In a few words, without reading it."""
+
+    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
+        """The texts of the `visible` languages out of (source, target). Raises DataError."""
+
+
+def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
+    """`wanted` of the row numbers 0..num_rows-1, a seeded sample in ascending order."""
+    draw = random.Random(seed).random  # random() alone: the same on every Python version
+    keys = [draw() for _ in range(num_rows)]
+    return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
+
+
+def limit(rows: Rows, most: int | None, seed: int) -> Rows:
+    """At most `most` rows: a seeded sample by row number, in the order of the file."""
+    if most is None or rows.num_rows <= most:
+        return rows
+    return rows.take(chosen_rows(rows.num_rows, most, seed))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What to hold out where a corpus has no dev or test split, and how many rows to keep.
+
+    dev_share, test_share: a row count (500) or a part of the training rows (0.02).
+    Rows are drawn by number with `seed`, which is the corpus's own: runs of other experiment
+    seeds are scored on the same sentences, and every cloud draws the same rows.
+    """
+
+    dev_share: int | float = 0.02
+    test_share: int | float = 0.02
+    max_train_pairs: int | None = None
+    max_eval_pairs: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("dev_share", "test_share"):
+            share = getattr(self, name)
+            rows = isinstance(share, int) and not isinstance(share, bool) and share >= 1
+            if not rows and not (isinstance(share, float) and 0 < share < 0.5):
+                raise ConfigError(
+                    f"task.{name} must be a row count such as 500 or a share above 0 and below "
+                    f"0.5 such as 0.02, got {share!r}"
+                )
+        check_count("task.max_train_pairs", self.max_train_pairs)
+        check_count("task.max_eval_pairs", self.max_eval_pairs)
+
+    def apply(
+        self, splits: Mapping[Split, Rows], where: str
+    ) -> tuple[dict[Split, Rows], list[str]]:
+        """All three splits, and a remark for each that was held out of train or cut short."""
+        result, remarks = self._hold_out(splits, where)
+        for split in SPLITS:
+            most = self.max_train_pairs if split == "train" else self.max_eval_pairs
+            before = result[split].num_rows
+            result[split] = limit(result[split], most, self.seed)
+            if result[split].num_rows < before:
+                remarks.append(f"{split}: a sample of its {before:,} rows, seed {self.seed}")
+        return result, remarks
+
+    def _hold_out(
+        self, splits: Mapping[Split, Rows], where: str
+    ) -> tuple[dict[Split, Rows], list[str]]:
+        result, train, remarks = dict(splits), splits["train"], []
+        num_rows = train.num_rows
+        wanted: dict[Split, int] = {}
+        for split, share in (("dev", self.dev_share), ("test", self.test_share)):
+            if split not in splits:
+                rows = share if isinstance(share, int) else max(1, int(share * num_rows))
+                wanted[split] = rows  # type: ignore[index]  # mypy widens the literals of the loop
+        if sum(wanted.values()) >= num_rows:
+            raise DataError(
+                f"{where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train "
+                f"has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
+            )
+        left = list(range(num_rows))
+        for split, count in wanted.items():
+            positions = set(chosen_rows(len(left), count, self.seed))
+            result[split] = train.take([row for i, row in enumerate(left) if i in positions])
+            left = [row for i, row in enumerate(left) if i not in positions]
+            remarks.append(f"{split} held out of train, seed {self.seed}")
+        if wanted:
+            result["train"] = train.take(left)
+        return result, remarks
+
+
+def check_count(name: str, count: int | None) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ConfigError(f"{name} must be a count of rows, at least 1, got {count!r}")

@@ -1,0 +1,275 @@
+"""Text to token ids and back: trained on the task's own text, or taken from a pretrained model.
+
+Both come down to one `Tokenizer`, kept as one JSON file. Nothing here knows sentence pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from filelock import FileLock
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import TokenIds
+
+# Ranks are processes that share the cores already, and a fork after parallel work warns.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+FORMAT = "xcloud tokenizer 1"
+SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
+BYTES = 256
+
+
+class Tokenizer:
+    """A ready tokenizer. encode adds no special ids; decode stops at eos and drops the others.
+
+    special: all special ids, so also an unknown word's. rejoin: pieces are words and marks, and
+    decode puts the marks back to their words ("Ve ." becomes "Ve."); without it
+    decode(encode(text)) is `text` to the byte.
+    """
+
+    def __init__(
+        self, backend: Any, token_ids: TokenIds, special: Iterable[int], rejoin: bool
+    ) -> None:
+        self._backend = backend
+        self.token_ids = token_ids
+        self._special = frozenset(special)
+        self._rejoin = rejoin
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = []
+        for token in ids:
+            if token == self.token_ids.eos:
+                break
+            if token not in self._special:
+                kept.append(int(token))
+        text: str = self._backend.decode(kept)
+        return rejoin_marks(text) if self._rejoin else text
+
+    def save(self, path: Path) -> None:
+        content = {
+            "format": FORMAT,
+            "token_ids": asdict(self.token_ids),
+            "special": sorted(self._special),
+            "rejoin": self._rejoin,
+            "tokenizer": json.loads(self._backend.to_str()),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never meets half a file: another rank may be waiting for it.
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        part.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Tokenizer:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r}")
+            backend = Backend.from_str(json.dumps(content["tokenizer"]))
+            token_ids = TokenIds(**content["token_ids"])
+            return Tokenizer(backend, token_ids, content["special"], content["rejoin"])
+        except OSError as error:
+            raise DataError(f"{path}: no tokenizer file here ({error.strerror})") from error
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
+
+
+class TokenizerChoice(Protocol):
+    """A tokenizer as configured. `repr` is its settings, part of the task's fingerprint."""
+
+    def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        """The tokenizer, trained on these training texts if it has to be. Raises DataError."""
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """Trained on one side's own training text; the same text and settings give the same ids.
+
+    bpe: byte-level pieces, no unknown text, decode gives back every byte; at least 261 ids.
+    wordpiece: pieces of words as in BERT; marks stand alone and decode rejoins them by rule.
+    vocab_size: most ids, special ones included; small texts give fewer.
+    Kept under cache_dir/tokenizers by the hash of text and settings.
+    """
+
+    vocab_size: int = 4000
+    kind: Literal["bpe", "wordpiece"] = "bpe"
+    lowercase: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bpe", "wordpiece"):
+            raise ConfigError(f"tokenizer kind must be bpe or wordpiece, got {self.kind!r}")
+        least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
+        if isinstance(self.vocab_size, bool) or not isinstance(self.vocab_size, int):
+            raise ConfigError(f"tokenizer vocab_size must be a number, got {self.vocab_size!r}")
+        if self.vocab_size < least:
+            raise ConfigError(
+                f"tokenizer vocab_size must be at least {least} for {self.kind}, "
+                f"got {self.vocab_size}"
+            )
+
+    def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        if not any(texts):
+            raise DataError("a tokenizer cannot be trained: the training texts are all empty")
+        path = cache_dir / "tokenizers" / f"{self._key(texts)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                self._train(texts).save(path)
+        return Tokenizer.load(path)
+
+    def _key(self, texts: Sequence[str]) -> str:
+        import tokenizers
+
+        digest = hashlib.sha256(f"{FORMAT} {tokenizers.__version__} {self!r}".encode())
+        for text in texts:
+            digest.update(text.encode() + b"\n")
+        return digest.hexdigest()[:32]
+
+    def _train(self, texts: Sequence[str]) -> Tokenizer:
+        backend = self._train_bpe(texts) if self.kind == "bpe" else self._train_wordpiece(texts)
+        content = json.loads(backend.to_str())
+        # A text that says "[EOS]" is text: without this list it would become the special id.
+        content["added_tokens"] = []
+        backend = backend.from_str(json.dumps(content))
+        ids = [backend.token_to_id(token) for token in SPECIAL_TOKENS]
+        assert ids == list(range(len(SPECIAL_TOKENS))), ids
+        token_ids = TokenIds(backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
+        return Tokenizer(backend, token_ids, ids, rejoin=self.kind == "wordpiece")
+
+    def _train_bpe(self, texts: Sequence[str]) -> Any:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+        backend = Backend(models.BPE())
+        if self.lowercase:
+            backend.normalizer = normalizers.Lowercase()
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size,
+            min_frequency=2,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return backend
+
+    def _train_wordpiece(self, texts: Sequence[str]) -> Any:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+        backend = Backend(models.WordPiece(unk_token="[UNK]"))
+        backend.normalizer = normalizers.BertNormalizer(
+            lowercase=self.lowercase, strip_accents=False
+        )
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        # The trainer numbers pieces such as ##a in the order of a hash table, which differs from
+        # process to process, and its merges follow. Numbered beforehand they are always the same.
+        characters = sorted({c for text in texts for c in backend.normalizer.normalize_str(text)})
+        pieces = [piece for c in characters if not c.isspace() for piece in (c, f"##{c}")]
+        if len(SPECIAL_TOKENS) + len(pieces) > self.vocab_size:
+            raise ConfigError(
+                f"tokenizer vocab_size {self.vocab_size} is too small: the text has "
+                f"{len(pieces) // 2} characters; set at least {len(SPECIAL_TOKENS) + len(pieces)}"
+            )
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=self.vocab_size,
+            min_frequency=2,
+            special_tokens=[*SPECIAL_TOKENS, *pieces],
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        backend.decoder = decoders.WordPiece(cleanup=False)
+        return backend
+
+
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """The tokenizer of a pretrained model: a hub id such as bert-base-cased, or a local folder.
+
+    Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) serve as bos and eos.
+    """
+
+    name_or_path: str
+
+    def __post_init__(self) -> None:
+        if not self.name_or_path:
+            raise ConfigError("PretrainedTokenizer.name_or_path must name a model or a folder")
+
+    def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        from transformers import AutoTokenizer
+
+        from xcloud.tasks.hub_access import go_offline_if_unreachable
+
+        name, local = self.name_or_path, Path(self.name_or_path).expanduser().is_dir()
+        reached = local or go_offline_if_unreachable()
+        try:
+            pretrained = AutoTokenizer.from_pretrained(
+                str(Path(name).expanduser()) if local else name,
+                local_files_only=not reached or local,
+            )
+        except Exception as error:  # whatever a broken or missing folder makes of it
+            reason = " ".join(str(error).split())[:200]
+            if not reached:
+                reason = "the hub cannot be reached and no copy is in the cache"
+            raise DataError(
+                f"tokenizer {name}: {reason}; load it once where there is network, or give a "
+                "folder with tokenizer.json"
+            ) from error
+        return self._wrap(pretrained)
+
+    def _wrap(self, pretrained: Any) -> Tokenizer:
+        backend = getattr(pretrained, "backend_tokenizer", None)
+        if backend is None:
+            raise DataError(f"tokenizer {self.name_or_path}: has no tokenizer.json (fast) form")
+        ids = {
+            "pad": pretrained.pad_token_id,
+            "bos": _first(pretrained.cls_token_id, pretrained.bos_token_id),
+            "eos": _first(pretrained.sep_token_id, pretrained.eos_token_id),
+            "mask": pretrained.mask_token_id,
+        }
+        if missing := [name for name, token in ids.items() if token is None]:
+            raise DataError(
+                f"tokenizer {self.name_or_path}: has no {', '.join(missing)} token; take one of "
+                "the BERT or RoBERTa kind"
+            )
+        backend.no_padding()
+        backend.no_truncation()
+        special = {*ids.values(), *pretrained.all_special_ids}
+        rejoin = type(backend.model).__name__ == "WordPiece"
+        return Tokenizer(backend, TokenIds(len(pretrained), **ids), special, rejoin)
+
+
+def _first(*ids: int | None) -> int | None:
+    return next((token for token in ids if token is not None), None)
+
+
+def rejoin_marks(text: str) -> str:
+    """Spaces as people write them, after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?".
+
+    A rule, so not without fault: what stood in the text is known only to bpe.
+    """
+    text = re.sub(r"([¿¡(\[{«]) ", r"\1", text)
+    text = re.sub(r" ([.,;:!?…)\]}»%])", r"\1", text)
+    text = re.sub(r"(\w) (['’]) (s|t|re|ve|ll|d|m)\b", r"\1\2\3", text)  # don ' t
+    text = re.sub(r"\b(\w{1,2}) (['’]) (?=\w)", r"\1\2", text)  # l ' eau
+    text = re.sub(r"(\w) (['’])", r"\1\2", text)  # the girls ' books
+    text = re.sub(r"(\w) ([-/]) (?=\w)", r"\1\2", text)  # twenty - one
+    text = re.sub(r"(\d[.:]) (?=\d)", r"\1", text)  # 3. 5
+    text = re.sub(r"(\d,) (?=\d{3}(?!\d))", r"\1", text)  # 1, 250
+    return text.strip()

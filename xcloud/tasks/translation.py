@@ -1,0 +1,377 @@
+"""Translation from one language to another: what is read, cut into ids, and how it is scored.
+
+The files, grammars and archives that texts come from are in corpus/; no network lives here.
+Shapes: B samples, S source positions, T target positions, both with bos and eos.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import Batch, TokenIds
+from xcloud.project import project_root
+from xcloud.tasks.corpus.demo_grammar import DemoGrammar
+from xcloud.tasks.corpus.files import Names, ParallelFiles
+from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.text import SPLITS, Corpus, Parallel, Sampling
+from xcloud.tasks.corpus.wit3 import Wit3
+from xcloud.tasks.task import Split
+from xcloud.tasks.token_table import TokenTable
+from xcloud.tasks.tokenizer import (
+    PretrainedTokenizer,
+    Tokenizer,
+    TokenizerChoice,
+    TrainedTokenizer,
+)
+
+FIELDS = ("source", "target")
+SPECIAL_PER_SAMPLE = 2  # bos and eos
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Sentence pairs of `corpus`, from language `source` to language `target`.
+
+    max_length: most tokens of a side, bos and eos included; what is longer is cut, on its own
+    side only, and an empty side stays a sample. So every cloud knows which samples there are.
+    cache_dir: where trained tokenizers are kept; relative to the checkout.
+    """
+
+    corpus: Corpus
+    source: str = "es"
+    target: str = "en"
+    source_tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
+    target_tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
+    max_length: int = 64
+    cache_dir: str = ".cache"
+    name: ClassVar[str] = "translation"
+
+    def __post_init__(self) -> None:
+        check_int("task.max_length", self.max_length, SPECIAL_PER_SAMPLE + 1)
+        for key in FIELDS:
+            if not isinstance(getattr(self, key), str) or not getattr(self, key):
+                raise ConfigError(f"task.{key} must name a language or column, such as es")
+        if self.source == self.target:
+            raise ConfigError(f"task.source and task.target are both {self.source!r}")
+
+    def describe(self) -> str:
+        return f"{self.corpus.describe()} {self.source}→{self.target}"
+
+    def load(self, fields: frozenset[str], seed: int) -> TranslationData:
+        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        if unknown := fields - set(FIELDS):
+            raise ConfigError(f"translation has the fields source and target, not {unknown}")
+        languages = {"source": self.source, "target": self.target}
+        visible = frozenset(languages[key] for key in fields)
+        parallel = self.corpus.read(self.source, self.target, visible)
+        for split, rows in parallel.splits.items():
+            if not rows.num_rows:
+                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        cache_dir = Path(self.cache_dir).expanduser()
+        cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
+        choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
+        tokenizers = {
+            key: choices[key].prepare(parallel.splits["train"].texts[languages[key]], cache_dir)
+            for key in FIELDS
+            if key in fields
+        }
+        return TranslationData(self, parallel, tokenizers)
+
+
+class TranslationText:
+    """Text into ids and back, for the sides that are there; needs no corpus."""
+
+    def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
+        self._tokenizers = tokenizers
+        self._max_tokens = max_length - SPECIAL_PER_SAMPLE
+
+    @staticmethod
+    def load(folder: Path, max_length: int) -> TranslationText:
+        """From what `save` wrote. Raises DataError if neither side is there."""
+        paths = {key: folder / f"{key}_tokenizer.json" for key in FIELDS}
+        found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
+        if not found:
+            raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
+        return TranslationText(found, max_length)
+
+    def save(self, folder: Path) -> None:
+        for key, tokenizer in self._tokenizers.items():
+            tokenizer.save(folder / f"{key}_tokenizer.json")
+
+    @property
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return {key: tokenizer.token_ids for key, tokenizer in self._tokenizers.items()}
+
+    def tokenizer(self, key: str) -> Tokenizer:
+        if key not in self._tokenizers:
+            there = ", ".join(self._tokenizers) or "none"
+            raise DataError(f"the {key} side may not be seen here; visible: {there}")
+        return self._tokenizers[key]
+
+    def table(self, key: str, texts: Sequence[str]) -> TokenTable:
+        return TokenTable(self.tokenizer(key).encode(texts), self._max_tokens)
+
+    def encode_source(self, text: str) -> list[int]:
+        """bos, the text cut to max_length, eos."""
+        ids = self.tokenizer("source").token_ids
+        return [ids.bos, *self.table("source", [text])[0], ids.eos]
+
+    def source_batch(self, texts: Sequence[str]) -> Tensor:
+        """int64 [B, S] for lines that are in no corpus."""
+        table = self.table("source", texts)
+        return table.padded(torch.arange(len(texts)), self.tokenizer("source").token_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Target text of these ids up to eos."""
+        return self.tokenizer("target").decode(ids)
+
+
+class TranslationData:
+    """One rank's view (TaskData): the texts of the invisible side were never kept."""
+
+    def __init__(
+        self, task: Translation, parallel: Parallel, tokenizers: Mapping[str, Tokenizer]
+    ) -> None:
+        self._task, self._parallel_name = task, parallel.name
+        self._remarks, self._agreed = parallel.remarks, parallel.agreed
+        self._rows = {split: parallel.splits[split].num_rows for split in SPLITS}
+        self.text = TranslationText(tokenizers, task.max_length)
+        languages = {"source": task.source, "target": task.target}
+        self._tables = {
+            (split, key): self.text.table(key, parallel.splits[split].texts[languages[key]])
+            for split in SPLITS
+            for key in tokenizers
+        }
+        # Raw, for scoring: a reference is neither cut nor passed through a tokenizer.
+        self._references: dict[Split, Sequence[str]] = {}
+        if "target" in tokenizers:
+            evaluated: tuple[Split, ...] = ("dev", "test")
+            self._references = {s: parallel.splits[s].texts[task.target] for s in evaluated}
+
+    def describe(self) -> str:
+        rows = ", ".join(f"{count:,} {split}" for split, count in self._rows.items())
+        parts = [
+            f"{self._parallel_name} {self._task.source}→{self._task.target}",
+            f"{sum(self._rows.values()):,} pairs ({rows})",
+            *self._remarks,
+        ]
+        return ", ".join(parts)
+
+    def fingerprint(self) -> str:
+        """Tokenizers are left out: each is the affair of the side that sees its text."""
+        shared = {
+            "task": self._task.name,
+            "source": self._task.source,
+            "target": self._task.target,
+            "max_length": self._task.max_length,
+            "rows": self._rows,
+            "corpus": dict(self._agreed),
+        }
+        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
+    def num_samples(self, split: Split) -> int:
+        return self._rows[split]
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return self.text.tokenizer(field).token_ids
+
+    def sentences(self, field: str) -> Sequence[Sequence[int]]:
+        return self._table("train", field)
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        for key, special in self.text.vocabularies.items():
+            batch[key] = self._tables[split, key].padded(ids, special)
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """Target tokens that these training samples predict: T without bos, without padding."""
+        return float(self._table("train", "target").lengths(ids).sum() + len(ids))
+
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+        """BLEU and chrF (0..100) of the samples in `predictions`, cased, by sacreBLEU."""
+        references = self._reference_texts(split)
+        if not predictions:
+            raise ValueError(f"no predictions to score on {split}")
+        if outside := [i for i in predictions if not 0 <= i < len(references)]:
+            raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(references) - 1})")
+        order = sorted(predictions)
+        outputs = [self.text.decode(predictions[i]) for i in order]
+        wanted = [[references[i] for i in order]]
+        return {
+            name: round(metric.corpus_score(outputs, wanted).score, 4)
+            for name, metric in _metrics().items()
+        }
+
+    def signature(self) -> dict[str, str]:
+        return _signatures()
+
+    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
+        references = self._reference_texts(split)
+        lines = []
+        for ident in sorted(predictions)[:count]:
+            if (split, "source") in self._tables:
+                source = self._tables[split, "source"][ident]
+                lines.append(f"source     {self.text.tokenizer('source').decode(source)}")
+            lines.append(f"reference  {references[ident]}")
+            lines.append(f"output     {self.text.decode(predictions[ident])}\n")
+        return "\n".join(lines)
+
+    def save_tokenizers(self, folder: Path) -> None:
+        self.text.save(folder)
+
+    def _table(self, split: Split, key: str) -> TokenTable:
+        self.text.tokenizer(key)  # refuses the side that may not be seen
+        return self._tables[split, key]
+
+    def _reference_texts(self, split: Split) -> Sequence[str]:
+        self.text.tokenizer("target")
+        if split not in self._references:
+            raise ValueError(f"only dev and test are scored, not {split}")
+        return self._references[split]
+
+
+@cache
+def _metrics() -> dict[str, Any]:
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    # force: no warning about tokenised lines at each evaluation; it changes no number.
+    return {"bleu": BLEU(force=True), "chrf": CHRF()}
+
+
+@cache
+def _signatures() -> dict[str, str]:
+    for metric in _metrics().values():
+        metric.corpus_score(["a"], [["a"]])  # a signature knows its reference count only then
+    return {name: str(metric.get_signature()) for name, metric in _metrics().items()}
+
+
+def translation_from_demo(
+    source: str = "es",
+    target: str = "en",
+    num_pairs: int = 24_000,
+    corpus_seed: int = 7,
+    source_tokenizer: TokenizerChoice | None = None,
+    target_tokenizer: TokenizerChoice | None = None,
+    max_length: int = 64,
+    cache_dir: str = ".cache",
+) -> Translation:
+    """The embedded Spanish-English corpus: no files, no network."""
+    return Translation(
+        DemoGrammar(num_pairs, corpus_seed),
+        source,
+        target,
+        source_tokenizer or TrainedTokenizer(2000),
+        target_tokenizer or TrainedTokenizer(2000),
+        max_length,
+        cache_dir,
+    )
+
+
+def translation_from_files(
+    path: str = "",
+    source: str = "es",
+    target: str = "en",
+    train_file: Names = None,
+    dev_file: Names = None,
+    test_file: Names = None,
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_pairs: int | None = None,
+    max_eval_pairs: int | None = None,
+    split_seed: int = 0,
+    source_tokenizer: TokenizerChoice | None = None,
+    target_tokenizer: TokenizerChoice | None = None,
+    max_length: int = 64,
+    cache_dir: str = ".cache",
+) -> Translation:
+    """Your own parallel corpus in the folder `path`; see ParallelFiles and Sampling."""
+    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
+    return Translation(
+        ParallelFiles(path, train_file, dev_file, test_file, sampling),
+        source,
+        target,
+        source_tokenizer or TrainedTokenizer(8000),
+        target_tokenizer or TrainedTokenizer(8000),
+        max_length,
+        cache_dir,
+    )
+
+
+def translation_from_paper(
+    path: str = "",
+    source: str = "es",
+    target: str = "en",
+    dev: Sequence[str] = ("dev2010",),
+    test: Sequence[str] = ("tst2010", "tst2011", "tst2012"),
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_pairs: int | None = None,
+    max_eval_pairs: int | None = None,
+    split_seed: int = 0,
+    source_tokenizer: TokenizerChoice | None = None,
+    target_tokenizer: TokenizerChoice | None = None,
+    max_length: int = 128,
+    cache_dir: str = ".cache",
+) -> Translation:
+    """IWSLT'14 from its original archive in the folder `path`; see Wit3.
+
+    The tokenizers are those of the recipe's pretrained models unless others are given.
+    """
+    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
+    return Translation(
+        Wit3(path, dev, test, sampling),
+        source,
+        target,
+        source_tokenizer or PretrainedTokenizer("FacebookAI/xlm-roberta-base"),
+        target_tokenizer or PretrainedTokenizer("google-bert/bert-base-uncased"),
+        max_length,
+        cache_dir,
+    )
+
+
+def translation_from_hub(
+    path: str = "",
+    config: str | None = None,
+    source: str = "es",
+    target: str = "en",
+    train: str = "train",
+    dev: str | None = None,
+    test: str | None = None,
+    source_column: str | None = None,
+    target_column: str | None = None,
+    revision: str | None = None,
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_pairs: int | None = None,
+    max_eval_pairs: int | None = None,
+    split_seed: int = 0,
+    source_tokenizer: TokenizerChoice | None = None,
+    target_tokenizer: TokenizerChoice | None = None,
+    max_length: int = 64,
+    cache_dir: str = ".cache",
+) -> Translation:
+    """A data set of the Hugging Face hub, or a folder in the same form; see Hub."""
+    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
+    columns = (source_column, target_column)
+    return Translation(
+        Hub(path, config, train, dev, test, *columns, revision, sampling),
+        source,
+        target,
+        source_tokenizer or TrainedTokenizer(8000),
+        target_tokenizer or TrainedTokenizer(8000),
+        max_length,
+        cache_dir,
+    )

@@ -1,0 +1,91 @@
+"""What a tracker is told about a run: names and plain values. Pure; sends nothing anywhere.
+
+Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values are plain (`bleu`,
+`step_time_s`). So a table of runs shows one value, and charts group by what they show.
+"""
+
+import json
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from xcloud.events import TRAFFIC, Event, StepTotals
+
+# Limits of MLflow 3.17 (mlflow/utils/validation.py).
+MAX_KEY_CHARACTERS = 250
+MAX_VALUE_CHARACTERS = 6000
+
+
+def step_metrics(totals: StepTotals) -> dict[str, float]:
+    """The curves of training: `tracker.log(step_metrics(totals), totals.step)`."""
+    metrics: dict[str, float] = {"train/step_s": totals.step_s}
+    for name in ("loss", "learning_rate", "grad_norm"):
+        if (value := getattr(totals, name)) is not None:
+            metrics[f"train/{name}"] = value
+    for kind in ("compute_s", "codec_s", "waiting_s"):
+        for cloud, seconds in totals.mean_s(kind).items():
+            metrics[f"train/{kind}_{cloud}"] = seconds
+    for kind in TRAFFIC:
+        if totals.sent.get(kind):
+            metrics[f"wan/bytes_{kind}"] = totals.sent[kind]
+    return metrics
+
+
+def quality_metrics(event: Event) -> dict[str, float]:
+    """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
+    return {f"{event['split']}/{name}": value for name, value in event["values"].items()}
+
+
+def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The values of summary.json that a table of runs compares; what is null stays out."""
+    step_time_s = summary.get("step_time_s", {})
+    ratio = summary.get("compression_ratio", {})
+    metrics = {
+        **summary.get("quality", {}),
+        "step_time_s": step_time_s.get("median"),
+        "step_time_p90_s": step_time_s.get("p90"),
+        "compression_ratio": ratio.get("total"),
+        "compression_ratio_forward": ratio.get("forward"),
+        "compression_ratio_backward": ratio.get("backward"),
+    }
+    for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
+        metrics[name] = summary.get(name)
+    for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
+        for part, value in summary.get(name, {}).items():
+            metrics[f"{name}_{part}"] = value
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def flatten(params: Mapping[str, object]) -> dict[str, str]:
+    """{"compression": {"forward": {"rate": 0.6}}} -> {"compression.forward.rate": "0.6"}.
+
+    A list of plain values is one value, in JSON; a list of mappings (clouds) is numbered. Values
+    are cut at 6000 characters: the whole file belongs among the artifacts.
+    """
+    return {legal_name(name): str(value)[:MAX_VALUE_CHARACTERS] for name, value in _leaves(params)}
+
+
+def legal_name(name: str) -> str:
+    """The nearest name that MLflow takes: letters, digits, `_ - . / space`, no path tricks.
+
+    Not the colon either, which it refuses on Windows.
+    """
+    legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
+    legal = re.sub(r"^\.+", "_", legal)  # "." and ".." would be folders
+    return legal[:MAX_KEY_CHARACTERS].rstrip("/ ") or "_"
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    prefix = f"{name}." if name else ""
+    if isinstance(value, Mapping) and (value or not name):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}{key}")
+    elif isinstance(value, list | tuple):
+        if any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{index}")
+        else:
+            yield name, json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        yield name, value

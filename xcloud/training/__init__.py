@@ -1,0 +1,1 @@
+"""Layer "training optimisation" of the paper: what one rank does with its parameters."""

@@ -1,0 +1,61 @@
+"""Optimizer and learning-rate schedule from settings. Knows nothing of clouds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from xcloud.checks import check_choice, check_int, check_number
+from xcloud.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW; the learning rate rises linearly over warmup_steps, then follows `decay`:
+
+    inverse_sqrt: lr * sqrt(warmup / step) (AB-Net's, arXiv:2010.06138); linear: to 0 at max_steps;
+    constant. clip_norm: bound on the norm of the whole model's gradient, over all clouds; 0 = off.
+    """
+
+    learning_rate: float = 5e-4
+    warmup_steps: int = 4000
+    decay: Literal["inverse_sqrt", "linear", "constant"] = "inverse_sqrt"
+    betas: Sequence[float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("optimizer.learning_rate", self.learning_rate, 0.0, above=True)
+        check_int("optimizer.warmup_steps", self.warmup_steps, 0)
+        check_choice("optimizer.decay", self.decay, ("inverse_sqrt", "linear", "constant"))
+        check_number("optimizer.eps", self.eps, 0.0, above=True)
+        check_number("optimizer.weight_decay", self.weight_decay, 0.0)
+        check_number("optimizer.clip_norm", self.clip_norm, 0.0)
+        if isinstance(self.betas, str) or len(self.betas) != 2:
+            raise ConfigError(f"optimizer.betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            check_number("optimizer.betas", beta, 0.0, 0.999999)
+
+    def learning_rate_at(self, step: int, max_steps: int) -> float:
+        """Learning rate of update `step` (1-based)."""
+        warmup = max(1, self.warmup_steps)
+        if step < warmup:
+            return self.learning_rate * step / warmup
+        if self.decay == "inverse_sqrt":
+            return self.learning_rate * math.sqrt(warmup / step)
+        if self.decay == "linear":
+            return self.learning_rate * max(0.0, (max_steps - step + 1) / (max_steps - warmup + 1))
+        return self.learning_rate
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        betas = (float(self.betas[0]), float(self.betas[1]))
+        return torch.optim.AdamW(
+            trained, self.learning_rate, betas, self.eps, weight_decay=self.weight_decay
+        )

@@ -1,0 +1,65 @@
+"""How a run trains: sizes, lengths, precision. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from xcloud.checks import check_choice, check_int
+from xcloud.errors import ConfigError
+from xcloud.training.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Training:
+    """batch_size: samples of one update, over all ranks and accumulation steps together.
+
+    accumulate_steps: passes over the pipeline for one update; each pass has
+    schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
+    precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
+    bf16, a CPU with AMX), else fp32. Border tensors and optimizer states stay FP32.
+    evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
+    eval_samples: at most so many samples of a split are scored (the first ones); None = all.
+    """
+
+    max_steps: int
+    batch_size: int = 64
+    accumulate_steps: int = 1
+    precision: Literal["fp32", "bf16", "auto"] = "auto"
+    evaluate_every: int = 0
+    eval_batch_size: int = 64
+    eval_samples: int | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+    def __post_init__(self) -> None:
+        check_int("training.max_steps", self.max_steps, 1)
+        check_int("training.batch_size", self.batch_size, 1)
+        check_int("training.accumulate_steps", self.accumulate_steps, 1)
+        check_int("training.evaluate_every", self.evaluate_every, 0)
+        check_int("training.eval_batch_size", self.eval_batch_size, 1)
+        if self.eval_samples is not None:
+            check_int("training.eval_samples", self.eval_samples, 1)
+        check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
+        if not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(f"training.optimizer must be an Optimizer, got {self.optimizer!r}")
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """fp32 or bf16."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    return "bf16" if torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def autocast_for(
+    precision: str, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
+    if resolve_precision(precision, device) == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device.type, torch.bfloat16)

@@ -1,0 +1,177 @@
+"""What one rank does with its parameters: batches in, updates out. Below it lies the pipeline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.comm.channel import StepClock
+from xcloud.errors import XcloudError
+from xcloud.parallel.control import Control
+from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.stage import Batch
+from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.training.settings import Training
+
+
+class TrainingDiverged(XcloudError):
+    """Loss or gradient is no longer a number."""
+
+
+@dataclass
+class StepReport:
+    """What one rank has to say of one update. loss is None but in one rank per job."""
+
+    step: int
+    step_s: float
+    clock: StepClock
+    learning_rate: float
+    loss: float | None
+    grad_norm: float | None
+    num_samples: int
+    num_tokens: float
+
+
+@dataclass
+class Lanes:
+    """The ranks that share a stage of this rank. group is None where the rank is alone."""
+
+    group: dist.ProcessGroup | None
+    leader: int
+
+
+@dataclass
+class Trainer:
+    """fetch(ids) gives the visible fields of samples; weight(ids) their weight in the loss, and is
+    None in ranks that do not hold the last stage."""
+
+    rank: int
+    pipeline: Pipeline
+    schedule: Schedule
+    training: Training
+    plan: BatchPlan
+    lanes: Mapping[int, Lanes]
+    control: Control | None
+    fetch: Callable[[Tensor], Batch]
+    weight: Callable[[Tensor], float] | None
+    _buffers: dict[int, GradientBuffer] = field(default_factory=dict)
+    _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage, module in sorted(self.pipeline.stages.items()):
+            module.train()
+            self._buffers[stage] = GradientBuffer(module.parameters())
+            trained = self._buffers[stage].parameters
+            self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+
+    def update(self, step: int) -> StepReport:
+        """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        started = time.perf_counter()
+        clock = self.pipeline.clock
+        clock.compute_s = clock.codec_s = clock.waiting_s = clock.sync_s = 0.0
+        for buffer in self._buffers.values():
+            buffer.zero()
+
+        ids = self.plan.ids(step)
+        weight = self.weight(ids) if self.weight else 1.0
+        num_passes = self.training.accumulate_steps
+        m = self.schedule.num_micro_batches
+        pieces = cut(ids, num_passes * m)
+        loss = torch.zeros((), device=self.pipeline.device)
+        num_samples = 0
+        for number in range(num_passes):
+            first = number * m
+            with clock.add_to("compute_s"):
+                batches = {i: self.fetch(pieces[first + i]) for i in range(m) if self._is_mine(i)}
+            loss += self.pipeline.step(self.schedule, batches, step, weight, first)
+            if self._counts_samples:
+                num_samples += sum(len(batch["ids"]) for batch in batches.values())
+
+        total_loss = self._sum_gradients(loss)
+        grad_norm = self._clip(step)
+        with clock.add_to("compute_s"):
+            rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+            for optimizer in self._optimizers.values():
+                if optimizer is not None:
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate
+                    optimizer.step()
+        if total_loss is not None and not math.isfinite(total_loss):
+            raise TrainingDiverged(
+                f"the loss of step {step} is {total_loss}; lower training.optimizer.learning_rate, "
+                "raise its warmup_steps or set its clip_norm"
+            )
+        leads = total_loss is not None
+        return StepReport(
+            step,
+            time.perf_counter() - started,
+            clock,
+            rate,
+            total_loss,
+            grad_norm,
+            num_samples,
+            weight if leads else 0.0,
+        )
+
+    @property
+    def _counts_samples(self) -> bool:
+        return 0 in self.pipeline.stages
+
+    def _is_mine(self, micro_batch: int) -> bool:
+        return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
+
+    def _sum_gradients(self, loss: Tensor) -> float | None:
+        """Sum gradients inside each stage. Returns the update's loss in the last stage's leader."""
+        last = self.pipeline.num_stages - 1
+        total = None
+        with self.pipeline.clock.add_to("sync_s"):
+            for stage, buffer in self._buffers.items():
+                lanes = self.lanes[stage]
+                summed = buffer.sum_over(lanes.group, loss if stage == last else torch.zeros_like(loss))
+                if stage == last and lanes.leader == self.rank:
+                    total = float(summed)
+        return total
+
+    def _clip(self, step: int) -> float | None:
+        """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""
+        limit = self.training.optimizer.clip_norm
+        if not limit:
+            return None
+        clock = self.pipeline.clock
+        with clock.add_to("compute_s"):
+            squares = {
+                stage: buffer.squared_norm()
+                for stage, buffer in self._buffers.items()
+                if self.lanes[stage].leader == self.rank
+            }
+        with clock.add_to("waiting_s"):
+            total = math.nan
+            if self.control is None:
+                total = sum((squares[stage] for stage in sorted(squares)), 0.0)
+            elif squares:
+                total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
+        with clock.add_to("sync_s"):
+            for lanes in self.lanes.values():
+                if lanes.group is not None:
+                    shared = torch.tensor([total], dtype=torch.float64)
+                    dist.broadcast(shared, lanes.leader, lanes.group)
+                    total = float(shared)
+        norm = math.sqrt(total)
+        if not math.isfinite(norm):
+            raise TrainingDiverged(
+                f"the gradient of step {step} has norm {norm}; lower "
+                "training.optimizer.learning_rate or raise its warmup_steps"
+            )
+        if norm > limit:
+            with clock.add_to("compute_s"):
+                for buffer in self._buffers.values():
+                    buffer.scale(limit / norm)
+        return norm

@@ -1,0 +1,144 @@
+"""`python -m xcloud.ui`: the recorded runs in the browser. Starts MLflow's server; adds no page.
+
+`mlflow ui` by itself would look at an empty mlflow.db in the working directory, start 14
+processes, and open an experiment on a page made for something else.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from types import FrameType
+
+from xcloud.mlflow_store import VIEW_KEY, Store, prepare_environment
+from xcloud.project import project_root
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
+STOP_TIMEOUT_S = 10.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m xcloud.ui", description=__doc__)
+    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
+    settings = parser.parse_args(arguments)
+
+    store = Store(project_root() / settings.root)
+    if not store.database.exists():
+        print(
+            f"No runs are recorded yet: {store.database} does not exist. A run with "
+            f"tracker=mlflow makes it; for another folder use --root.",
+            file=sys.stderr,
+        )
+        return 1
+    if not _is_free(settings.port):
+        print(
+            f"Port {settings.port} is in use; choose another: --port {settings.port + 1}",
+            file=sys.stderr,
+        )
+        return 1
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    store.follow_move()
+    return _serve(store, settings.port)
+
+
+def links(store: Store, port: int) -> list[str]:
+    """For each experiment: its runs with our columns, the charts of all curves, the plain table.
+
+    Without workflowType MLflow opens its page for chat applications, with a pop-up.
+    """
+    lines = []
+    for key, name in store.experiments().items():
+        page = f"http://{HOST}:{port}/#/experiments/{key}/runs?workflowType=machine_learning"
+        lines += [
+            f"{name}:",
+            f"  figures  {page}&viewStateShareKey={VIEW_KEY}",
+            f"  charts   {page}&compareRunsMode=CHART",
+            f"  all      {page}",
+        ]
+    return lines
+
+
+def _serve(store: Store, port: int) -> int:
+    prepare_environment()
+    server_log = store.root / "ui.log"
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port)]
+    command += ["--backend-store-uri", store.tracking_uri, "--workers", "1"]
+    command += ["--default-artifact-root", store.artifacts.as_uri()]
+    with server_log.open("w") as log:
+        # A session of its own: Ctrl+C reaches us alone, and we end the whole group of it.
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=store.root,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            start_new_session=True,
+        )
+    try:
+        print("Starting MLflow's server ...", flush=True)
+        if not _answers(server, port):
+            print(f"It did not start; the end of {server_log}:", file=sys.stderr)
+            print("\n".join(server_log.read_text().splitlines()[-20:]), file=sys.stderr)
+            return 1
+        print("\n".join([*links(store, port), "Ctrl+C ends it."]), flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        print("\nStopping.", flush=True)
+        return 0
+    finally:
+        _end(server)
+
+
+def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while server.poll() is None and time.monotonic() < until_s:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return True
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.2)
+    return False
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for number in STOP_SIGNALS:  # an impatient second Ctrl+C must not leave the server behind
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, number)
+            server.wait(STOP_TIMEOUT_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

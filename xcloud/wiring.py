@@ -1,0 +1,254 @@
+"""Joins the ranks: process groups, links and channels of one rank, from the layout.
+
+Every border has one process group for each direction, so that both directions flow at once; the
+small messages besides go through a third kind of group, in a star around rank 0. Compression and
+the emulated link act where a border leaves a cloud; inside a cloud messages go as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.frame import Frame, Kind
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link import InLink, LinkStats, OutLink
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.comm.border import Border, BorderField
+from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel, StepClock
+from xcloud.comm.phases import Compression, Phased
+from xcloud.errors import ConfigError
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control
+from xcloud.parallel.pipeline import BorderPorts
+from xcloud.training.trainer import Lanes
+
+_FRAME_SLACK_BYTES = 4096
+_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+
+
+@dataclass
+class Wiring:
+    """All ends that one rank holds. wan_*: those that leave its cloud."""
+
+    ports: dict[int, BorderPorts] = field(default_factory=dict)
+    lanes: dict[int, Lanes] = field(default_factory=dict)
+    control: Control | None = None
+    outs: list[OutLink] = field(default_factory=list)
+    ins: list[InLink] = field(default_factory=list)
+    wan_outs: list[OutLink] = field(default_factory=list)
+    wan_forward: list[SendChannel] = field(default_factory=list)
+    wan_backward: list[SendChannel] = field(default_factory=list)
+
+    @property
+    def wan_stats(self) -> list[LinkStats]:
+        return [link.stats for link in self.wan_outs]
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver everything, hear every peer's goodbye."""
+        for out in self.outs:
+            out.close(timeout_s)
+        for incoming in self.ins:
+            incoming.close(timeout_s)
+
+
+def wire(
+    rank: int,
+    layout: ClusterLayout,
+    borders: dict[int, Border],
+    compression: Compression | Phased,
+    max_samples: int,
+    device: torch.device,
+    clock: StepClock,
+    run_dir: Path,
+    on_report: Callable[[Frame], None],
+) -> Wiring:
+    """Build this rank's ends. Every rank calls it at the same time with the same arguments.
+
+    borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
+    rank 0, in a background thread, for each report of another rank.
+    """
+    wiring = Wiring()
+    if layout.num_ranks == 1:
+        wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
+        wiring.lanes = {stage: Lanes(None, 0) for stage in range(layout.num_stages)}
+        return wiring
+    builder = _Builder(rank, layout, _LinkClocks(rank, layout, run_dir), wiring)
+    builder.join_lanes()
+    builder.join_control(on_report)
+    for stage, border in sorted(borders.items()):
+        builder.join_border(stage, border, compression, max_samples, device, clock)
+    return wiring
+
+
+class _LinkClocks:
+    """Clocks of the emulated links, one for each direction between two clouds."""
+
+    def __init__(self, rank: int, layout: ClusterLayout, run_dir: Path) -> None:
+        self._rank, self._layout, self._run_dir = rank, layout, run_dir
+        self._clocks: dict[str, LinkClock] = {}
+        # A name that no earlier run in this folder used: link time starts at 0 in every run.
+        nonce = torch.tensor([time.time_ns()])
+        dist.broadcast(nonce, 0)
+        self._nonce = int(nonce)
+        emulated = [layout.wan, *layout.links.values()]
+        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
+            self._refuse_several_machines()
+
+    def _refuse_several_machines(self) -> None:
+        """Delivery times are by the machine's own clock, which another machine does not share."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        host = boot_id.read_text() if boot_id.exists() else "one host"
+        mine = torch.tensor([int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)])
+        hosts = [torch.zeros_like(mine) for _ in range(self._layout.num_ranks)]
+        dist.all_gather(hosts, mine)
+        if any(int(other) != int(mine) for other in hosts):
+            raise ConfigError(
+                "an emulated link (cluster.wan) works between ranks on one machine only; this run "
+                "spans several: set cluster.wan=real"
+            )
+
+    def to(self, peer: int) -> LinkClock | None:
+        """Clock for messages from this rank to `peer`; None where nothing is emulated."""
+        wan = self._layout.wan_between(self._rank, peer)
+        if not isinstance(wan, LinkProfile):
+            return None
+        here = self._layout.placement(self._rank).cloud
+        there = self._layout.placement(peer).cloud
+        name = f"link-{here}-to-{there}.{self._nonce}.clock"
+        if name not in self._clocks:
+            self._clocks[name] = LinkClock(wan, self._run_dir / name)
+        return self._clocks[name]
+
+
+@dataclass
+class _Builder:
+    rank: int
+    layout: ClusterLayout
+    clocks: _LinkClocks
+    wiring: Wiring
+
+    def join_lanes(self) -> None:
+        """One group for the ranks of each stage that has several."""
+        for stage in range(self.layout.num_stages):
+            ranks = self.layout.ranks_of(stage)
+            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                self.wiring.lanes[stage] = Lanes(group, ranks[0])
+
+    def join_control(self, on_report: Callable[[Frame], None]) -> None:
+        group = dist.new_group(timeout=_FOREVER)
+        peers = range(1, self.layout.num_ranks) if self.rank == 0 else (0,)
+        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
+        handlers = {Kind.REPORT: on_report} if self.rank == 0 else {}
+        out = {peer: self._out(group, peer, capacity) for peer in peers}
+        incoming: dict[int, InLink] = {}
+        for peer in peers:
+            incoming[peer] = GlooInLink(group, peer, self._name(peer), capacity, handlers)
+            self.wiring.ins.append(incoming[peer])
+        overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
+        self.wiring.control = Control(self.rank, self.layout.leaders, out, incoming, overdue_s)
+
+    def join_border(
+        self,
+        stage: int,
+        border: Border,
+        compression: Compression | Phased,
+        max_samples: int,
+        device: torch.device,
+        clock: StepClock,
+    ) -> None:
+        """Channels between the ranks of `stage` and those of the next one."""
+        before, behind = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
+        everyone = sorted({*before, *behind})
+        groups = [dist.new_group(everyone, timeout=_FOREVER) for _ in ("forward", "backward")]
+        if self.rank not in everyone:
+            return
+        ports = BorderPorts(border)
+        self.wiring.ports[stage] = ports
+        crosses = self.layout.stage_cloud(stage) != self.layout.stage_cloud(stage + 1)
+        # Which lanes meet: micro-batch i joins lane i mod n before with lane i mod n behind.
+        meets = {
+            (self.layout.owner(stage, i), self.layout.owner(stage + 1, i))
+            for i in range(len(before) * len(behind))
+        }
+        for direction, group in zip(("forward", "backward"), groups, strict=True):
+            fields = border.fields if direction == "forward" else border.gradient_fields
+            if not fields:
+                continue
+            codecs = _codecs(compression, direction) if crosses else (lambda: _PLAIN)
+            capacity = _capacity(fields, codecs(), max_samples, border.max_rows_per_sample)
+            for a, b in sorted(meets):
+                sender, receiver = (a, b) if direction == "forward" else (b, a)
+                if sender == receiver:
+                    continue
+                if sender == self.rank:
+                    link = self._out(group, receiver, capacity)
+                    channel = SendChannel(link, fields, codecs(), clock)
+                    (ports.forward_out if direction == "forward" else ports.backward_out)[
+                        receiver
+                    ] = channel
+                    if crosses:
+                        wan = self.wiring.wan_forward, self.wiring.wan_backward
+                        wan[direction == "backward"].append(channel)
+                elif receiver == self.rank:
+                    inlink = GlooInLink(group, sender, self._name(sender), capacity)
+                    self.wiring.ins.append(inlink)
+                    overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
+                    (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
+                        ReceiveChannel(inlink, fields, codecs(), clock, device, overdue_s)
+                    )
+
+    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
+        link = GlooOutLink(group, peer, self._name(peer), capacity, self.clocks.to(peer))
+        self.wiring.outs.append(link)
+        if self.layout.wan_between(self.rank, peer) is not None:
+            self.wiring.wan_outs.append(link)
+        return link
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+_PLAIN = Codecs([(None, PLAIN)])
+
+
+def _codecs(compression: Compression | Phased, direction: str) -> Callable[[], Codecs]:
+    """Makes fresh codecs: every channel has its own state."""
+    phases: list[tuple[int | None, Compression]] = (
+        [(phase.until_step, phase.compression) for phase in compression.phases.values()]
+        if isinstance(compression, Phased)
+        else [(None, compression)]
+    )
+
+    def make() -> Codecs:
+        return Codecs(
+            [
+                (until, Codec(c.forward, c.forward_memory))
+                if direction == "forward"
+                else (until, Codec(c.backward, c.backward_memory))
+                for until, c in phases
+            ]
+        )
+
+    return make
+
+
+def _capacity(
+    fields: tuple[BorderField, ...], codecs: Codecs, max_samples: int, max_rows: int
+) -> int:
+    """Bytes of the longest frame that can come, so that receives can wait before it is known."""
+    total = _FRAME_SLACK_BYTES
+    for entry in fields:
+        rows = max_samples * (max_rows if entry.rows == "counted" else 1)
+        spec = entry.spec(rows)
+        total += max(spec.num_bytes, codecs.max_bytes(spec) if spec.is_floating else 0)
+    return total

@@ -1,0 +1,286 @@
+"""What one rank does: build its part of the model, train it with the others, evaluate, export.
+
+READ THIS FIRST. A run on one machine starts this module once per rank (launch.py):
+    python -m xcloud.worker RUN_DIR --rank R --parent PID
+On several machines torchrun starts the same module in each cloud (docs/several-machines.md):
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 ... -m xcloud.worker experiment.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from xcloud.comm.channel import StepClock
+from xcloud.errors import ConfigError, LinkError, XcloudError
+from xcloud.evaluation import Evaluator
+from xcloud.experiment import EXPERIMENT_FILE, Experiment, read
+from xcloud.export import export_stage
+from xcloud.models.split import BuildContext
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.stage import Batch
+from xcloud.project import project_root
+from xcloud.reporter import EventFile, Reporter
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.settings import autocast_for
+from xcloud.training.trainer import Trainer
+from xcloud.wan_meter import WanMeter
+from xcloud.wiring import Wiring, wire
+
+EXIT_FAILED = 1
+EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
+CLOSE_TIMEOUT_S = 60.0
+LAST_WORDS_S = 0.3
+_SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
+
+
+def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
+    """One rank's whole life, once its process group is there (a lone rank needs none)."""
+    layout = experiment.cluster
+    placement = layout.placement(rank)
+    device = _device(layout.clouds[placement.cloud].device)
+    clock = StepClock()
+    events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
+
+    wiring = wire(
+        rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
+        device, clock, run_dir,
+        on_report=lambda frame: events.append(frame.parts[0].numpy().tobytes()) if events else None,
+    )  # fmt: skip
+    control = wiring.control
+    if events is not None:
+        reporter = Reporter(rank, placement.cloud, events.append)
+    else:
+        assert control is not None
+        reporter = Reporter(rank, placement.cloud, control.report)
+    try:
+        _train(experiment, rank, run_dir, device, clock, wiring, reporter)
+    except BaseException:
+        # Say what was not said yet, if rank 0 still listens; the threads end with this process.
+        with contextlib.suppress(LinkError):
+            reporter.flush()
+            time.sleep(LAST_WORDS_S)
+        raise
+    reporter.flush()
+    wiring.close(CLOSE_TIMEOUT_S)
+
+
+def _train(
+    experiment: Experiment,
+    rank: int,
+    run_dir: Path,
+    device: torch.device,
+    clock: StepClock,
+    wiring: Wiring,
+    reporter: Reporter,
+) -> None:
+    """From an empty rank that is joined to the others to an exported stage."""
+    layout, control = experiment.cluster, wiring.control
+    placement = layout.placement(rank)
+    reporter.event("phase", now=True, name="loading")
+
+    # 1. Load what this cloud may see, and agree on the rest.
+    fields = experiment.fields_of(rank)
+    data = experiment.task.load(fields, experiment.seed)
+    if rank == 0:
+        reporter.note(data.describe())
+    if control is not None:
+        control.agree({"the task's data": data.fingerprint()})
+
+    # 2. Build the stages.
+    cache_dir = Path(experiment.cache_dir)
+    cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
+    stages = {}
+    for stage in placement.stages:
+        lanes = wiring.lanes[stage]
+        ranks = layout.ranks_of(stage)
+        context = BuildContext(
+            seed=experiment.seed,
+            device=device,
+            cache_dir=cache_dir,
+            vocabularies={name: data.vocabulary(name) for name in fields},
+            sentences=data.sentences,
+            max_length=experiment.task.max_length,
+            lane=ranks.index(rank),
+            num_lanes=len(ranks),
+            barrier=lambda group=lanes.group: group and dist.barrier(group=group),
+            report=reporter.note,
+        )
+        stages[stage] = experiment.model.build_stage(stage, layout.num_stages, context).to(device)
+    pipeline = Pipeline(
+        rank, stages, layout.num_stages, wiring.ports, layout.owner,
+        {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in stages},
+        device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
+    )  # fmt: skip
+    if layout.num_ranks > 1:
+        dist.barrier()  # nobody starts the clock while another cloud still prepares
+
+    # 3. Train.
+    last = layout.num_stages - 1
+    trainer = Trainer(
+        rank, pipeline, experiment.schedule, experiment.training,
+        BatchPlan(data.num_samples("train"), experiment.training.batch_size, experiment.seed),
+        wiring.lanes, control, lambda ids: _on(device, data.batch("train", ids)),
+        data.weight if last in stages else None,
+    )  # fmt: skip
+    evaluator = Evaluator(
+        experiment.training, rank, pipeline, wiring.lanes, data,
+        lambda split, ids: _on(device, data.batch(split, ids)), reporter,
+    )  # fmt: skip
+    meter = WanMeter(wiring)
+    reporter.event("phase", now=True, name="training")
+    for step in range(1, experiment.training.max_steps + 1):
+        report = trainer.update(step)
+        reporter.event("step", **meter.describe(report))
+        every = experiment.training.evaluate_every
+        if every and step % every == 0:
+            evaluator.evaluate("dev", step)
+            meter.forget()
+
+    # 4. Evaluate through the same link, export, say goodbye.
+    reporter.event("phase", now=True, name="evaluation")
+    evaluator.evaluate("test", experiment.training.max_steps)
+    for stage, module in stages.items():
+        if wiring.lanes[stage].leader == rank:
+            export_stage(run_dir, stage, module, data)
+    reporter.event("finish", num_steps=experiment.training.max_steps)
+
+
+def _on(device: torch.device, batch: Batch) -> Batch:
+    """The batch on the rank's device; sample ids stay where Python reads them."""
+    return {name: value if name == "ids" else value.to(device) for name, value in batch.items()}
+
+
+def _device(wanted: str) -> torch.device:
+    """The device of this rank; "auto" takes a GPU if there is one."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("a cloud asks for device 'cuda', but torch finds no GPU on this machine")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(experiment: Experiment, rank: int, run_dir: Path, under_torchrun: bool) -> None:
+    """Form the process group. On one machine a file in the run folder is the meeting point."""
+    num_ranks = experiment.cluster.num_ranks
+    if under_torchrun:
+        started = int(os.environ["WORLD_SIZE"])
+        if started != num_ranks:
+            raise ConfigError(
+                f"torchrun started {started} ranks in all, but the clouds of this experiment have "
+                f"{num_ranks}; set --nproc-per-node of each cloud to its num_ranks"
+            )
+        dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
+    elif num_ranks > 1:
+        store = f"file://{run_dir.resolve() / 'rendezvous'}"
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
+        )
+
+
+def _tie_to_parent(parent: int) -> None:
+    """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            sys.exit("the parent is gone")
+
+
+def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
+    """Say in a file what went wrong here; returns the exit code."""
+    text = str(error)
+    # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
+    peer_lost = isinstance(error, LinkError) or (
+        isinstance(error, RuntimeError)
+        and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
+    )
+    expected = isinstance(error, XcloudError)
+    message = text if expected else f"{type(error).__name__}: {text}"
+    failure = {"message": message.strip(), "peer_lost": peer_lost, "expected": expected}
+    (run_dir / f"rank{rank}.error.json").write_text(json.dumps(failure))
+    traceback.print_exception(error)
+    return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m xcloud.worker", description=__doc__)
+    parser.add_argument("experiment", type=Path, help="run folder or experiment file")
+    parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
+    parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
+    parser.add_argument("--cloud", help="torchrun: refuse to start if this rank is in another cloud")
+    parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
+    arguments = parser.parse_args()
+    under_torchrun = arguments.rank is None
+    if under_torchrun and "RANK" not in os.environ:
+        parser.error("start me with torchrun, or use run.py")
+    if arguments.parent is not None:
+        _tie_to_parent(arguments.parent)
+
+    file = arguments.experiment
+    file = file / EXPERIMENT_FILE if file.is_dir() else file
+    run_dir = arguments.run_dir or file.resolve().parent
+    run_dir.mkdir(parents=True, exist_ok=True)
+    rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
+    code, monitor = 0, None
+    try:
+        _set_threads()
+        experiment = read(file)
+        _check_cloud(experiment, rank, arguments.cloud)
+        _join(experiment, rank, run_dir, under_torchrun)
+        if under_torchrun and rank == 0:
+            monitor = _start_monitor(run_dir, file)
+            print(experiment.headline, flush=True)
+        run(experiment, rank, run_dir)
+        if monitor is not None:
+            monitor.wait(CLOSE_TIMEOUT_S)
+    except BaseException as error:
+        code = _write_failure(run_dir, rank, error)
+    # Background threads of a failed rank may sit in a receive for ever: do not wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
+    """On several machines no launcher watches the run: rank 0's machine follows its events."""
+    command = [sys.executable, "-m", "xcloud.monitor", str(run_dir), "--experiment", str(file)]
+    return subprocess.Popen([*command, "--parent", str(os.getpid())])
+
+
+def _check_cloud(experiment: Experiment, rank: int, cloud: str | None) -> None:
+    found = experiment.cluster.placement(rank).cloud
+    if cloud is not None and cloud != found:
+        raise ConfigError(
+            f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the clouds "
+            f"with --node-rank in this order: {', '.join(experiment.cluster.clouds)}"
+        )
+
+
+def _set_threads() -> None:
+    """Each rank takes its share of this machine's cores; OMP_NUM_THREADS overrides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
+
+
+if __name__ == "__main__":
+    main()
