@@ -91,16 +91,16 @@ def pipelines(
                 return Codecs([(None, Codec(compressor or Chain(), NoMemory()))])
 
             ports[a][stage].forward_out[b] = SendChannel(
-                down, border.fields, codecs(forward), clocks[a]
+                down, border.fields, lambda: codecs(forward), clocks[a]
             )
             ports[b][stage].forward_in[a] = ReceiveChannel(
-                down, border.fields, codecs(forward), clocks[b], CPU, 20
+                down, border.fields, lambda: codecs(forward), clocks[b], CPU, 20
             )
             ports[b][stage].backward_out[a] = SendChannel(
-                up, border.gradient_fields, codecs(backward), clocks[b]
+                up, border.gradient_fields, lambda: codecs(backward), clocks[b]
             )
             ports[a][stage].backward_in[b] = ReceiveChannel(
-                up, border.gradient_fields, codecs(backward), clocks[a], CPU, 20
+                up, border.gradient_fields, lambda: codecs(backward), clocks[a], CPU, 20
             )
     made = []
     for rank in range(layout.num_ranks):

@@ -248,6 +248,21 @@ def test_a_value_that_is_not_finite_stays_visible(compressor: Compressor, bad: f
     assert not arrives(compressor, tensor).isfinite().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_compressor
+def test_error_on_a_gpu_is_that_on_a_cpu(compressor: Compressor) -> None:
+    tensor = gaussian(150, 120)
+    parts = copy.deepcopy(compressor).compress(tensor.cuda())
+    on_gpu = copy.deepcopy(compressor).decompress(parts, TensorSpec.of(tensor))
+    expected = relative_error(tensor, arrives(compressor, tensor))
+
+    assert compressor.wire_specs(TensorSpec.of(tensor)) == tuple(map(TensorSpec.of, parts))
+    assert all(part.is_cuda for part in parts) and on_gpu.is_cuda
+    # Stochastic rounding draws other numbers there.
+    assert relative_error(tensor, on_gpu.cpu()) == pytest.approx(expected, rel=0.1, abs=1e-5)
+
+
 @every_compressor
 def test_integers_are_refused(compressor: Compressor) -> None:
     with pytest.raises(ValueError, match=r"floating tensors.*int64"):

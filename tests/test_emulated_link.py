@@ -1,4 +1,5 @@
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -57,4 +58,4 @@ def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:
 
     slots.sort()
     assert len(slots) == 200
-    assert all(b.start_s >= a.sent_s for a, b in zip(slots, slots[1:], strict=False))
+    assert all(b.start_s >= a.sent_s for a, b in pairwise(slots))

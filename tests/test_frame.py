@@ -37,7 +37,12 @@ def test_a_tensor_of_each_dtype_comes_back_bit_equal(dtype: torch.dtype) -> None
 
 
 def test_several_parts_keep_their_order_and_odd_sizes() -> None:
-    parts = (torch.tensor(7.0), torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4), torch.ones(2))
+    parts = (
+        torch.tensor(7.0),
+        torch.arange(3, dtype=torch.uint8),
+        torch.zeros(0, 4),
+        torch.ones(2),
+    )
 
     found = decode_frame(sealed(*parts), "rank 1").parts
 

@@ -59,7 +59,10 @@ def test_a_pair_of_clouds_may_have_its_own_link() -> None:
         (lambda: ClusterLayout({"a": Cloud(1, [1])}), "exactly once"),
         (lambda: ClusterLayout({"a": Cloud(3, [0, 1], True)}), "multiple of 2"),
         (lambda: ClusterLayout({"a": Cloud()}, wan="oregon_tokyo"), "cluster/wan=oregon_tokyo"),
-        (lambda: ClusterLayout({"a": Cloud(), "b": Cloud()}, links={"a-x": "free"}), "pair of clouds"),
+        (
+            lambda: ClusterLayout({"a": Cloud(), "b": Cloud()}, links={"a-x": "free"}),
+            "pair of clouds",
+        ),
         (lambda: Cloud(num_ranks=0), "num_ranks"),
         (lambda: Cloud(num_ranks="two"), "num_ranks"),
         (lambda: Cloud(device="tpu"), "device"),

@@ -118,7 +118,9 @@ def test_a_step_that_is_out_of_order_is_a_clear_error() -> None:
     link = InProcessLink("rank 1 of cloud 'b'")
     link.send(MessageKey(Kind.ACTIVATION, 3, 0), ())
 
-    with pytest.raises(FrameError, match="expected activation of step 4.*got activation of step 3"):
+    with pytest.raises(
+        FrameError, match=r"expected activation of step 4.*got activation of step 3"
+    ):
         link.recv(MessageKey(Kind.ACTIVATION, 4, 0), 1.0)
 
 
@@ -129,10 +131,10 @@ def test_a_silent_peer_is_a_timeout_with_its_name() -> None:
 
 def test_a_message_of_another_shape_than_promised_is_refused() -> None:
     link, clock = InProcessLink(), StepClock()
-    codecs = Codecs([(None, PLAIN)])
+    plain = lambda: Codecs([(None, PLAIN)])  # noqa: E731
     key = MessageKey(Kind.ACTIVATION, 1, 0)
     counts = torch.tensor([1, 2], dtype=torch.int16)
-    channel = ReceiveChannel(link, BORDER.fields, codecs, clock, torch.device("cpu"), 1.0)
+    channel = ReceiveChannel(link, BORDER.fields, plain, clock, torch.device("cpu"), 1.0)
 
     link.send(key, (counts, torch.zeros(4, 8)))
     with pytest.raises(FrameError, match="'hidden'"):
@@ -145,7 +147,7 @@ def test_a_message_of_another_shape_than_promised_is_refused() -> None:
 
 def test_raw_bytes_are_the_fp32_size_of_floating_fields() -> None:
     link, clock = InProcessLink(), StepClock()
-    channel = SendChannel(link, BORDER.fields, Codecs([(None, PLAIN)]), clock)
+    channel = SendChannel(link, BORDER.fields, lambda: Codecs([(None, PLAIN)]), clock)
     counts = torch.tensor([1, 2], dtype=torch.int16)
     message = {"counts": counts, "hidden": torch.zeros(3, 8)}
 

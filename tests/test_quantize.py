@@ -122,8 +122,11 @@ def test_the_largest_float_does_not_overflow() -> None:
             assert arrives(BlockInt(bits), -tensor).isfinite().all()
 
 
-def test_values_below_the_smallest_scale_become_zeros() -> None:
-    assert not arrives(BlockInt(8), torch.full((64,), 1e-40)).any()
+def test_a_block_below_the_smallest_scale_becomes_zeros_and_not_something_else() -> None:
+    block = torch.tensor([1.0, -0.5, 0.25, 0.0])
+
+    assert torch.equal(arrives(BlockInt(8), block * 2**-119), block * 2**-119)
+    assert not arrives(BlockInt(8), block * 2**-121).any()
 
 
 def test_a_long_tensor_is_treated_block_by_block() -> None:

@@ -102,9 +102,7 @@ def test_one_owner_holds_both_ends_and_a_third_cloud_the_middle(tmp_path: Path) 
 def test_accumulation_equals_the_large_batch(local: Path, tmp_path: Path) -> None:
     start(
         tmp_path,
-        toy_config(
-            "two_clouds", ["training.accumulate_steps=2", "schedule.num_micro_batches=2"]
-        ),
+        toy_config("two_clouds", ["training.accumulate_steps=2", "schedule.num_micro_batches=2"]),
     )
 
     ours, theirs = weights(tmp_path), weights(local)
@@ -151,7 +149,8 @@ def test_evaluation_during_training_leaves_the_result_alone(local: Path, tmp_pat
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise", "RuntimeError: the toy stage was asked to fail"), ("kill", "SIGKILL")]
+    ("how", "said"),
+    [("raise", "RuntimeError: the toy stage was asked to fail"), ("kill", "SIGKILL")],
 )
 def test_a_failing_rank_ends_the_run_and_is_named_first(
     stage: int, how: str, said: str, tmp_path: Path

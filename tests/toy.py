@@ -54,7 +54,10 @@ class ToyData:
         return float(len(ids) * LENGTH)
 
     def score(self, split: str, predictions: dict[int, list[int]]) -> dict[str, float]:
-        hits = [predictions[i] == (self._tokens(torch.tensor([i]))[0] + 1).tolist() for i in predictions]
+        hits = [
+            predictions[i] == (self._tokens(torch.tensor([i]))[0] + 1).tolist()
+            for i in predictions
+        ]
         return {"bleu": 100.0 * sum(hits) / len(hits)}
 
     def signature(self) -> dict[str, str]:

@@ -1,3 +1,3 @@
-"""Train and fine-tune language models whose parts sit in different clouds joined by a slow link."""
+"""Train language models whose parts sit in different clouds joined by a slow link."""
 
 __version__ = "0.1.0"

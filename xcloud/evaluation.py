@@ -18,7 +18,7 @@ from xcloud.training.trainer import Lanes
 
 
 class Evaluator:
-    """Scores a split through the pipeline. All ranks take part; the last stage's leader reports."""
+    """Scores a split through the pipeline. All ranks take part; the last stage's leader tells."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Evaluator:
         count = self._data.num_samples(split)
         if self._training.eval_samples is not None:
             count = min(count, self._training.eval_samples)
-        pieces = list(torch.arange(count).split(self._training.eval_batch_size))
+        pieces = list(torch.split(torch.arange(count), self._training.eval_batch_size))
         predictions = self._pipeline.predict(pieces, lambda ids: self._fetch(split, ids), step)
         last = self._pipeline.num_stages - 1
         if last not in self._pipeline.stages:

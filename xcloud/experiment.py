@@ -82,7 +82,9 @@ class Experiment:
     @property
     def compression_in_force(self) -> str:
         """The compression's label; "off" where no border leaves a cloud, for there it acts."""
-        return self.compression.label if self.cluster.crosses_clouds else "off"
+        if not self.cluster.crosses_clouds:
+            return "off"
+        return "none" if self.compression.is_identity else self.compression.label
 
     @property
     def run_name(self) -> str:
@@ -94,7 +96,9 @@ class Experiment:
         """What this run is, in one line."""
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
-            compression = f"off (no border between clouds, so {self.compression.label} does not act)"
+            compression = (
+                f"off (no border between clouds, so {self.compression.label} does not act)"
+            )
         return (
             f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
             f"{self.cluster.describe()}; compression: {compression}"
@@ -131,7 +135,9 @@ def from_config(config: DictConfig) -> Experiment:
         raise ConfigError(_lines(error)[0]) from error
     missing = sorted(OmegaConf.missing_keys(plain))
     if missing:
-        raise ConfigError(f"these settings have no value yet: {', '.join(missing)}; give them as key=value")
+        raise ConfigError(
+            f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
+        )
     check_keys(OmegaConf.to_container(plain), "")
     try:
         return cast(Experiment, instantiate(plain, _convert_="all"))
@@ -139,8 +145,8 @@ def from_config(config: DictConfig) -> Experiment:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
         if isinstance(cause, ConfigError | DataError):
-            kind = type(cause)
-            raise kind(f"{cause} (in {where})" if where else str(cause)) from error
+            named = not where or str(cause).startswith((f"{where}.", f"{where} "))
+            raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
         raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
 
 
@@ -165,7 +171,7 @@ def check_keys(node: Any, path: str) -> None:
             if key in parameters or open_ended or str(key).startswith("_"):
                 continue
             near = difflib.get_close_matches(str(key), list(parameters), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             where = f"{path}.{key}" if path else str(key)
             raise ConfigError(
                 f"unknown setting {where!r}{hint} Allowed here: {', '.join(parameters)}"

@@ -25,7 +25,9 @@ def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -
     folder.mkdir(exist_ok=True)
     data.save_tokenizers(folder)
     path = folder / f"stage{stage}.safetensors"
-    tensors = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    tensors = {
+        name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()
+    }
     architecture = json.dumps(getattr(module, "architecture", None))
     save_file(tensors, path, metadata={"architecture": architecture})
     return path

@@ -1,4 +1,4 @@
-"""One run on this machine, from a composed config to summary.json: ranks started, followed, ended."""
+"""One run on this machine, from a composed config to summary.json."""
 
 from __future__ import annotations
 

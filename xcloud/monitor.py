@@ -47,7 +47,11 @@ class Monitor:
 
     def start(self) -> None:
         experiment = self.experiment
-        tags = {"profile": experiment.profile, "commit": self._commit, "seed": str(experiment.seed)}
+        tags = {
+            "profile": experiment.profile,
+            "commit": self._commit,
+            "seed": str(experiment.seed),
+        }
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
         experiment.tracker.start(experiment.run_name, self.params, tags, self.run_dir)
@@ -69,7 +73,7 @@ class Monitor:
                 self.finished_ranks.add(event["rank"])
 
     def finish(self, cause: str | None) -> dict[str, Any]:
-        """Write summary.json, end the tracker's run, print the table. cause: why the run failed."""
+        """Write summary.json, end the tracker's run, print the table. cause: why it failed."""
         self.poll()
         self._progress.close()
         experiment, tracker = self.experiment, self.experiment.tracker
@@ -104,7 +108,9 @@ def monitor_of(run_dir: Path, file: Path) -> Monitor:
 def first_failure(run_dir: Path, rank: int) -> str:
     """Why a run on several machines ended, as far as this machine knows."""
     for path in sorted(run_dir.glob("rank*.error.json")):
-        return f"{path.name.removesuffix('.error.json')}: {json.loads(path.read_text())['message']}"
+        return (
+            f"{path.name.removesuffix('.error.json')}: {json.loads(path.read_text())['message']}"
+        )
     return f"the run ended before rank {rank} had finished"
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.frame import Frame
+
 FLUSH_EVERY_S = 1.0
 _MAX_CHUNK_BYTES = 1 << 17
 
@@ -24,6 +26,10 @@ class EventFile:
         with self._lock:
             self._file.write(lines)
 
+    def append_frame(self, frame: Frame) -> None:
+        """Another rank's lines, as they came over the link."""
+        self.append(frame.parts[0].numpy().tobytes())
+
 
 class Reporter:
     """Collects one rank's events and passes them on about once a second.
@@ -38,8 +44,15 @@ class Reporter:
 
     def event(self, event: str, *, now: bool = False, **fields: Any) -> None:
         """now: pass it on at once (for what a person waits to see)."""
-        head = {"event": event, "rank": self._rank, "cloud": self._cloud, "t": round(time.time(), 3)}
-        self._pending.append(json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n")
+        head = {
+            "event": event,
+            "rank": self._rank,
+            "cloud": self._cloud,
+            "t": round(time.time(), 3),
+        }
+        self._pending.append(
+            json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
+        )
         if now or time.monotonic() - self._flushed_at_s > FLUSH_EVERY_S:
             self.flush()
 

@@ -33,7 +33,9 @@ class Translator:
         self.experiment: Experiment = read(run_dir / EXPERIMENT_FILE)
         task = self.experiment.task
         if not isinstance(task, Translation):
-            raise ConfigError(f"{run_dir} is a run of {task.describe()}, not of a translation task")
+            raise ConfigError(
+                f"{run_dir} is a run of {task.describe()}, not of a translation task"
+            )
         self.text = TranslationText.load(run_dir / MODEL_DIR, task.max_length)
         self.stages = [self._stage(run_dir, i) for i in range(self.experiment.cluster.num_stages)]
         self.compressed = compressed
@@ -84,8 +86,11 @@ class Translator:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.translate", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m xcloud.translate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.link import total_bytes
 from xcloud.training.trainer import StepReport
@@ -21,20 +23,22 @@ class WanMeter:
         """What crossed since the last step belongs to no step (an evaluation)."""
         self._last = self._read()
 
-    def describe(self, report: StepReport) -> dict[str, object]:
+    def describe(self, report: StepReport) -> dict[str, Any]:
         """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
         now = self._read()
         delta = {name: value - self._last[name] for name, value in now.items()}
         self._last = now
         times = {f"{name}_s": round(getattr(report.clock, f"{name}_s"), 6)
                  for name in ("compute", "codec", "waiting", "sync")}  # fmt: skip
-        event: dict[str, object] = {
+        event: dict[str, Any] = {
             "step": report.step,
             "step_s": round(report.step_s, 6),
             **times,
             "sent": {name: delta[name] for name in ("forward", "backward", "other")},
             "raw": {name: delta[f"raw_{name}"] for name in ("forward", "backward")},
-            "link_busy_s": {name: round(delta[f"line_{name}"], 6) for name in ("forward", "backward")},
+            "link_busy_s": {
+                name: round(delta[f"line_{name}"], 6) for name in ("forward", "backward")
+            },
             "samples": report.num_samples,
             "tokens": report.num_tokens,
         }

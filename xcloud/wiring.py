@@ -184,7 +184,7 @@ class _Builder:
             fields = border.fields if direction == "forward" else border.gradient_fields
             if not fields:
                 continue
-            codecs = _codecs(compression, direction) if crosses else (lambda: _PLAIN)
+            codecs = _codecs(compression, direction) if crosses else _plain
             capacity = _capacity(fields, codecs(), max_samples, border.max_rows_per_sample)
             for a, b in sorted(meets):
                 sender, receiver = (a, b) if direction == "forward" else (b, a)
@@ -192,7 +192,7 @@ class _Builder:
                     continue
                 if sender == self.rank:
                     link = self._out(group, receiver, capacity)
-                    channel = SendChannel(link, fields, codecs(), clock)
+                    channel = SendChannel(link, fields, codecs, clock)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
                     ] = channel
@@ -204,7 +204,7 @@ class _Builder:
                     self.wiring.ins.append(inlink)
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
-                        ReceiveChannel(inlink, fields, codecs(), clock, device, overdue_s)
+                        ReceiveChannel(inlink, fields, codecs, clock, device, overdue_s)
                     )
 
     def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
@@ -218,7 +218,8 @@ class _Builder:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
 
-_PLAIN = Codecs([(None, PLAIN)])
+def _plain() -> Codecs:
+    return Codecs([(None, PLAIN)])
 
 
 def _codecs(compression: Compression | Phased, direction: str) -> Callable[[], Codecs]:

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
-from xcloud.training.trainer import Trainer
+from xcloud.training.trainer import Lanes, Trainer
 from xcloud.wan_meter import WanMeter
 from xcloud.wiring import Wiring, wire
 
@@ -58,7 +59,7 @@ def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
     wiring = wire(
         rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
         device, clock, run_dir,
-        on_report=lambda frame: events.append(frame.parts[0].numpy().tobytes()) if events else None,
+        on_report=events.append_frame if events is not None else lambda frame: None,
     )  # fmt: skip
     control = wiring.control
     if events is not None:
@@ -105,7 +106,6 @@ def _train(
     cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
     stages = {}
     for stage in placement.stages:
-        lanes = wiring.lanes[stage]
         ranks = layout.ranks_of(stage)
         context = BuildContext(
             seed=experiment.seed,
@@ -116,7 +116,7 @@ def _train(
             max_length=experiment.task.max_length,
             lane=ranks.index(rank),
             num_lanes=len(ranks),
-            barrier=lambda group=lanes.group: group and dist.barrier(group=group),
+            barrier=partial(_wait_for_lanes, wiring.lanes[stage]),
             report=reporter.note,
         )
         stages[stage] = experiment.model.build_stage(stage, layout.num_stages, context).to(device)
@@ -157,6 +157,11 @@ def _train(
         if wiring.lanes[stage].leader == rank:
             export_stage(run_dir, stage, module, data)
     reporter.event("finish", num_steps=experiment.training.max_steps)
+
+
+def _wait_for_lanes(lanes: Lanes) -> None:
+    if lanes.group is not None:
+        dist.barrier(group=lanes.group)
 
 
 def _on(device: torch.device, batch: Batch) -> Batch:
@@ -225,7 +230,9 @@ def main() -> None:
     parser.add_argument("experiment", type=Path, help="run folder or experiment file")
     parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
-    parser.add_argument("--cloud", help="torchrun: refuse to start if this rank is in another cloud")
+    parser.add_argument(
+        "--cloud", help="torchrun: refuse to start if this rank is in another cloud"
+    )
     parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
     arguments = parser.parse_args()
     under_torchrun = arguments.rank is None
@@ -269,8 +276,8 @@ def _check_cloud(experiment: Experiment, rank: int, cloud: str | None) -> None:
     found = experiment.cluster.placement(rank).cloud
     if cloud is not None and cloud != found:
         raise ConfigError(
-            f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the clouds "
-            f"with --node-rank in this order: {', '.join(experiment.cluster.clouds)}"
+            f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
+            f"clouds with --node-rank in this order: {', '.join(experiment.cluster.clouds)}"
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
     specs = tuple(TensorSpec.of(part) for part in parts)
     frame = torch.empty(frame_bytes(specs), dtype=torch.uint8)
     payload_bytes = sum(spec.num_bytes for spec in specs)
-    view = memoryview(frame.numpy())
+    view = _bytes_of(frame)
     _HEADER.pack_into(
         view, 0, MAGIC, VERSION, key.kind, len(parts), 0, key.step, key.micro_batch, sequence, 0,
         payload_bytes, 0.0,
@@ -105,9 +105,14 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
     return frame
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a uint8 CPU tensor, writable."""
+    return memoryview(cast(Any, tensor.numpy()))
+
+
 def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
     """Write the delivery time (0 = at once) and the checksum; the last thing before sending."""
-    view = memoryview(frame.numpy())
+    view = _bytes_of(frame)
     struct.pack_into("<d", view, _DELIVER_OFFSET, deliver_at_s)
     struct.pack_into("<I", view, _CRC_OFFSET, 0)
     struct.pack_into("<I", view, _CRC_OFFSET, zlib.crc32(view))
@@ -118,7 +123,7 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
 
     Raises FrameError naming `sender` and what is wrong. The parts own their memory.
     """
-    view = memoryview(buffer.numpy())
+    view = _bytes_of(buffer)
     if len(view) < _HEADER.size:
         raise FrameError(f"{len(view)} bytes from {sender} are too few for a frame")
     magic, version, kind, num_parts, _, step, micro_batch, sequence, crc, payload, deliver_at = (

@@ -80,7 +80,9 @@ class GlooOutLink:
         if self._failure is not None:
             raise self._failure
         if self._thread.is_alive():
-            raise LinkTimeout(f"{self.peer_name} did not take the last messages in {timeout_s:.0f} s")
+            raise LinkTimeout(
+                f"{self.peer_name} did not take the last messages in {timeout_s:.0f} s"
+            )
 
     def _put(self, item: tuple[int, Tensor, float] | None) -> None:
         while True:

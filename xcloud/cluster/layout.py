@@ -37,7 +37,7 @@ class Cloud:
         check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("cloud.one_stage_per_rank", self.one_stage_per_rank, (True, False))
         if self.stages is not None:
-            if isinstance(self.stages, str) or not self.stages:
+            if not isinstance(self.stages, list | tuple) or not self.stages:
                 raise ConfigError(
                     f"cloud.stages must be a list of stage numbers, got {self.stages!r}"
                 )
@@ -92,14 +92,19 @@ class ClusterLayout:
             raise ConfigError(
                 f"cluster.clouds must hold every stage from 0 on exactly once, got {sorted(held)}"
             )
-        for key, wan in {"wan": self.wan, **{f"links.{k}": v for k, v in self.links.items()}}.items():
+        for key, wan in {
+            "wan": self.wan,
+            **{f"links.{k}": v for k, v in self.links.items()},
+        }.items():
             if not isinstance(wan, LinkProfile) and wan not in ("real", "free"):
                 raise ConfigError(
                     f"cluster.{key} must be 'real', 'free' or a link profile, got {wan!r}; a "
                     f"profile of conf/cluster/wan is chosen with a slash: cluster/wan={wan}"
                 )
         for key in self.links:
-            if not any(key in (f"{a}-{b}", f"{b}-{a}") for a in resolved for b in resolved if a < b):
+            if not any(
+                key in (f"{a}-{b}", f"{b}-{a}") for a in resolved for b in resolved if a < b
+            ):
                 raise ConfigError(
                     f"cluster.links.{key}: name a pair of clouds as 'a-b'; the clouds are "
                     f"{', '.join(resolved)}"

@@ -34,7 +34,7 @@ class LinkStats:
 
 
 class OutLink(Protocol):
-    """The sending end. `send` returns before delivery and raises LinkClosed if the peer is gone."""
+    """The sending end. `send` returns before delivery; LinkClosed if the peer is gone."""
 
     stats: LinkStats
 

@@ -34,7 +34,8 @@ class LinkProfile:
     latency_s: one way. The round trip is twice this.
     jitter_s: each message is late by a seeded uniform draw from [0, jitter_s]; none overtakes.
     trace: [[seconds since the start, bits per second], ...]: the bandwidth from then on;
-        starts again every trace_period_s if that is set. Before the first entry: bandwidth_bits_per_s.
+        starts again every trace_period_s if that is set. Before the first entry it is
+        bandwidth_bits_per_s.
     outages: [[start, duration], ...] in seconds since the start; nothing moves meanwhile.
     outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
     timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
@@ -151,7 +152,7 @@ class LinkProfile:
         return random.Random(self.seed), []
 
     def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """Seeded outages up to a while after now_s; drawn as time goes on, the same in all ranks."""
+        """Seeded outages up to a while after now_s; drawn as time goes on, in all ranks alike."""
         if not self.outage_every_s:
             return []
         generator, drawn = self._outage_draws
@@ -170,10 +171,15 @@ def _pairs(
     pairs = []
     for entry in value:
         if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2:
-            raise ConfigError(f"{name} must be a list of pairs of numbers, got the entry {entry!r}")
+            raise ConfigError(
+                f"{name} must be a list of pairs of numbers, got the entry {entry!r}"
+            )
         check_number(f"{name}: the time of {list(entry)}", entry[0], 0.0)
         check_number(
-            f"{name}: the second number of {list(entry)}", entry[1], 0.0, above=not second_may_be_zero
+            f"{name}: the second number of {list(entry)}",
+            entry[1],
+            0.0,
+            above=not second_may_be_zero,
         )
         pairs.append((float(entry[0]), float(entry[1])))
     if pairs != sorted(pairs):

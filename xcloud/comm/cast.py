@@ -84,7 +84,7 @@ class Cast:
         largest = torch.maximum(-low, high)
         exponent = torch.frexp(largest).exponent - 15
         # 2**126 is the largest power of two whose inverse is normal in float32.
-        exponent = exponent.clamp_(-126).where(largest.isfinite() & (largest > 0), 0)
+        exponent = exponent.clamp_(-126).where(largest.isfinite(), 0)
         scaled = values * torch.exp2(-exponent.to(values.dtype))
         return (scaled.half(), exponent.to(torch.int16).view(1))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ PLAIN = Codec(Chain(), NoMemory())
 class Codecs:
     """The codec of one direction over the phases of training: `at(step)` is the one in force.
 
-    phases: (first step it no longer serves or None, codec), in order.
+    phases: (last step it serves, or None for ever; codec), in order.
     """
 
     def __init__(self, phases: list[tuple[int | None, Codec]]) -> None:
@@ -74,16 +74,19 @@ class Codecs:
                 return codec
         raise AssertionError("the last phase must be open")
 
-    @property
-    def memories(self) -> list[Memory]:
-        return [codec.memory for _, codec in self._phases]
-
     def max_bytes(self, spec: TensorSpec) -> int:
         """Wire bytes of a tensor of this spec in the most expensive phase."""
         return max(
             sum(part.num_bytes for part in codec.compressor.wire_specs(spec))
             for _, codec in self._phases
         )
+
+
+def codecs_of(
+    fields: tuple[BorderField, ...], new_codecs: Callable[[], Codecs]
+) -> dict[str, Codecs]:
+    """One for each floating field: what they remember must not mix."""
+    return {field.name: new_codecs() for field in fields if field.dtype.is_floating_point}
 
 
 def num_rows(field: BorderField, num_samples: int, counts: Tensor | None) -> int:
@@ -97,16 +100,20 @@ class SendChannel:
     """Compresses and sends. `raw_bytes` grows by the FP32 size of the floating fields."""
 
     def __init__(
-        self, link: OutLink, fields: tuple[BorderField, ...], codecs: Codecs, clock: StepClock
+        self,
+        link: OutLink,
+        fields: tuple[BorderField, ...],
+        new_codecs: Callable[[], Codecs],
+        clock: StepClock,
     ) -> None:
-        self.link, self.fields, self.codecs, self.clock = link, fields, codecs, clock
+        self.link, self.fields, self.clock = link, fields, clock
+        self.codecs = codecs_of(fields, new_codecs)
         self.raw_bytes = 0
 
     def send(self, key: MessageKey, message: Message, ids: Tensor, counts: Tensor | None) -> None:
         """Returns before delivery. ids: the samples of the micro-batch, int64 [B]."""
         with self.clock.add_to("codec_s"):
             training = key.kind is not Kind.EVALUATION
-            codec = self.codecs.at(key.step)
             parts: list[Tensor] = []
             for field in self.fields:
                 tensor = message[field.name].detach()
@@ -117,6 +124,7 @@ class SendChannel:
                     continue
                 if training:
                     self.raw_bytes += 4 * spec.numel
+                codec = self.codecs[field.name].at(key.step)
                 parts.extend(self._encode(codec, tensor, spec, ids, counts, training))
             self.link.send(key, tuple(parts))
 
@@ -147,12 +155,13 @@ class ReceiveChannel:
         self,
         link: InLink,
         fields: tuple[BorderField, ...],
-        codecs: Codecs,
+        new_codecs: Callable[[], Codecs],
         clock: StepClock,
         device: torch.device,
         overdue_s: float,
     ) -> None:
-        self.link, self.fields, self.codecs, self.clock = link, fields, codecs, clock
+        self.link, self.fields, self.clock = link, fields, clock
+        self.codecs = codecs_of(fields, new_codecs)
         self.device, self.overdue_s = device, overdue_s
 
     def recv(self, key: MessageKey, ids: Tensor, counts: Tensor | None = None) -> Message:
@@ -161,17 +170,17 @@ class ReceiveChannel:
             parts = list(self.link.recv(key, self.overdue_s))
         with self.clock.add_to("codec_s"):
             message: Message = {}
-            codec = self.codecs.at(key.step)
             for field in self.fields:
                 counts = message.get("counts", counts)
                 spec = field.spec(num_rows(field, len(ids), counts))
+                codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
                 wire = codec.compressor.wire_specs(spec) if spec.is_floating else (spec,)
                 taken, parts = parts[: len(wire)], parts[len(wire) :]
                 found = tuple(TensorSpec.of(part) for part in taken)
                 if found != wire:
                     raise FrameError(
-                        f"{key}: field {field.name!r} came as {found}, promised was {wire}; do all "
-                        "clouds run the same experiment file?"
+                        f"{key}: field {field.name!r} came as {found}, promised was {wire}; do "
+                        "all clouds run the same experiment file?"
                     )
                 taken = [part.to(self.device) for part in taken]
                 if not spec.is_floating:

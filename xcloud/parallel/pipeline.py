@@ -143,7 +143,9 @@ class Pipeline:
                     if value.is_floating_point():
                         value.requires_grad_()
             # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
-            torch.manual_seed(random_seed(self.seed, step, self._first + action.micro_batch, action.stage))
+            torch.manual_seed(
+                random_seed(self.seed, step, self._first + action.micro_batch, action.stage)
+            )
             with self.autocast():
                 output = self.stages[action.stage](received, batch)
             self._wait_for_device()

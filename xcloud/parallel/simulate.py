@@ -15,7 +15,8 @@ from xcloud.parallel.schedule import Action, Schedule
 @dataclass(frozen=True)
 class SimulatedStep:
     """step_s: until the last action ends. bubble_ratio: idle time of a stage over its ideal
-    compute time, (step_s - m(tf+tb)) / (m(tf+tb)), the convention of [N] (1). start_s: per action."""
+    compute time, (step_s - m(tf+tb)) / (m(tf+tb)), the convention of [N] (1). start_s: of each
+    action."""
 
     step_s: float
     bubble_ratio: float
@@ -61,7 +62,9 @@ def simulate(
                 if at_or_none is not None:
                     events.append((max(at_or_none, free_at[stage]), 1, stage))
         if not events:
-            raise ValueError(f"{schedule.label} with {num_stages} stages waits for itself for ever")
+            raise ValueError(
+                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+            )
         begin, is_action, index = min(events)
         if is_action:
             action = queues[index].pop(0)

@@ -16,7 +16,8 @@ from xcloud.comm.border import Border, BorderField, Message
 __all__ = ["Batch", "Border", "BorderField", "Message", "Stage", "StageOutput", "TokenIds"]
 
 Batch = Mapping[str, Tensor]
-"""Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else only what may be seen."""
+"""Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
+
 
 class StageOutput(NamedTuple):
     """What a stage sends on and what it loses. The last stage has a loss and sends nothing.

@@ -63,4 +63,4 @@ class Task(Protocol):
         """Which corpus, in a few words; known without reading it."""
 
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
-        """Read the data of these fields only. Raises DataError, saying how to get what is missing."""
+        """Read the data of these fields only. Raises DataError: what is missing, how to get it."""

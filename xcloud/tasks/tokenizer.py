@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from filelock import FileLock
 
+from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import TokenIds
 
@@ -110,16 +111,10 @@ class TrainedTokenizer:
     lowercase: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("bpe", "wordpiece"):
-            raise ConfigError(f"tokenizer kind must be bpe or wordpiece, got {self.kind!r}")
+        check_choice("tokenizer kind", self.kind, ("bpe", "wordpiece"))
+        check_choice("tokenizer lowercase", self.lowercase, (True, False))
         least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
-        if isinstance(self.vocab_size, bool) or not isinstance(self.vocab_size, int):
-            raise ConfigError(f"tokenizer vocab_size must be a number, got {self.vocab_size!r}")
-        if self.vocab_size < least:
-            raise ConfigError(
-                f"tokenizer vocab_size must be at least {least} for {self.kind}, "
-                f"got {self.vocab_size}"
-            )
+        check_int(f"tokenizer vocab_size for {self.kind}", self.vocab_size, least)
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         if not any(texts):
@@ -271,5 +266,5 @@ def rejoin_marks(text: str) -> str:
     text = re.sub(r"(\w) (['’])", r"\1\2", text)  # the girls ' books
     text = re.sub(r"(\w) ([-/]) (?=\w)", r"\1\2", text)  # twenty - one
     text = re.sub(r"(\d[.:]) (?=\d)", r"\1", text)  # 3. 5
-    text = re.sub(r"(\d,) (?=\d{3}(?!\d))", r"\1", text)  # 1, 250
+    text = re.sub(r"(\d,) (?=\d{1,3}(?!\d))", r"\1", text)  # 1, 250 but May 9, 1955
     return text.strip()

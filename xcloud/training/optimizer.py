@@ -37,7 +37,7 @@ class Optimizer:
         check_number("optimizer.eps", self.eps, 0.0, above=True)
         check_number("optimizer.weight_decay", self.weight_decay, 0.0)
         check_number("optimizer.clip_norm", self.clip_norm, 0.0)
-        if isinstance(self.betas, str) or len(self.betas) != 2:
+        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise ConfigError(f"optimizer.betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
             check_number("optimizer.betas", beta, 0.0, 0.999999)

@@ -106,8 +106,8 @@ class Trainer:
                     optimizer.step()
         if total_loss is not None and not math.isfinite(total_loss):
             raise TrainingDiverged(
-                f"the loss of step {step} is {total_loss}; lower training.optimizer.learning_rate, "
-                "raise its warmup_steps or set its clip_norm"
+                f"the loss of step {step} is {total_loss}; lower "
+                "training.optimizer.learning_rate, raise its warmup_steps or set its clip_norm"
             )
         leads = total_loss is not None
         return StepReport(
@@ -129,13 +129,15 @@ class Trainer:
         return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
 
     def _sum_gradients(self, loss: Tensor) -> float | None:
-        """Sum gradients inside each stage. Returns the update's loss in the last stage's leader."""
+        """Sum gradients inside each stage. The last stage's leader gets the update's loss."""
         last = self.pipeline.num_stages - 1
         total = None
         with self.pipeline.clock.add_to("sync_s"):
             for stage, buffer in self._buffers.items():
                 lanes = self.lanes[stage]
-                summed = buffer.sum_over(lanes.group, loss if stage == last else torch.zeros_like(loss))
+                summed = buffer.sum_over(
+                    lanes.group, loss if stage == last else torch.zeros_like(loss)
+                )
                 if stage == last and lanes.leader == self.rank:
                     total = float(summed)
         return total

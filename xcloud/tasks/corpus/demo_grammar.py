@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from xcloud.checks import check_int
 from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.demo import feelings, joined, nested, sentences, states
 from xcloud.tasks.corpus.demo.phrases import Dice
-from xcloud.tasks.corpus.text import Parallel, Rows, check_count
+from xcloud.tasks.corpus.text import Parallel, Rows
 from xcloud.tasks.task import Split
 
 MAX_PAIRS = 200_000
@@ -52,13 +53,10 @@ class DemoGrammar:
     num_test: int = 1_000
 
     def __post_init__(self) -> None:
-        for name in ("num_pairs", "num_dev", "num_test"):
-            check_count(f"DemoGrammar.{name}", getattr(self, name))
-        if not self.num_dev + self.num_test < self.num_pairs <= MAX_PAIRS:
-            raise ConfigError(
-                f"DemoGrammar.num_pairs must be {self.num_dev + self.num_test + 1} (dev and test "
-                f"and one more) to {MAX_PAIRS:,}, got {self.num_pairs}"
-            )
+        check_int("task.num_dev", self.num_dev, 1)
+        check_int("task.num_test", self.num_test, 1)
+        check_int("task.num_pairs", self.num_pairs, self.num_dev + self.num_test + 1, MAX_PAIRS)
+        check_int("task.corpus_seed", self.seed, 0)
 
     def describe(self) -> str:
         return "demo grammar"

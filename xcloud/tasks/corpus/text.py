@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.task import Split
 
@@ -97,8 +98,10 @@ class Sampling:
                     f"task.{name} must be a row count such as 500 or a share above 0 and below "
                     f"0.5 such as 0.02, got {share!r}"
                 )
-        check_count("task.max_train_pairs", self.max_train_pairs)
-        check_count("task.max_eval_pairs", self.max_eval_pairs)
+        for name in ("max_train_pairs", "max_eval_pairs"):
+            if getattr(self, name) is not None:
+                check_int(f"task.{name}", getattr(self, name), 1)
+        check_int("task.split_seed", self.seed, 0)
 
     def apply(
         self, splits: Mapping[Split, Rows], where: str
@@ -137,8 +140,3 @@ class Sampling:
         if wanted:
             result["train"] = train.take(left)
         return result, remarks
-
-
-def check_count(name: str, count: int | None) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ConfigError(f"{name} must be a count of rows, at least 1, got {count!r}")

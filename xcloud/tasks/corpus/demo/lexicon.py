@@ -36,7 +36,7 @@ ministro,ministra minister; novelista novelist; pianista pianist; violinista vio
 taxista taxi_driver; cirujano,cirujana surgeon; fotógrafo,fotógrafa photographer;
 adulto,adulta adult;
 psicólogo,psicóloga psychologist; economista economist; jardinero,jardinera gardener;
-pescador,pescadora fisherman/fishermen,fisherwoman/fisherwomen; paciente patient; colega colleague;
+pescador,pescadora fisherman/fishermen,fisherwoman/fisherwomen; colega colleague;
 monje,monja monk,nun; prisionero,prisionera prisoner; detective detective; mendigo,mendiga beggar;
 lector,lectora reader; dibujante cartoonist; candidato,candidata candidate; gemelo,gemela twin;
 """

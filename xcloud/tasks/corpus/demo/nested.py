@@ -12,6 +12,7 @@ from xcloud.tasks.corpus.demo.phrases import (
     NOUNS,
     OBJECT_EN,
     PRONOUN_WEIGHTS,
+    PRONOUNS,
     Dice,
     Noun,
     Phrase,
@@ -300,7 +301,7 @@ def evaluation(dice: Dice) -> Pair:
     start = ("era" if past else "es"), ("was" if past else "is")
     if dice.chance(0.45) or verb_.reflexive:
         verb_ = verb_ if not verb_.reflexive else TRANSITIVE[0]
-        deed = make_clause(dice, verb_, Phrase("", "", 0), "present", bare=True, clitic_share=0.1)
+        deed = make_clause(dice, verb_, PRONOUNS[0], "present", bare=True, clitic_share=0.1)
         es_deed = deed.verb.es.infinitive + deed.clitic.replace(" ", "")
         en_deed = ["to", deed.verb.en.base, *deed.en_tail]
         return say(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from xcloud.tasks.corpus.demo import english, lexicon, spanish
@@ -36,7 +37,7 @@ class Dice:
         return options[bisect(total, self._random() * total[-1])]
 
     def weighted(self, options: Sequence[tuple[T, float]]) -> T:
-        total = list(accumulate(weight for _, weight in options))
+        total = list(accumulate(map(itemgetter(1), options)))
         return options[bisect(total, self._random() * total[-1])][0]
 
 

@@ -88,6 +88,8 @@ def helped(dice: Dice) -> Pair:
 def question(dice: Dice) -> Pair:
     """¿Compró Ana el libro? -- Did Ana buy the book?"""
     clause = helper_clause(dice, True) if dice.chance(0.25) else plain_clause(dice, asked=True)
+    if clause.extra:  # a time stands at the end of a question
+        clause = more(clause, clause.extra["es"], clause.extra["en"])
     return say(clause.spanish_question(), clause.english_question(), "?")
 
 
@@ -104,8 +106,9 @@ def open_question(dice: Dice) -> Pair:
     if roll < 45:
         clause = plain_clause(dice, asked=True, bare=True)
         who = Phrase("quién", "who", human=True)
-        clause = make_clause(dice, clause.verb, who, clause.tense, clitic_share=0.05)
-        clause = replace(clause, negated=False, mid=("", ""), extra={})
+        clause = make_clause(dice, clause.verb, who, clause.tense, bare=True, clitic_share=0.05)
+        if clause.tense in ("preterite", "future") and dice.chance(0.5):
+            clause = more(clause, *when(dice, clause.tense))
         return say(clause.spanish(), clause.english(), "?")
     verb_ = dice.common(TRANSITIVE)
     who = subject(dice, "p", asked=True)
@@ -124,7 +127,7 @@ def open_question(dice: Dice) -> Pair:
         asked = f"{link or 'a'} quién", "who"
     elif noun.human or noun.mass or roll < 60:
         asked = f"{link} qué".strip(), "what"
-        if noun.human:
+        if noun.human or link == "por":  # "por qué" is why
             return open_question(dice)
     elif roll < 80 and noun.has_plural and not link:
         several = spanish.plural(noun.es)

@@ -1,0 +1,143 @@
+"""Every config composes and builds; wrong ones die at once, naming the key."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from xcloud import experiment as experiments
+from xcloud.errors import ConfigError
+from xcloud.experiment import Experiment
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def build(*overrides: str) -> Experiment:
+    return experiments.from_config(composed(*overrides))
+
+
+def options(group: str) -> list[str]:
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml") if not p.stem.startswith("_"))
+
+
+@pytest.mark.parametrize("profile", options("profile"))
+@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("exp", options("exp"))
+def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile: str) -> None:
+    path = [] if profile == "demo" else ["task.path=somewhere"]
+    found = build(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
+
+    assert found.profile == profile
+    assert found.name == exp
+
+
+@pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])
+def test_every_option_of_a_group_builds(group: str) -> None:
+    for option in options(group):
+        needs = ["cluster=three_clouds"] if option == "three_clouds" else []
+        build("+exp=abnet_iwslt", f"{group}={option}", *needs)
+
+
+def test_the_hub_corpus_builds() -> None:
+    build("+exp=abnet_iwslt", "data=translation_hub", "task.path=owner/name")
+
+
+def test_what_a_user_sets_arrives() -> None:
+    found = build(
+        "+exp=abnet_iwslt",
+        "cluster.wan.bandwidth_bits_per_s=5e6",
+        "schedule.num_micro_batches=7",
+        "training.max_steps=11",
+        "compression.forward.svd.rate=0.3",
+        "seed=9",
+    )
+
+    assert found.cluster.wan.bandwidth_bits_per_s == 5e6  # type: ignore[union-attr]
+    assert found.schedule.num_micro_batches == 7
+    assert found.training.max_steps == 11
+    assert found.compression.label == "fp16(svd(0.3))+int8"
+    assert found.seed == 9
+    assert build("+exp=abnet_iwslt", "cluster.wan=real").cluster.wan == "real"
+    assert build("+exp=abnet_iwslt", "cluster/wan=real").cluster.wan == "real"
+
+
+def test_headline_says_corpus_models_and_link() -> None:
+    line = build("+exp=abnet_iwslt").headline
+
+    for part in ("demo", "es→en", "100 Mbit/s", "20 ms round trip", "fp16(svd(0.6))+int8"):
+        assert part in line, line
+    assert "\n" not in line
+
+
+def test_compression_is_said_to_be_off_where_no_border_leaves_a_cloud() -> None:
+    found = build("+exp=abnet_iwslt", "cluster=local")
+
+    assert "compression: off" in found.headline
+    assert found.compression_in_force == "off"
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("+typo=1", "unknown setting 'typo'"),
+        ("+training.max_step=3", "'training.max_step'; did you mean 'max_steps'"),
+        ("+cluster.clouds.cloud_a.ranks=2", "cluster.clouds.cloud_a.ranks"),
+        ("+compression.forward.svd.rat=0.1", "did you mean 'rate'"),
+        ("schedule.num_micro_batches=lots", "schedule.num_micro_batches must be a whole number"),
+        ("training.max_steps=0", "training.max_steps"),
+        ("training.precision=fp8", "fp32, bf16, auto"),
+        ("seed=-1", "seed must be"),
+        ("compression.forward.svd.rate=2", "compression.forward.svd"),
+        ("cluster.wan=oregon_tokyo", "cluster/wan=oregon_tokyo"),
+        ("cluster.clouds.cloud_a.num_ranks=0", "num_ranks"),
+        ("training.batch_size=2", "training.batch_size is 2, too few for 4 micro-batches"),
+        (
+            "+security.holders.source=[cloud_b]",
+            "stage 0 reads 'source' but lies in cloud 'cloud_a'",
+        ),
+        ("+security.holders.source=[cloud_x]", "the clouds are cloud_a, cloud_b"),
+        ("+security.holders.sauce=[cloud_a]", "no stage reads that field"),
+        ("model.encoder._target_=xcloud.models.nothing", "model.encoder._target_"),
+        ("profile=files", "no value yet: task.path"),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build("+exp=abnet_iwslt", override)
+
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_experiment_file_gives_the_same_experiment(tmp_path: Path) -> None:
+    config = composed("+exp=abnet_iwslt", "seed=4")
+    experiments.write(config, tmp_path / "experiment.yaml")
+
+    assert experiments.read(tmp_path / "experiment.yaml").headline == (
+        experiments.from_config(config).headline
+    )
+    assert experiments.read(tmp_path / "experiment.yaml").seed == 4
+
+
+def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: 1\n")
+
+    for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no experiment file")):
+        with pytest.raises(ConfigError, match=said):
+            experiments.read(tmp_path / name)
+
+
+def test_flat_parameters_have_dotted_names() -> None:
+    flat = experiments.flatten(composed("+exp=abnet_iwslt"))
+
+    assert flat["schedule"] == "GPipe"
+    assert flat["schedule.num_micro_batches"] == 4
+    assert flat["compression.forward.svd.rate"] == 0.6
+    assert not any(key.startswith("hydra") for key in flat)
+    assert OmegaConf.create(flat)

@@ -1,0 +1,286 @@
+"""Corpora in a folder: formats, splits by name, alignment, and what must not be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.files import ParallelFiles
+from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, chosen_rows
+
+BOTH = frozenset({"es", "en"})
+PAIRS = [(f"hola {i}", f"hello {i}") for i in range(100)]
+SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
+
+
+def write_tsv(path: Path, pairs: list[tuple[str, str]], header: str = "es\ten") -> None:
+    text = "\n".join([header, *("\t".join(pair) for pair in pairs)]) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def write_jsonl(path: Path, pairs: list[tuple[str, str]]) -> None:
+    rows = [json.dumps({"translation": {"es": es, "en": en}}) for es, en in pairs[::2]]
+    rows += [json.dumps({"es": es, "en": en}, ensure_ascii=False) for es, en in pairs[1::2]]
+    path.write_text("\n".join(rows) + "\n\n", encoding="utf-8")
+
+
+def write_lines(folder: Path, name: str, pairs: list[tuple[str, str]]) -> None:
+    (folder / f"{name}.es").write_text("".join(es + "\n" for es, _ in pairs))
+    (folder / f"{name}.en.gz").write_bytes(
+        gzip.compress("".join(en + "\n" for _, en in pairs).encode())
+    )
+
+
+def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
+    return ParallelFiles(str(path), **settings).read("es", "en", visible)  # type: ignore[arg-type]
+
+
+def pairs_of(rows: Rows) -> list[tuple[str, str]]:
+    return list(zip(rows.texts["es"], rows.texts["en"], strict=True))
+
+
+def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "train.tsv.gz", PAIRS)
+    write_tsv(tmp_path / "validation.tsv", [("sí", "yes")])
+    write_tsv(tmp_path / "test_2016.tsv", [("¿qué?", "what?"), ("", "empty")])
+    write_tsv(tmp_path / "train_extra.tsv", [("más", "more")])
+    corpus = read(tmp_path)
+    assert pairs_of(corpus.splits["train"]) == PAIRS
+    assert pairs_of(corpus.splits["dev"]) == [("sí", "yes")]
+    assert pairs_of(corpus.splits["test"]) == [("¿qué?", "what?"), ("", "empty")]
+    assert not corpus.remarks
+
+
+def test_other_columns_are_dropped_and_choice_of_languages_is_by_header(tmp_path: Path) -> None:
+    rows = [("a", "b", "c")] * 100
+    write_tsv(tmp_path / "train.tsv", rows, "en\tfr\tes")  # type: ignore[arg-type]
+    corpus = read(tmp_path)
+    assert set(corpus.splits["train"].texts["es"]) == {"c"}
+    assert set(corpus.splits["train"].texts["en"]) == {"a"}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "jsonl.gz"])
+def test_json_lines_of_both_forms(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "train.jsonl"
+    write_jsonl(path, PAIRS)
+    if ending != "jsonl":
+        content = path.read_bytes()
+        path.unlink()
+        content = gzip.compress(content) if ending.endswith("gz") else content
+        (tmp_path / f"train.{ending}").write_bytes(content)
+    corpus = read(tmp_path, sampling=Sampling(dev_share=10, test_share=10))
+    everything = [pair for rows in corpus.splits.values() for pair in pairs_of(rows)]
+    assert sorted(everything) == sorted(PAIRS)
+
+
+def test_line_pairs_keep_their_rows_whatever_stands_in_a_line(tmp_path: Path) -> None:
+    # U+2028, U+0085 and a lone carriage return end a line for str.splitlines, but not here.
+    odd = [("uno\u2028dos", "one two"), ("tres\x85", "three"), ("cua\rtro", "four"), ("", "")]
+    write_lines(tmp_path, "train.es-en", odd + PAIRS)
+    write_lines(tmp_path, "dev", PAIRS[:3])
+    write_lines(tmp_path, "test", PAIRS[3:5])
+    corpus = read(tmp_path)
+    assert corpus.splits["train"].num_rows == 104
+    assert pairs_of(corpus.splits["train"])[4:] == PAIRS
+    assert pairs_of(corpus.splits["train"])[0] == odd[0]
+
+
+def test_a_one_sided_cloud_never_opens_the_other_file(tmp_path: Path) -> None:
+    write_lines(tmp_path, "train", PAIRS)
+    whole = read(tmp_path)
+    (tmp_path / "train.en.gz").write_bytes(b"not gzip at all")
+    seen = read(tmp_path, frozenset({"es"}))
+    assert seen.splits["train"].texts == {"es": whole.splits["train"].texts["es"]}
+    (tmp_path / "train.en.gz").unlink()  # the other cloud's file need not be here
+    assert read(tmp_path, frozenset({"es"})).agreed == whole.agreed
+    nothing = read(tmp_path, frozenset())
+    assert nothing.splits["test"].num_rows == whole.splits["test"].num_rows
+    assert all(not rows.texts for rows in nothing.splits.values())
+
+
+def test_a_table_may_hold_one_column_only(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("es\n" + "\n".join(es for es, _ in PAIRS) + "\n\n")
+    seen = read(tmp_path, frozenset({"es"}), sampling=Sampling(10, 10))
+    assert sum(rows.num_rows for rows in seen.splits.values()) == 101  # an empty line is a row
+
+
+def test_held_out_rows_are_the_same_in_every_cloud_and_in_no_two_splits(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "train.tsv", PAIRS)
+    both = read(tmp_path, sampling=Sampling(dev_share=0.1, test_share=7))
+    es, en = (read(tmp_path, frozenset({s}), sampling=Sampling(0.1, 7)) for s in ("es", "en"))
+    assert {s: r.num_rows for s, r in both.splits.items()} == {"train": 83, "dev": 10, "test": 7}
+    assert sorted(p for rows in both.splits.values() for p in pairs_of(rows)) == sorted(PAIRS)
+    for split, rows in both.splits.items():
+        assert es.splits[split].texts["es"] == rows.texts["es"]
+        assert en.splits[split].texts["en"] == rows.texts["en"]
+    assert both.remarks == ["dev held out of train, seed 0", "test held out of train, seed 0"]
+    other = read(tmp_path, sampling=Sampling(0.1, 7, seed=1))
+    assert other.splits["dev"].texts != both.splits["dev"].texts
+    assert other.agreed != both.agreed
+
+
+def test_samples_are_drawn_by_row_number_and_said(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "train.tsv", PAIRS)
+    write_tsv(tmp_path / "dev.tsv", PAIRS[:20])
+    write_tsv(tmp_path / "test.tsv", PAIRS[:4])
+    sampling = Sampling(max_train_pairs=30, max_eval_pairs=5)
+    corpus = read(tmp_path, sampling=sampling)
+    assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [30, 5, 4]
+    kept = pairs_of(corpus.splits["train"])
+    assert kept == sorted(kept, key=PAIRS.index) and kept != PAIRS[:30]
+    assert corpus.remarks[0] == "train: a sample of its 100 rows, seed 0"
+
+
+def test_chosen_rows_are_pinned() -> None:
+    assert chosen_rows(20, 5, seed=0) == [3, 5, 7, 12, 15]
+    assert chosen_rows(3, 5, seed=0) == [0, 1, 2]
+
+
+def test_files_of_other_names_are_taken_when_asked(tmp_path: Path) -> None:
+    for name in ("news2008", "news2009", "news2010", "news2011"):
+        write_tsv(tmp_path / f"{name}.tsv", [(f"{name} {es}", en) for es, en in PAIRS])
+    with pytest.raises(DataError, match=r"no training file.*news2008\.tsv.*task\.train_file"):
+        read(tmp_path)
+    corpus = read(
+        tmp_path, train_file=["news2009.tsv", "news2008*"], dev_file="news2010", test_file="*11*"
+    )
+    train = corpus.splits["train"]
+    assert train.num_rows == 200 and train.texts["es"][0].startswith("news2009")
+    assert corpus.splits["test"].texts["es"][0].startswith("news2011")
+
+
+def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "dev.tsv", PAIRS)
+    corpus = read(tmp_path, train_file="dev.tsv", sampling=Sampling(10, 10))
+    assert {s: r.num_rows for s, r in corpus.splits.items()} == {
+        "train": 80,
+        "dev": 10,
+        "test": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "message"),
+    [
+        (["train.tsv", "test_2016.tsv", "test_2017.tsv"], {}, "several files for test.*test_file"),
+        (["train.tsv", "train.tsv.gz"], {}, "several files for train"),
+        (["train.tsv", "dev.tsv", "val.tsv"], {}, "several files for dev"),
+        (["train.tsv"], {"dev_file": "nope*"}, r"no file for task\.dev_file=nope\*.*train\.tsv"),
+        (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "in two splits"),
+        (["readme.txt"], {}, "no training file.*there are: none"),
+    ],
+)
+def test_what_is_unclear_is_refused_with_the_names_there_are(
+    tmp_path: Path, files: list[str], settings: dict[str, str], message: str
+) -> None:
+    for name in files:
+        write_tsv(tmp_path / name, PAIRS)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.tsv", b"fr\ten\na\tb\n", r"no column es.*: fr, en\. Choose with task\.source"),
+        ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*names 2"),
+        ("train.tsv", b"es\ten\n", "has no rows"),
+        ("train.tsv", b"es\ten\n\xff\xfe\tb\n", "not UTF-8"),
+        ("train.tsv.gz", b"es\ten\na\tb\n", "cannot be read"),
+        ("train.tsv.gz", gzip.compress(b"es\ten\n" * 1000)[:-9], "cannot be read"),
+        ("train.jsonl", b'{"es": "a", "en": "b"}\nnot json\n', "line 2: not JSON"),
+        ("train.jsonl", b'{"es": "a", "de": "b"}\n', "no text under 'en'; its keys: es, de"),
+        ("train.jsonl", b"[1, 2]\n", "no text under"),
+        ("train.jsonl", b'{"es": "a", "en": null}\n', "no text under 'en'"),
+    ],
+)
+def test_malformed_files_say_what_was_expected(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:
+    write_lines(tmp_path, "train", PAIRS)
+    (tmp_path / "train.es").write_text("uno\n" * 101)
+    with pytest.raises(DataError, match=r"train\.en\.gz 100 and train\.es 101"):
+        read(tmp_path)
+    (tmp_path / "train.es").unlink()
+    with pytest.raises(DataError, match=r"its other side, train\.es, is missing"):
+        read(tmp_path)
+
+
+def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder with train"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"task\.path must name the folder"):
+        ParallelFiles("")
+    (tmp_path / "corpus.tsv").touch()
+    with pytest.raises(DataError, match="is a file"):
+        read(tmp_path / "corpus.tsv")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dev_share": 0},
+        {"dev_share": 0.5},
+        {"test_share": True},
+        {"test_share": -0.1},
+        {"max_train_pairs": 0},
+        {"max_eval_pairs": 1.5},
+    ],
+)
+def test_nonsense_shares_are_refused_when_built(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"task\."):
+        Sampling(**settings)  # type: ignore[arg-type]
+
+
+def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "train.tsv", PAIRS)
+    with pytest.raises(
+        DataError, match=r"need 120 rows, but train has 100; lower task\.dev_share"
+    ):
+        read(tmp_path, sampling=Sampling(60, 60))
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("folder", "source", "settings", "rows"),
+    [
+        ("multi30k", "de", {"test_file": "test_2016*"}, (29_000, 1014, 1000)),
+        ("europarl_es_en", "es", {}, (17_941, 1000, 1000)),
+        ("iwslt14_de_en", "de", {"train_file": "valid"}, (6687, 139, 139)),
+        ("ted_es_en", "es", {"train_file": "dev.tsv.gz"}, (1246, 25, 25)),
+        (
+            "wmt_news",
+            "es",
+            {"train_file": ["newstest2008*", "newstest2009*"], "dev_file": "newssyscomb2009*",
+             "test_file": "newstest2010*"},
+            (4576, 502, 2489),
+        ),
+    ],
+)  # fmt: skip
+def test_real_corpora_are_read(
+    folder: str, source: str, settings: dict[str, object], rows: tuple[int, int, int]
+) -> None:
+    files = ParallelFiles(str(SHARED / folder), **settings)  # type: ignore[arg-type]
+    corpus = files.read(source, "en", frozenset({source}))
+    assert tuple(corpus.splits[s].num_rows for s in ("train", "dev", "test")) == rows
+
+
+@needs_shared
+def test_tatoeba_leaves_train_extra_alone() -> None:
+    corpus = read(SHARED / "tatoeba_es_en", frozenset({"en"}))
+    assert corpus.splits["train"].num_rows == 112_995

@@ -1,0 +1,102 @@
+"""Data sets in the hub's form, from local folders; and no waiting for a hub that is not there."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from xcloud.errors import DataError
+from xcloud.tasks import hub_access
+from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.text import Parallel, Sampling
+
+datasets = pytest.importorskip("datasets")
+BOTH = frozenset({"es", "en"})
+ROWS = [{"translation": {"es": f"hola {i}", "en": f"hello {i}"}} for i in range(40)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
+    return Hub(str(path), **settings).read("es", "en", visible)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "validation.jsonl", ROWS[:3])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[3:5])
+    return tmp_path
+
+
+def test_translation_dicts_in_a_local_folder_without_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", None)  # whoever asks for an address dies
+    corpus = read(folder)
+    assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [40, 3, 2]
+    assert corpus.splits["test"].texts == {
+        "es": ["hola 3", "hola 4"],
+        "en": ["hello 3", "hello 4"],
+    }
+
+
+def test_parquet_with_columns_of_other_names(tmp_path: Path) -> None:
+    rows = {"spanish": ["uno", None, "tres"] * 10, "english": ["one", "two", "three"] * 10}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
+    columns = {"source_column": "spanish", "target_column": "english"}
+    corpus = read(tmp_path, sampling=Sampling(3, 3), **columns)
+    assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [24, 3, 3]
+    assert set(corpus.splits["train"].texts["es"]) == {"uno", "", "tres"}
+    assert corpus.remarks == ["dev held out of train, seed 0", "test held out of train, seed 0"]
+    with pytest.raises(DataError, match=r"no column en, es; there are: spanish, english"):
+        read(tmp_path)
+
+
+def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path) -> None:
+    whole = read(folder)
+    seen = read(folder, frozenset({"en"}))
+    assert seen.splits["train"].texts == {"en": whole.splits["train"].texts["en"]}
+    assert seen.agreed == whole.agreed
+    nothing = read(folder, frozenset())
+    assert [rows.num_rows for rows in nothing.splits.values()] == [40, 3, 2]
+
+
+def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
+    corpus = read(folder, dev="test", test="validation")
+    assert (corpus.splits["dev"].num_rows, corpus.splits["test"].num_rows) == (2, 3)
+    with pytest.raises(DataError, match=r"no split 'tst' for test; there are: train"):
+        read(folder, test="tst")
+
+
+def test_a_language_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(DataError, match="no 'fr' in its translations, only: es, en"):
+        Hub(str(folder)).read("fr", "en", frozenset({"fr"}))
+
+
+def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> socket.socket:
+        raise socket.gaierror("no network in this test")
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    hub_access.go_offline_if_unreachable.cache_clear()
+    started = time.perf_counter()
+    try:
+        with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
+            Hub("nobody/nothing").read("es", "en", BOTH)
+    finally:
+        hub_access.go_offline_if_unreachable.cache_clear()
+    assert time.perf_counter() - started < 5  # left alone the library retries for 23 s

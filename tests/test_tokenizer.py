@@ -1,0 +1,231 @@
+"""Tokenizers: nothing is lost, the same everywhere, special ids only where they belong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.demo_grammar import demo_pairs
+from xcloud.tasks.tokenizer import (
+    PretrainedTokenizer,
+    Tokenizer,
+    TokenizerChoice,
+    TrainedTokenizer,
+    rejoin_marks,
+)
+
+TEXTS = [es for es, _ in demo_pairs(400, seed=3)]
+HARD = [
+    "Ve.",
+    "¿Qué? ¡Ñandú!",
+    "  dos  espacios ",
+    "[EOS] y [MASK]",
+    "漢字 😀",
+    "e\u0301 \u2028 x",
+]
+
+
+@pytest.fixture
+def bpe(tmp_path: Path) -> Tokenizer:
+    return TrainedTokenizer(500).prepare(TEXTS, tmp_path)
+
+
+def test_bpe_gives_back_every_byte(bpe: Tokenizer) -> None:
+    for text in [*TEXTS, *HARD, ""]:
+        assert bpe.decode(bpe.encode([text])[0]) == text
+
+
+def test_special_ids_are_fixed_and_never_come_from_text(bpe: Tokenizer) -> None:
+    ids = bpe.token_ids
+    assert (ids.size, ids.pad, ids.bos, ids.eos, ids.mask) == (500, 0, 1, 2, 3)
+    used = {token for sentence in bpe.encode([*TEXTS, *HARD]) for token in sentence}
+    assert used <= set(range(5, 500))
+
+
+def test_decoding_stops_at_eos_and_hides_special_ids(bpe: Tokenizer) -> None:
+    ids = bpe.token_ids
+    inside = bpe.encode(["Hola."])[0]
+    assert bpe.decode([ids.bos, *inside, ids.mask, ids.eos, *inside, ids.pad]) == "Hola."
+    assert bpe.decode([]) == bpe.decode([ids.eos]) == ""
+
+
+def test_wordpiece_rejoins_words_and_marks(tmp_path: Path) -> None:
+    for texts in zip(*demo_pairs(2000, seed=3), strict=True):
+        tokenizer = TrainedTokenizer(800, "wordpiece").prepare(texts, tmp_path)
+        back = [tokenizer.decode(ids) for ids in tokenizer.encode(texts)]
+        assert sum(a != b for a, b in zip(texts, back, strict=True)) <= 0.005 * len(texts)
+        assert tokenizer.decode(tokenizer.encode(["漢"])[0]) == ""  # unknown, and not shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Ve.", "¿Qué es «esto», Ana?", "It costs 1,250.5 euros (don't ask)!", "On May 9, 1955.",
+     "twenty-one girls' books and Ana's, l'eau", "It is 3:15; wait… no."],
+)  # fmt: skip
+def test_marks_come_back_to_their_words(text: str) -> None:
+    spaced = "".join(c if c.isalnum() or c == " " else f" {c} " for c in text)
+    assert rejoin_marks(" ".join(spaced.split())) == text
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_training_is_the_same_in_every_process(tmp_path: Path, kind: str) -> None:
+    # tokenizers numbers some pieces by the order of a hash table that is seeded in each process.
+    program = (
+        "import sys, pathlib; from xcloud.tasks.tokenizer import TrainedTokenizer;"
+        "from xcloud.tasks.corpus.demo_grammar import demo_pairs;"
+        "texts = [es for es, _ in demo_pairs(400, seed=3)];"
+        f"t = TrainedTokenizer(500, {kind!r}).prepare(texts, pathlib.Path(sys.argv[1]))"
+    )
+    TrainedTokenizer(500, kind).prepare(TEXTS, tmp_path / "here")  # type: ignore[arg-type]
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "there")], check=True)
+    here, there = (next((tmp_path / p / "tokenizers").glob("*.json")) for p in ("here", "there"))
+    assert here.name == there.name
+    assert here.read_bytes() == there.read_bytes()
+
+
+def test_cache_is_used_again_and_keyed_by_text_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = TrainedTokenizer(500).prepare(TEXTS, tmp_path)
+    assert TrainedTokenizer(501).prepare(TEXTS, tmp_path).token_ids.size == 501
+    TrainedTokenizer(500).prepare(TEXTS[1:], tmp_path)
+    TrainedTokenizer(500, lowercase=True).prepare(TEXTS, tmp_path)
+    assert len(list((tmp_path / "tokenizers").glob("*.json"))) == 4
+    monkeypatch.setattr(TrainedTokenizer, "_train", None)
+    again = TrainedTokenizer(500).prepare(TEXTS, tmp_path)
+    assert again.encode(TEXTS) == first.encode(TEXTS)
+
+
+def test_lowercase_is_a_choice(tmp_path: Path) -> None:
+    tokenizer = TrainedTokenizer(500, lowercase=True).prepare(TEXTS, tmp_path)
+    assert tokenizer.decode(tokenizer.encode(["Él VIO Ávila"])[0]) == "él vio ávila"
+
+
+def test_saved_and_loaded_is_the_same(bpe: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "source_tokenizer.json"
+    bpe.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded.token_ids == bpe.token_ids
+    assert loaded.encode(HARD) == bpe.encode(HARD)
+    assert [loaded.decode(ids) for ids in bpe.encode(HARD)] == HARD
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": "another"}', "[]"])
+def test_a_broken_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(DataError, match="no tokenizer file here"):
+        Tokenizer.load(path)
+    path.write_text(content)
+    with pytest.raises(DataError, match="not an xcloud tokenizer 1 file"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vocab_size": 260}, "whole number >= 261"),
+        ({"vocab_size": "many"}, "must be a whole number"),
+        ({"kind": "words"}, "one of bpe, wordpiece"),
+        ({"vocab_size": 5, "kind": "wordpiece"}, "whole number >= 6"),
+    ],
+)
+def test_nonsense_is_refused_when_built(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainedTokenizer(**settings)  # type: ignore[arg-type]
+
+
+def test_what_only_the_text_shows_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="all empty"):
+        TrainedTokenizer().prepare(["", ""], tmp_path)
+    with pytest.raises(ConfigError, match=r"too small: the text has .* set at least"):
+        TrainedTokenizer(50, "wordpiece").prepare(TEXTS, tmp_path)
+
+
+def bert_folder(folder: Path) -> Path:
+    from transformers import BertTokenizerFast
+
+    folder.mkdir()
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat s ##at is here . ' don t".split()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    vocab = {word: i for i, word in enumerate(words)}
+    BertTokenizerFast(vocab=vocab, do_lower_case=True).save_pretrained(folder)
+    return folder
+
+
+def roberta_folder(folder: Path) -> Path:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁Ve", "▁el", ".", "▁gato", "<mask>"]
+    backend = Backend(models.Unigram([(piece, -1.0 - i) for i, piece in enumerate(pieces)], 3))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    names = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "cls": "<s>", "sep": "</s>"}
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", mask_token="<mask>", **tokens
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_a_bert_tokenizer_from_a_folder(tmp_path: Path) -> None:
+    choice: TokenizerChoice = PretrainedTokenizer(str(bert_folder(tmp_path / "bert")))
+    tokenizer = choice.prepare([], tmp_path)
+    ids = tokenizer.token_ids
+    assert (ids.size, ids.pad, ids.bos, ids.eos, ids.mask) == (15, 0, 2, 3, 4)
+    encoded = tokenizer.encode(["The cat sat. Don't", "the"])
+    assert encoded == [[5, 6, 7, 8, 11, 13, 12, 14], [5]]
+    assert tokenizer.decode([ids.bos, *encoded[0], ids.eos, ids.pad]) == "the cat sat. don't"
+    tokenizer.save(tmp_path / "saved.json")
+    assert Tokenizer.load(tmp_path / "saved.json").encode(["the cat"]) == [[5, 6]]
+
+
+def test_an_xlm_roberta_like_tokenizer_from_a_folder(tmp_path: Path) -> None:
+    tokenizer = PretrainedTokenizer(str(roberta_folder(tmp_path / "xlmr"))).prepare([], tmp_path)
+    ids = tokenizer.token_ids
+    assert (ids.size, ids.pad, ids.bos, ids.eos, ids.mask) == (9, 1, 0, 2, 8)
+    assert tokenizer.encode(["Ve el gato."]) == [[4, 5, 7, 6]]
+    assert tokenizer.decode([0, 4, 5, 7, 6, 2]) == "Ve el gato."
+
+
+def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
+    folder = roberta_folder(tmp_path / "xlmr")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["mask_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no mask token"):
+        PretrainedTokenizer(str(folder)).prepare([], tmp_path)
+
+
+def test_a_model_that_is_not_there_fails_at_once_and_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcloud.tasks.hub_access._answers", lambda url: False)
+    from huggingface_hub import constants
+
+    from xcloud.tasks import hub_access
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub_access.go_offline_if_unreachable.cache_clear()
+    try:
+        with pytest.raises(DataError, match="no-such-model: the hub cannot be reached") as caught:
+            PretrainedTokenizer("nobody/no-such-model").prepare([], tmp_path)
+    finally:
+        hub_access.go_offline_if_unreachable.cache_clear()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="give a folder with tokenizer"):
+        (tmp_path / "empty").mkdir()
+        PretrainedTokenizer(str(tmp_path / "empty")).prepare([], tmp_path)
+    with pytest.raises(ConfigError, match="name_or_path"):
+        PretrainedTokenizer("")

@@ -1,0 +1,279 @@
+"""The translation task: what each cloud sees, batches, weights, scores, and its tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import TokenIds
+from xcloud.tasks.corpus.demo_grammar import DemoGrammar
+from xcloud.tasks.task import Task, TaskData
+from xcloud.tasks.token_table import TokenTable
+from xcloud.tasks.tokenizer import TrainedTokenizer
+from xcloud.tasks.translation import (
+    Translation,
+    TranslationData,
+    TranslationText,
+    translation_from_demo,
+    translation_from_files,
+    translation_from_hub,
+    translation_from_paper,
+)
+
+SOURCE, TARGET = frozenset({"source"}), frozenset({"target"})
+BOTH = SOURCE | TARGET
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Translation:
+    return Translation(
+        DemoGrammar(num_pairs=300, num_dev=20, num_test=30),
+        source_tokenizer=TrainedTokenizer(400),
+        target_tokenizer=TrainedTokenizer(350),
+        max_length=12,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )
+
+
+@pytest.fixture(scope="module")
+def data(task: Translation) -> TranslationData:
+    return task.load(BOTH, seed=1)
+
+
+def test_it_is_a_task(task: Translation, data: TranslationData) -> None:
+    as_task: Task = task
+    as_data: TaskData = data
+    assert as_task.max_length == 12 and as_task.describe() == "demo grammar es→en"
+    assert as_data.describe() == (
+        "demo grammar es→en, 300 pairs (250 train, 20 dev, 30 test), seed 7"
+    )
+    assert [as_data.num_samples(s) for s in ("train", "dev", "test")] == [250, 20, 30]
+    assert data.vocabulary("source").size == 400
+
+
+def test_a_batch_is_padded_to_its_longest_and_cut_to_max_length(data: TranslationData) -> None:
+    ids = torch.tensor([3, 0, 249])
+    batch = data.batch("train", ids)
+    assert set(batch) == {"ids", "source", "target"} and torch.equal(batch["ids"], ids)
+    for key in ("source", "target"):
+        special, tokens_BS = data.vocabulary(key), batch[key]
+        assert tokens_BS.dtype == torch.int64 and tokens_BS.shape[1] <= 12
+        for row, ident in zip(tokens_BS.tolist(), ids.tolist(), strict=True):
+            sentence = data.sentences(key)[ident]
+            whole = [special.bos, *sentence, special.eos]
+            assert row == whole + [special.pad] * (len(row) - len(whole))
+    assert max(len(s) for s in data.sentences("source")) == 10
+    assert min(len(s) for s in data.sentences("source")) < 10
+
+
+def test_a_row_of_a_batch_does_not_depend_on_its_neighbours(data: TranslationData) -> None:
+    alone = data.batch("dev", torch.tensor([7]))["target"][0]
+    among = data.batch("dev", torch.arange(20))["target"][7]
+    assert torch.equal(among[: len(alone)], alone)
+
+
+def test_each_cloud_sees_its_side_only_and_all_agree(
+    task: Translation, data: TranslationData
+) -> None:
+    seen = {fields: task.load(fields, seed=5) for fields in (SOURCE, TARGET, frozenset[str]())}
+    for view in seen.values():
+        assert view.fingerprint() == data.fingerprint()
+        assert view.describe() == data.describe()
+    ids = torch.arange(5)
+    source, target, nothing = (view.batch("test", ids) for view in seen.values())
+    whole = data.batch("test", ids)
+    assert set(source) == {"ids", "source"} and torch.equal(source["source"], whole["source"])
+    assert set(target) == {"ids", "target"} and torch.equal(target["target"], whole["target"])
+    assert set(nothing) == {"ids"}
+    for refused in (
+        lambda: seen[SOURCE].weight(ids),
+        lambda: seen[SOURCE].sentences("target"),
+        lambda: seen[SOURCE].vocabulary("target"),
+        lambda: seen[SOURCE].score("test", {0: [5]}),
+        lambda: seen[TARGET].text.encode_source("Hola."),
+    ):
+        with pytest.raises(DataError, match="may not be seen here"):
+            refused()
+
+
+def test_nothing_of_the_other_sides_text_is_kept(task: Translation) -> None:
+    english = task.load(BOTH, 1)._references["dev"][0]
+    held, todo = set[int](), [task.load(SOURCE, 1)]
+    while todo:  # everything that can be reached from the view of the source cloud
+        item = todo.pop()
+        if id(item) in held:
+            continue
+        held.add(id(item))
+        assert not (isinstance(item, str) and english in item)
+        if isinstance(item, dict):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo += list(item)
+        else:
+            todo += list(getattr(item, "__dict__", {}).values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_length": 13},
+        {"corpus": DemoGrammar(num_pairs=300, num_dev=20, num_test=30, seed=8)},
+        {"corpus": DemoGrammar(num_pairs=300, num_dev=21, num_test=30)},
+        {"source": "en", "target": "es"},
+    ],
+    ids=str,
+)
+def test_clouds_that_differ_have_other_fingerprints(
+    task: Translation, data: TranslationData, change: dict[str, object]
+) -> None:
+    other = replace(task, **change)  # type: ignore[arg-type]
+    assert other.load(SOURCE, 1).fingerprint() != data.fingerprint()
+
+
+def test_line_files_of_unequal_length_show_in_the_fingerprint(
+    task: Translation, tmp_path: Path
+) -> None:
+    for side, rows in (("es", 200), ("en", 201)):
+        (tmp_path / f"train.{side}").write_text("uno two\n" * rows)
+    own = translation_from_files(
+        str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
+        target_tokenizer=TrainedTokenizer(270), dev_share=5, test_share=5,
+    )  # fmt: skip
+    assert own.load(SOURCE, 1).fingerprint() != own.load(TARGET, 1).fingerprint()
+
+
+def test_weight_counts_predicted_target_tokens(data: TranslationData) -> None:
+    ids = torch.tensor([0, 5, 9])
+    target_BT = data.batch("train", ids)["target"]
+    not_padding = (target_BT != data.vocabulary("target").pad).sum()
+    assert data.weight(ids) == not_padding - 3  # bos is given, not predicted
+
+
+def test_empty_sides_stay_samples(task: Translation, tmp_path: Path) -> None:
+    rows = ["es\ten", "\tonly English", "sólo español\t", *["uno\tone"] * 60]
+    (tmp_path / "train.tsv").write_text("\n".join(rows) + "\n")
+    own = translation_from_files(
+        str(tmp_path), source_tokenizer=TrainedTokenizer(270), cache_dir=task.cache_dir,
+        target_tokenizer=TrainedTokenizer(270), dev_share=1, test_share=1,
+    ).load(BOTH, 1)  # fmt: skip
+    assert own.num_samples("train") == 60
+    batch = own.batch("train", torch.arange(60))
+    empty = batch["source"][0].tolist()
+    assert empty[:2] == [1, 2] and set(empty[2:]) <= {0}
+    assert own.weight(torch.tensor([1])) == 1.0  # eos
+
+
+def test_perfect_output_scores_100_and_worse_output_less(data: TranslationData) -> None:
+    references = data._references["test"]
+    encode = data.text.tokenizer("target").encode
+    perfect = {i: encode([text])[0] for i, text in enumerate(references)}
+    assert data.score("test", perfect) == {"bleu": 100.0, "chrf": 100.0}
+    eos = data.vocabulary("target").eos
+    assert data.score("test", {i: [1, *p, eos, 7, 0] for i, p in perfect.items()})["bleu"] == 100.0
+    half = {i: p[: len(p) // 2] for i, p in perfect.items()}
+    assert 0 < data.score("test", half)["bleu"] < 60
+    lower = {i: encode([references[i].lower()])[0] for i in perfect}
+    assert data.score("test", lower)["bleu"] < 100  # cased
+
+
+def test_only_the_predicted_samples_are_scored(data: TranslationData) -> None:
+    encode = data.text.tokenizer("target").encode
+    some = {i: encode([data._references["dev"][i]])[0] for i in (3, 11)}
+    assert data.score("dev", some)["bleu"] == 100.0
+    with pytest.raises(ValueError, match="no predictions"):
+        data.score("dev", {})
+    with pytest.raises(ValueError, match="sample 20 is not in dev"):
+        data.score("dev", {20: [5]})
+    with pytest.raises(ValueError, match="only dev and test"):
+        data.score("train", {0: [5]})
+
+
+def test_scores_carry_their_signatures(data: TranslationData) -> None:
+    signature = data.signature()
+    assert set(signature) == {"bleu", "chrf"}
+    assert signature["bleu"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert "nc:6|nw:0" in signature["chrf"]
+
+
+def test_sample_outputs_show_source_reference_and_output(data: TranslationData) -> None:
+    output = data.text.tokenizer("target").encode(["A guess."])[0]
+    text = data.sample_outputs("test", {4: output, 2: output, 9: output}, count=2)
+    assert text.count("A guess.") == 2
+    assert data._references["test"][2] in text and data._references["test"][9] not in text
+    assert text.count("source ") == 2
+
+
+def test_saved_tokenizers_translate_without_the_corpus(
+    task: Translation, data: TranslationData, tmp_path: Path
+) -> None:
+    task.load(SOURCE, 1).save_tokenizers(tmp_path)  # each cloud writes its own side
+    task.load(TARGET, 1).save_tokenizers(tmp_path)
+    text = TranslationText.load(tmp_path, task.max_length)
+    assert text.vocabularies == data.text.vocabularies
+    lines = ["Ana compró el libro.", "Sí."]
+    batch_BS = text.source_batch(lines)
+    assert batch_BS[1].tolist()[: len(text.encode_source("Sí."))] == text.encode_source("Sí.")
+    assert len(text.encode_source("palabra " * 50)) == task.max_length
+    assert text.decode(data.sentences("target")[0]) == data.text.decode(
+        data.sentences("target")[0]
+    )
+    with pytest.raises(DataError, match=r"no source_tokenizer\.json"):
+        TranslationText.load(tmp_path / "nowhere", 12)
+
+
+def test_a_token_table_is_a_sequence_of_sentences() -> None:
+    table = TokenTable([[5, 6, 7, 8], [], [9]], max_tokens=3)
+    assert list(table) == table[:] == [[5, 6, 7], [], [9]]
+    assert (len(table), table[-1], table[1]) == (3, [9], [])
+    with pytest.raises(IndexError):
+        table[3]
+    special = TokenIds(size=10, pad=0, bos=1, eos=2, mask=3)
+    assert table.padded(torch.tensor([1]), special).tolist() == [[1, 2]]
+    two = table.padded(torch.tensor([2, 0]), special)
+    assert two.tolist() == [[1, 9, 2, 0, 0], [1, 5, 6, 7, 2]]
+    assert TokenTable([[], []], 3).padded(torch.arange(2), special).tolist() == [[1, 2], [1, 2]]
+    assert table.padded(torch.arange(0), special).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": 2}, r"task\.max_length"),
+        ({"source": "en"}, "both 'en'"),
+        ({"target": ""}, r"task\.target must name"),
+        ({"num_pairs": 0}, "num_pairs"),
+    ],
+)
+def test_nonsense_is_refused_when_built(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translation_from_demo(**settings)  # type: ignore[arg-type]
+
+
+def test_a_path_is_asked_for_by_its_config_name() -> None:
+    for make in (translation_from_files, translation_from_paper, translation_from_hub):
+        with pytest.raises(ConfigError, match=r"task\.path"):
+            make()
+
+
+def test_unknown_fields_are_refused(task: Translation) -> None:
+    with pytest.raises(ConfigError, match="source and target"):
+        task.load(frozenset({"labels"}), 1)
+
+
+def test_each_factory_builds_its_corpus(tmp_path: Path) -> None:
+    tasks = [
+        translation_from_demo(num_pairs=3000, corpus_seed=9),
+        translation_from_files(str(tmp_path), "de", "fr", train_file="a*", max_train_pairs=10),
+        translation_from_paper(str(tmp_path), test=["tst2010"]),
+        translation_from_hub("owner/name", "en-es", dev_share=100),
+    ]
+    assert [type(task.corpus).__name__ for task in tasks] == [
+        "DemoGrammar", "ParallelFiles", "Wit3", "Hub"
+    ]  # fmt: skip
+    assert all(task.describe() for task in tasks)
+    with pytest.raises(DataError, match="WIT3 site"):
+        tasks[2].load(BOTH, 1)
