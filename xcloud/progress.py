@@ -105,9 +105,11 @@ class ProgressLine:
         return "  ".join(parts)
 
     def _describe_link(self, step_s: float) -> str:
-        if not self.bandwidth_bits_per_s or math.isinf(self.bandwidth_bits_per_s):
-            return "free link"
         busiest = max(self._smooth.get("sent forward"), self._smooth.get("sent backward"))
+        if not busiest:
+            return "nothing crosses clouds"
+        if not self.bandwidth_bits_per_s or math.isinf(self.bandwidth_bits_per_s):
+            return f"sends {8e-6 * busiest / step_s:.1f} Mbit/s" if step_s else ""
         use = 8 * busiest / (self.bandwidth_bits_per_s * step_s) if step_s else 0.0
         return f"link {100 * use:.0f} %"
 

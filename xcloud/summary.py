@@ -13,8 +13,8 @@ How the figures are made:
   null where nothing crossed. `total` joins the kinds of traffic that carry tensors (those with a
   FP32 size); ids, lengths and the like would be the same uncompressed, and stand apart under
   `wan_bytes_per_step.other`.
-- `link_utilisation` = bits sent / (bandwidth * time in steps) by direction; on a link of unknown
-  bandwidth the time it was busy / time in steps; null when neither is known.
+- `link_utilisation` = time the emulated line was busy / time in steps, by direction; where it
+  does not say, bits sent / (bandwidth * time in steps); null when neither is known.
 """
 
 import json
@@ -219,10 +219,10 @@ class _Sums:
         }
 
     def link_utilisation(self, bandwidth_bits_per_s: float | None) -> dict[str, float | None]:
-        if bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
+        # What the emulated line says of itself counts packet headers and a varying bandwidth.
+        busy_s = self.link_busy_s
+        if not busy_s and bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
             busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in TRAFFIC}
-        else:
-            busy_s = self.link_busy_s
         return {
             direction: _ratio(busy_s[direction], self.step_s) if direction in busy_s else None
             for direction in ("forward", "backward")

@@ -36,12 +36,13 @@ class WanMeter:
             **times,
             "sent": {name: delta[name] for name in ("forward", "backward", "other")},
             "raw": {name: delta[f"raw_{name}"] for name in ("forward", "backward")},
-            "link_busy_s": {
-                name: round(delta[f"line_{name}"], 6) for name in ("forward", "backward")
-            },
             "samples": report.num_samples,
             "tokens": report.num_tokens,
         }
+        if self._wiring.is_emulated:
+            event["link_busy_s"] = {
+                name: round(delta[f"line_{name}"], 6) for name in ("forward", "backward")
+            }
         if report.loss is not None:
             event["loss"] = report.loss
             event["learning_rate"] = report.learning_rate

@@ -47,6 +47,7 @@ class Wiring:
     wan_outs: list[OutLink] = field(default_factory=list)
     wan_forward: list[SendChannel] = field(default_factory=list)
     wan_backward: list[SendChannel] = field(default_factory=list)
+    is_emulated: bool = False
 
     @property
     def wan_stats(self) -> list[LinkStats]:
@@ -208,7 +209,9 @@ class _Builder:
                     )
 
     def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
-        link = GlooOutLink(group, peer, self._name(peer), capacity, self.clocks.to(peer))
+        clock = self.clocks.to(peer)
+        self.wiring.is_emulated |= clock is not None
+        link = GlooOutLink(group, peer, self._name(peer), capacity, clock)
         self.wiring.outs.append(link)
         if self.layout.wan_between(self.rank, peer) is not None:
             self.wiring.wan_outs.append(link)

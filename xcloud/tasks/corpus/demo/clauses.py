@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from xcloud.tasks.corpus.demo.english import negate, verb_group, with_support
 from xcloud.tasks.corpus.demo.phrases import (
@@ -35,8 +35,6 @@ from xcloud.tasks.corpus.demo.verbs import (
 
 DATIVE = ("me", "te", "le", "nos", "os", "les")
 REFLEXIVE = ("me", "te", "se", "nos", "os", "se")
-
-
 ACCUSATIVE = ("me", "te", "", "nos", "os", "")
 
 
@@ -57,7 +55,7 @@ class Clause:
     helper: Helper | None = None
     object: Phrase | None = None
     noun: Noun | None = None
-    extra: dict[str, str] = field(default_factory=dict)
+    time_in_front: tuple[str, str] = ("", "")  # a statement begins with it
 
     def spanish_verb(self) -> tuple[str, str]:
         """(what comes before a subject that follows, the rest): ("quiere", "comprarlo")."""
@@ -109,18 +107,16 @@ class Clause:
 
     def spanish_question(self, asked: str = "") -> list[str]:
         start, rest = self.spanish_verb()
-        subject = "" if self.subject.pronoun and self.subject.person not in (2, 5) else (
-            self.subject.es
-        )  # fmt: skip
+        silent = self.subject.pronoun and self.subject.person not in (2, 5)
+        subject = "" if silent else self.subject.es
         if subject.count(" ") > 1 and not asked:
             return [subject, self.mid[0], start, rest, *self.es_tail]
         return [asked, self.mid[0], start, subject, rest, *self.es_tail]
 
     def english_question(self, asked: str = "") -> list[str]:
         auxiliary, words = self.english_words(support=True)
-        auxiliary = ("aren't" if auxiliary == "am" else negate(auxiliary)) if self.negated else (
-            auxiliary
-        )  # fmt: skip
+        if self.negated:
+            auxiliary = "aren't" if auxiliary == "am" else negate(auxiliary)
         return [asked, auxiliary, self.subject.en, self.mid[1], *words]
 
 
@@ -143,10 +139,6 @@ def subject(
     if roll < 67:
         return names(dice)
     return noun_phrase(dice, dice.common(NOUNS["family" if roll < 80 else "people"]))
-
-
-def dropped(phrase: Phrase) -> Phrase:
-    return phrase._replace(es="", en="")
 
 
 def object_noun(dice: Dice, verb_: Verb) -> Noun | None:
@@ -240,8 +232,6 @@ FREQUENCY = (
     ("siempre", "always"), ("nunca", "never"), ("a menudo", "often"), ("a veces", "sometimes"),
     ("casi nunca", "almost never"), ("casi siempre", "almost always"),
 )  # fmt: skip
-
-
 DATED = ("preterite", "future", "going_to", "progressive", "imperfect", "present")
 
 
@@ -276,7 +266,7 @@ def with_adverbs(dice: Dice, clause: Clause) -> Clause:
         if dice.chance(0.25) and not mid[0] and tense != "imperfect":
             return replace(
                 clause, negated=negated, es_tail=tuple(es), en_tail=tuple(en),
-                extra={"es": time[0], "en": time[1]},
+                time_in_front=time,
             )  # fmt: skip
         _add(es, en, time)
     if mid[0] == "todavía":
@@ -300,9 +290,11 @@ def company(dice: Dice, who: Phrase) -> tuple[str, str]:
         person = dice.pick(options)
         return WITH_PRONOUN[person], f"with {OBJECT_EN[person]}"
     es_link, en_link = ("con", "with") if dice.chance(0.85) else ("sin", "without")
-    other = name(dice) if dice.chance(0.3) else noun_phrase(
-        dice, dice.common(NOUNS["family" if dice.chance(0.5) else "people"]), who, plain=True
-    )  # fmt: skip
+    if dice.chance(0.3):
+        other = name(dice)
+    else:
+        noun = dice.common(NOUNS["family" if dice.chance(0.5) else "people"])
+        other = noun_phrase(dice, noun, who, plain=True)
     return f"{es_link} {other.es}", f"{en_link} {other.en}"
 
 

@@ -24,8 +24,6 @@ LIKING = (
     (verb("interesar", "be_interested_in =s"), 1.0), (verb("aburrir", "be_bored_by =s"), 0.4),
     (verb("fascinar", "be_fascinated_by =s"), 0.4), (verb("molestar", "be_bothered_by =s"), 0.5),
 )  # fmt: skip
-
-
 LIKED = (
     "food",
     "drink",

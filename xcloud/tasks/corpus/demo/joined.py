@@ -61,7 +61,6 @@ def short(
     spoken: bool = False,
 ) -> Clause:
     """A short clause: verb and object. `who`: its subject, if it is known already."""
-    kind = "p"
     while True:
         if background or tense in ("preterite", "subjunctive", "perfect", "pluperfect"):
             verb_ = dice.common(INTRANSITIVE if dice.chance(0.45) else TRANSITIVE)
@@ -71,7 +70,7 @@ def short(
             continue
         if who is not None and not who.human and "a" not in verb_.subjects:
             continue
-        chosen = who or subject(dice, kind, tense, spoken)
+        chosen = who or subject(dice, "p", tense, spoken)
         if verb_.subjects == "a" or (
             tense == "preterite" and chosen.person == 3 and verb_.same_for_us
         ):
@@ -124,10 +123,8 @@ def when_future(dice: Dice) -> Pair:
         ("cuando", "when", "subjunctive"), ("hasta que", "until", "subjunctive"),
         ("antes de que", "before", "subjunctive"),
     ))  # fmt: skip
-    condition, result = (
-        short(dice, tense, spoken=True),
-        short(dice, dice.pick(("future", "future", "going_to"))),
-    )
+    condition = short(dice, tense, spoken=True)
+    result = short(dice, dice.pick(("future", "future", "going_to")))
     if es_link == "si":
         condition = replace(condition, negated=dice.chance(0.25))
     result = replace(result, negated=es_link == "hasta que" or dice.chance(0.15))
@@ -206,8 +203,6 @@ MOVING = [
     for v in TRANSITIVE
     if v.es.infinitive in ("ir", "volver", "viajar", "entrar", "salir", "llegar")
 ]
-
-
 GOALS = [v for v in TRANSITIVE if not v.reflexive and not v.stative]
 ANIMAL_GOALS = [v for v in GOALS if "a" in v.subjects]
 

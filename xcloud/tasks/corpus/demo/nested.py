@@ -29,8 +29,6 @@ NOW_THINKING = (
     verb("creer", "think thought thought =s"), verb("saber", "know knew known =s"),
     verb("decir", "say said said"), verb("pensar", "believe =s"), verb("imaginar", "imagine"),
 )  # fmt: skip
-
-
 THEN_THINKING = (
     verb("decir", "say said said"), verb("creer", "think thought thought =s"),
     verb("saber", "know knew known =s"), verb("explicar", "explain"), verb("pensar", "believe =s"),

@@ -205,8 +205,6 @@ BEFORE_NOUN = (
     ("antiguo antigua antiguos antiguas", "former", "p", True),
     ("propio propia propios propias", "own", "ov", True),
 )
-
-
 ORDINALS = ("first", "second", "third")
 
 

@@ -56,7 +56,7 @@ def more(clause: Clause, es: str, en: str) -> Clause:
 def statement(dice: Dice) -> Pair:
     """Ayer Ana no compró el libro. -- Yesterday Ana didn't buy the book."""
     clause = plain_clause(dice)
-    es, en = clause.extra.get("es", ""), clause.extra.get("en", "")
+    es, en = clause.time_in_front
     comma = "," if " " in es else ""
     return say([es + comma, *clause.spanish()], [en + comma, *clause.english()])
 
@@ -88,8 +88,7 @@ def helped(dice: Dice) -> Pair:
 def question(dice: Dice) -> Pair:
     """¿Compró Ana el libro? -- Did Ana buy the book?"""
     clause = helper_clause(dice, True) if dice.chance(0.25) else plain_clause(dice, asked=True)
-    if clause.extra:  # a time stands at the end of a question
-        clause = more(clause, clause.extra["es"], clause.extra["en"])
+    clause = more(clause, *clause.time_in_front)  # at the end of a question
     return say(clause.spanish_question(), clause.english_question(), "?")
 
 
@@ -154,8 +153,6 @@ GIVING = (
     (verb("explicar", "explain =t"), ("idea",)),
     (verb("devolver", "return =t"), ("object", "readable")),
 )  # fmt: skip
-
-
 ALWAYS_TO = ("explain", "return")
 
 

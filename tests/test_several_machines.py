@@ -1,0 +1,50 @@
+"""Two network namespaces as two machines, torchrun in each, the kernel limits their link."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from benchmarks.namespaces import available
+from benchmarks.several_machines import run_on_two_machines
+from tests.test_run import losses, start, weights
+from tests.toy import toy_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(available() is not None, reason=str(available())),
+]
+CLOUDS = ("cloud_a", "cloud_b")
+
+
+def test_a_run_on_two_machines_equals_one_process_bit_for_bit(tmp_path: Path) -> None:
+    start(tmp_path / "local", toy_config("local"))
+    config = toy_config("two_clouds", ["cluster/wan=real"])
+    file = tmp_path / "experiment.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    summary = run_on_two_machines(file, tmp_path, 50e6, CLOUDS)
+
+    assert summary["status"] == "finished"
+    assert summary["wan_bytes_per_step"]["forward"] > 0
+    assert losses(tmp_path / "cloud_a") == losses(tmp_path / "local")
+    # Each machine keeps its own part of the model.
+    ours = {**weights(tmp_path / "cloud_a"), **weights(tmp_path / "cloud_b")}
+    theirs = weights(tmp_path / "local")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "summary.json" in (tmp_path / "cloud_a" / "machine.log").read_text().splitlines()[-1]
+
+
+def test_clouds_started_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["cluster/wan=real"])
+    file = tmp_path / "experiment.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+    with pytest.raises(RuntimeError, match="belongs to cloud 'cloud_a', not 'cloud_b'"):
+        run_on_two_machines(file, tmp_path, None, ("cloud_b", "cloud_a"))
+
+    failure = json.loads((tmp_path / "cloud_b" / "rank0.error.json").read_text())
+    assert "--node-rank" in failure["message"]
