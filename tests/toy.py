@@ -78,6 +78,9 @@ class ToyTask:
     def describe(self) -> str:
         return f"toy task of {self.num_samples} samples"
 
+    def check(self) -> None:
+        pass
+
     def load(self, fields: frozenset[str], seed: int) -> ToyData:
         return ToyData(self, fields)
 

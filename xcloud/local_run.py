@@ -21,6 +21,7 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     cause when a rank fails, KeyboardInterrupt on Ctrl+C or SIGTERM; every rank is gone by then and
     summary.json says what happened."""
     experiment = experiments.from_config(config)
+    experiment.task.check()
     run_dir.mkdir(parents=True, exist_ok=True)
     experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)

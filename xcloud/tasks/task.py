@@ -62,5 +62,8 @@ class Task(Protocol):
     def describe(self) -> str:
         """Which corpus, in a few words; known without reading it."""
 
+    def check(self) -> None:
+        """Raise DataError if what `load` reads is missing, as far as that is seen at once."""
+
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
         """Read the data of these fields only. Raises DataError: what is missing, how to get it."""

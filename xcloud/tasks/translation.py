@@ -68,6 +68,10 @@ class Translation:
     def describe(self) -> str:
         return f"{self.corpus.describe()} {self.source}→{self.target}"
 
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        self.corpus.check(self.source, self.target)
+
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
         if unknown := fields - set(FIELDS):
@@ -336,7 +340,7 @@ def translation_from_paper(
         source,
         target,
         source_tokenizer or PretrainedTokenizer("FacebookAI/xlm-roberta-base"),
-        target_tokenizer or PretrainedTokenizer("google-bert/bert-base-uncased"),
+        target_tokenizer or PretrainedTokenizer("google-bert/bert-base-cased"),
         max_length,
         cache_dir,
     )

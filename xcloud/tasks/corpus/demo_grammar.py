@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError
@@ -61,12 +60,15 @@ class DemoGrammar:
     def describe(self) -> str:
         return "demo grammar"
 
-    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
+    def check(self, source: str, target: str) -> None:
         if {source, target} != {"es", "en"}:
             raise ConfigError(
                 f"the demo grammar has es and en only, got source={source!r}, target={target!r}; "
-                "for other languages give task.path"
+                "for other languages take profile=files and give task.path"
             )
+
+    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
+        self.check(source, target)
         pairs = demo_pairs(self.num_pairs, self.seed)
         sides = {"es": [es for es, _ in pairs], "en": [en for _, en in pairs]}
         ends = (self.num_pairs - self.num_dev - self.num_test, self.num_pairs - self.num_test)
@@ -83,7 +85,6 @@ class DemoGrammar:
         return Parallel(self.describe(), splits, [f"seed {self.seed}"], agreed)
 
 
-@lru_cache(maxsize=1)  # all ranks that are threads of one process share it
 def demo_pairs(num_pairs: int, seed: int) -> tuple[tuple[str, str], ...]:
     """(Spanish, English), all different on both sides, in an order without meaning."""
     dice, seen = Dice(seed), set[str]()

@@ -74,10 +74,17 @@ class ParallelFiles:
     def describe(self) -> str:
         return f"files in {Path(self.path).expanduser().resolve().name}"
 
-    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
+    def check(self, source: str, target: str) -> None:
+        self._chosen_files(source, target)
+
+    def _chosen_files(self, source: str, target: str) -> dict[Split, list[TextFile]]:
         folder = Path(self.path).expanduser()
         files = list_corpus_files(folder, source, target)
-        chosen = self._choose(folder, files, EXPECTED.format(source=source, target=target))
+        return self._choose(folder, files, EXPECTED.format(source=source, target=target))
+
+    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
+        folder = Path(self.path).expanduser()
+        chosen = self._chosen_files(source, target)
         splits: dict[Split, Rows] = {
             split: Rows.joined(file.read(visible) for file in parts)
             for split, parts in chosen.items()

@@ -49,6 +49,9 @@ class Hub:
     def describe(self) -> str:
         return Path(self.name).name if self._is_local() else self.name
 
+    def check(self, source: str, target: str) -> None:
+        """The hub is asked when it is read, by the ranks."""
+
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         loaded = self._load()
         columns = {source: self.source_column or source, target: self.target_column or target}

@@ -56,6 +56,9 @@ class Corpus(Protocol):
     def describe(self) -> str:
         """In a few words, without reading it."""
 
+    def check(self, source: str, target: str) -> None:
+        """Raise DataError at once if files are missing. Reads no text, asks no network."""
+
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         """The texts of the `visible` languages out of (source, target). Raises DataError."""
 

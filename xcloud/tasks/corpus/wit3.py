@@ -51,6 +51,9 @@ class Wit3:
     def describe(self) -> str:
         return "IWSLT (WIT3)"
 
+    def check(self, source: str, target: str) -> None:
+        self._find(source, target)
+
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         folder, pair = self._find(source, target)
         # A rank that sees neither side counts the rows of whichever side its cloud holds.
