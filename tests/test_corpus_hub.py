@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xcloud.errors import DataError
-from xcloud.tasks import hub_access
+from xcloud import hub_access
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.text import Parallel, Sampling
 

@@ -102,6 +102,18 @@ def test_a_wide_beam_finds_the_best_text_of_all() -> None:
         assert run(Beam(size=100, length_penalty=penalty), table) == [best]
 
 
+def test_an_early_good_end_is_not_forgotten_for_a_later_worse_one() -> None:
+    table = {
+        text: {EOS: 0.1, A: 0.3, B: 0.3, C: 0.3}
+        for length in range(2, 7)
+        for text in itertools.product((A, B, C), repeat=length)
+    }
+    table |= {(): {EOS: 0.5, A: 0.5}, (A,): {A: 0.95, EOS: 0.05}}
+    decoder = Scripted([table])
+    assert Beam(size=3).search(decoder, torch.tensor([6]), IDS) == [[]]
+    assert max(map(len, decoder.past)) > 3  # what was alive looked better for a while
+
+
 def test_a_beam_of_one_is_greedy() -> None:
     draw = torch.Generator().manual_seed(0)
     tables = []

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub_access import go_offline_if_unreachable
 from xcloud.models.encoder import Encoder, EncoderConfig
 
 MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
@@ -48,7 +47,6 @@ HEAD_NAMES = (
     ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
 )
-HUB_TIMEOUT_S = 3.0
 
 T = TypeVar("T")
 
@@ -231,6 +229,7 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
         f"instead of {name!r}, or fill the hub's cache on a machine with network "
         f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
     )
+    unreachable = f"checkpoint {name!r} is not in the hub's cache, and the hub is out of reach"
     is_folder = Path(name).expanduser().is_dir()
     if is_folder:
         name = str(Path(name).expanduser())
@@ -244,32 +243,15 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
         if name.startswith(("/", ".", "~")):
             raise DataError(f"no folder {name}; {wanted}") from None
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-            raise DataError(
-                f"checkpoint {name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set; "
-                f"{wanted}"
-            ) from None
-    if not _hub_answers():
-        raise DataError(
-            f"checkpoint {name!r} is not in the hub's cache and the hub does not answer; {wanted}"
-        )
+            raise DataError(f"{unreachable} (HF_HUB_OFFLINE is set); {wanted}") from None
+    if not go_offline_if_unreachable():
+        raise DataError(f"{unreachable} (no answer); {wanted}")
     try:
         return load(name)
     except OSError as error:
         raise DataError(
             f"the hub has no such checkpoint: {_first_line(error)}; {wanted}"
         ) from error
-
-
-def _hub_answers() -> bool:
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return True  # an answer, if not a kind one
-    except OSError:
-        return False
-    return True
 
 
 def _first_line(error: Exception) -> str:

@@ -86,6 +86,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(hidden, feed_forward)
         self.down = nn.Linear(feed_forward, hidden)
+        for linear in (self.up, self.down):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.down(F.relu(self.up(rows)))
@@ -102,7 +105,6 @@ class SourceLayer(nn.Module):
         self.feed_norm = nn.LayerNorm(hidden)
         self.feed = FeedForward(hidden, feed_forward)
         self.dropout = nn.Dropout(dropout)
-        self.apply(_start_weights)
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         attended = self.attention(self.attention_norm(rows_RH), packing)
@@ -123,7 +125,6 @@ class CausalLayer(TargetLayer):
         self.feed_norm = nn.LayerNorm(hidden)
         self.feed = FeedForward(hidden, feed_forward)
         self.dropout = nn.Dropout(dropout)
-        self.apply(_start_weights)
 
     def open(self, source: SourceRows) -> FixedCache:
         return self.cross.open(source.rows, source.packing)
@@ -151,12 +152,6 @@ class TiedHead(nn.Module):
 
     def forward(self, rows_TH: Tensor, words_VH: Tensor) -> Tensor:
         return F.linear(self.norm(rows_TH), words_VH)
-
-
-def _start_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-        nn.init.zeros_(module.bias)
 
 
 @dataclass(frozen=True)

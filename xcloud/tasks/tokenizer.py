@@ -209,7 +209,7 @@ class PretrainedTokenizer:
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         from transformers import AutoTokenizer
 
-        from xcloud.tasks.hub_access import go_offline_if_unreachable
+        from xcloud.hub_access import go_offline_if_unreachable
 
         name, local = self.name_or_path, Path(self.name_or_path).expanduser().is_dir()
         reached = local or go_offline_if_unreachable()

@@ -13,7 +13,7 @@ from typing import Any
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import DEV_NAMES
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows, Sampling
-from xcloud.tasks.hub_access import go_offline_if_unreachable
+from xcloud.hub_access import go_offline_if_unreachable
 from xcloud.tasks.task import Split
 
 BATCH_ROWS = 1000

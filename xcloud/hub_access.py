@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import urllib.error
 import urllib.request
 from functools import cache
@@ -21,11 +22,10 @@ def go_offline_if_unreachable() -> bool:
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return True
-    import datasets
-
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
-    datasets.config.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # else it reads the variable when it is imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return False
 
 
