@@ -89,6 +89,9 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for name in ("rendezvous", "link-*.clock"):  # how the ranks met; of no use any more
+            for path in self.run_dir.glob(name):
+                path.unlink(missing_ok=True)
 
     def _first_cause(self) -> str:
         """A rank that lost its peer fails too, often before the peer's own end is seen; wait a
