@@ -38,7 +38,8 @@ def test_output_begins_with_what_it_is_and_ends_with_the_summary(
     run_dir, output = finished
     lines = output.strip().splitlines()
 
-    for said in ("demo grammar", "AB-Net", "100 Mbit/s", "20 ms round trip", "fp16(svd(0.6))+int8"):
+    link = ("100 Mbit/s", "20 ms round trip")
+    for said in ("demo grammar", "AB-Net", *link, "fp16(svd(0.6))+int8"):
         assert said in lines[0]
     assert Path(lines[-1]) == run_dir / "summary.json"
     for said in ("BLEU", "chrF", "step time, median", "bubble ratio", "compression ratio"):

@@ -42,6 +42,8 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"^([a-z_./]+\.py|[a-z_]+/) ", README, re.M))))
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"^([a-z_./]+\.py|[a-z_]+/) ", README, re.MULTILINE)))
+)
 def test_every_file_of_the_tree_exists(name: str) -> None:
     assert (ROOT / name).exists()

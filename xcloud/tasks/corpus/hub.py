@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub_access import go_offline_if_unreachable
 from xcloud.tasks.corpus.files import DEV_NAMES
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows, Sampling
-from xcloud.hub_access import go_offline_if_unreachable
 from xcloud.tasks.task import Split
 
 BATCH_ROWS = 1000
