@@ -3,7 +3,7 @@
     python -m benchmarks.bench_emulator [--mbit 10 30 100] [--rounds 3] [--json FILE]
 
 The same experiment (demo AB-Net, no compression) runs on two network namespaces under torchrun,
-their veth limited by tbf, and on this machine with the emulated link of the same bandwidth; the two
+their veth limited by tbf, and on this machine with the emulated link of the same bandwidth; they
 take turns. Latency is 0: the kernel here has no netem. Prints the median step times, their ratio,
 and the bytes, which must be equal.
 """

@@ -1,4 +1,4 @@
-"""One experiment on two namespaces as two machines: torchrun in each, the kernel limits the link."""
+"""One experiment on two namespaces as two machines: torchrun in each, tbf limits the link."""
 
 from __future__ import annotations
 
