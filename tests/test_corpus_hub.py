@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import DataError
 from xcloud import hub_access
+from xcloud.errors import DataError
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.text import Parallel, Sampling
 
