@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+# Before hydra looks for plugins: our launcher of sweeps.
+sys.path.append(str(Path(__file__).parent / "xcloud" / "_hydra"))
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -18,9 +21,9 @@ def main(config: DictConfig) -> None:
     try:
         run(config, Path(HydraConfig.get().runtime.output_dir))
     except XcloudError as error:
-        print(f"xcloud: {error}", file=sys.stderr, flush=True)
-        if sweeping:  # Hydra goes on with the next point and exits 1 at the end
+        if sweeping:  # the launcher says which point it was and why, and goes on with the next
             raise
+        print(f"xcloud: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         print("xcloud: interrupted; every rank has ended", file=sys.stderr, flush=True)
@@ -28,4 +31,8 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # before a run began, or after a sweep's last
+        print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)
+        sys.exit(130)

@@ -129,9 +129,9 @@ def ours(rank: int, schedule_name: str):
     from xcloud.cluster.layout import Cloud, ClusterLayout
     from xcloud.comm.border import Border, BorderField
     from xcloud.comm.chain import Chain
-    from xcloud.comm.channel import StepClock
     from xcloud.comm.memory import NoMemory
     from xcloud.comm.phases import Compression
+    from xcloud.comm.step_clock import StepClock
     from xcloud.parallel.pipeline import Pipeline
     from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
     from xcloud.parallel.stage import Stage, StageOutput

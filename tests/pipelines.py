@@ -13,9 +13,10 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.chain import Chain
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel, StepClock
+from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
+from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import BorderPorts, Pipeline
 from xcloud.parallel.stage import Batch, Stage, StageOutput
 
@@ -70,11 +71,12 @@ def pipelines(
     forward: Compressor | None = None,
     backward: Compressor | None = None,
     border: Border = BORDER,
+    record_from: int | None = None,
 ) -> list[Pipeline]:
-    """One pipeline per rank, joined by in-process links."""
+    """One pipeline per rank, joined by in-process links. record_from: as of StepClock."""
     num_stages = layout.num_stages
     ports: list[dict[int, BorderPorts]] = [{} for _ in range(layout.num_ranks)]
-    clocks = [StepClock() for _ in range(layout.num_ranks)]
+    clocks = [StepClock(record_from) for _ in range(layout.num_ranks)]
     for stage in range(num_stages - 1):
         before, behind = layout.ranks_of(stage), layout.ranks_of(stage + 1)
         for rank in {*before, *behind}:

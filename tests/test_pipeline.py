@@ -7,7 +7,8 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
 from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
-from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel, StepClock
+from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule

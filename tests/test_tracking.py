@@ -125,9 +125,11 @@ def test_table_is_told_the_run_and_the_command_to_see_it(
     recorded: tuple[Path, MlflowTracker],
 ) -> None:
     root, tracker = recorded
+    page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
     assert tracker.places() == {
         "MLflow run": tracker.run_id,
         "see it with": f"python -m xcloud.ui --root {root}",
+        "compare at": f"{page}&viewStateShareKey=sweep-s1",
     }
 
 

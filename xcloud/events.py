@@ -2,7 +2,8 @@
 Not a place for statistics over steps (summary.py) or for showing anything.
 
 One JSON object a line in `events.jsonl`, append only; all have "event", "rank", "cloud", "t":
-start, note, phase, step, quality, finish. Rank 0 writes it for all ranks, the parent follows.
+start, note, phase, step, timeline, quality, finish. Rank 0 writes it for all ranks, the parent
+follows.
 A step is complete when every rank has reported it.
 """
 

@@ -39,6 +39,7 @@ class Experiment:
 
     profile: which size of data and model was asked for (demo, files, paper); it only names them.
     sweep: a name that runs share which belong together.
+    label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Experiment:
     seed: int = 1
     profile: str = "demo"
     sweep: str | None = None
+    label: str | None = None
     cache_dir: str = ".cache"
 
     def __post_init__(self) -> None:
@@ -88,8 +90,9 @@ class Experiment:
 
     @property
     def run_name(self) -> str:
-        """Tells runs of one experiment apart: "abnet_iwslt two_clouds int8+int8 s1"."""
-        return f"{self.name} {self.cluster.name} {self.compression_in_force} s{self.seed}"
+        """Tells runs apart: "abnet_iwslt two_clouds int8+int8 s1", in a sweep "int8+int8 s1"."""
+        plain = f"{self.name} {self.cluster.name} {self.compression_in_force}"
+        return f"{self.label or plain} s{self.seed}"
 
     @property
     def headline(self) -> str:

@@ -32,7 +32,7 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     ranks = LocalRanks(run_dir, clouds)
     cause: str | None = "the run was ended from outside"
     try:
-        with _sigterm_as_interrupt():
+        with sigterm_as_interrupt():
             ranks.start()
             monitor.start()
             ranks.wait(meanwhile=monitor.poll)
@@ -54,7 +54,7 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """A terminated run ends its ranks and says so, like an interrupted one."""
 
     def interrupt(number: int, frame: object) -> None:

@@ -15,22 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcloud.mlflow_view import VIEW_TAG, prepared_view, view_tag
+
 LOCK_TIMEOUT_S = 120.0
 
-# MLflow's table of runs shows no figure until columns are picked by hand. A view in an experiment
-# tag picks them; the link's viewStateShareKey names it. The format is MLflow 3.17's own.
-VIEW_KEY = "xcloud"
-VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
-VIEW_METRICS = (
-    "bleu",
-    "step_time_s",
-    "compression_ratio",
-    "bubble_ratio",
-    "wan_bytes_per_step_forward",
-    "wan_bytes_per_step_backward",
-    "samples_per_s",
-    "final_loss",
-)
+UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud.ui` serves by default
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +90,46 @@ class Store:
         with self._connect() as database:
             return {str(key): name for key, name in database.execute(query)}
 
+    def write_view(self, key: str, view: dict[str, Any]) -> str:
+        """Keep a view of the runs under `key`, for page(); returns the experiment's id."""
+        client, experiment_id = self.open()
+        client.set_experiment_tag(experiment_id, view_tag(key), json.dumps(view))
+        return experiment_id
+
+    def views(self) -> list[tuple[str, str]]:
+        """(experiment id, key) of all views in the local store, oldest first."""
+        query = "SELECT experiment_id, key FROM experiment_tags WHERE key LIKE ? ORDER BY rowid"
+        with self._connect() as database:
+            found = database.execute(query, (view_tag("%"),)).fetchall()
+        return [(str(key), tag.removeprefix(view_tag(""))) for key, tag in found]
+
+    def artifacts_of_sweep(self, sweep: str) -> list[Path]:
+        """Artifact folders of the runs with this `sweep` tag, oldest run first."""
+        if self.uri is not None:
+            from mlflow import MlflowClient
+            from mlflow.artifacts import download_artifacts
+
+            client = MlflowClient(self.uri)
+            found = client.get_experiment_by_name(self.experiment)
+            runs = client.search_runs(
+                [found.experiment_id] if found else [],
+                f"tags.sweep = '{sweep}'",
+                order_by=["attributes.start_time ASC"],
+            )
+            return [
+                Path(download_artifacts(run_id=run.info.run_id, tracking_uri=self.uri))
+                for run in runs
+            ]
+        if not self.database.exists():
+            return []
+        query = (
+            "SELECT run_uuid FROM runs JOIN tags USING (run_uuid) WHERE key = 'sweep' AND "
+            "value = ? AND lifecycle_stage = 'active' ORDER BY start_time"
+        )
+        with self._connect() as database:
+            ids = [row[0] for row in database.execute(query, (sweep,))]
+        return [self.artifacts / run_id / "artifacts" for run_id in ids]
+
     def follow_move(self) -> None:
         """Point the experiment at `artifacts` again after the project's folder has moved.
 
@@ -144,53 +173,3 @@ class Store:
                 f"--experiment-id {found.experiment_id}, or choose another tracker.experiment"
             )
         return str(found.experiment_id)
-
-
-def prepared_view() -> dict[str, Any]:
-    """The runs with their figures as columns, best BLEU first; BLEU against what it costs."""
-    shown = {
-        "metricSectionId": "figures",
-        "runsCountToCompare": 100,
-        "deleted": False,
-        "isGenerated": False,
-    }
-    bleu = {"key": "bleu", "type": "METRIC"}
-    scatters = [
-        {
-            "uuid": f"bleu against {cost}",
-            "type": "SCATTER",
-            "xaxis": {"key": cost, "type": "METRIC"},
-            "yaxis": bleu,
-            **shown,
-        }
-        for cost in ("step_time_s", "compression_ratio")
-    ]
-    return {
-        "orderByKey": "metrics.`bleu`",
-        "orderByAsc": False,
-        "searchFilter": "",
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "datasetsFilter": [],
-        "modelVersionFilter": "All Runs",
-        "selectedColumns": [f"metrics.`{name}`" for name in VIEW_METRICS] + ["tags.`sweep`"],
-        "runsExpanded": {},
-        "runsPinned": [],
-        "runsHidden": [],
-        "groupBy": None,
-        "hideEmptyCharts": True,
-        "useGroupedValuesInCharts": True,
-        "globalLineChartConfig": {},
-        "isAccordionReordered": True,
-        "compareRunSections": [
-            {
-                "uuid": "figures",
-                "name": "Quality and cost",
-                "display": True,
-                "isReordered": True,
-                "deleted": False,
-                "isGenerated": False,
-            }
-        ],
-        "compareRunCharts": scatters,
-    }

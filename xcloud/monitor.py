@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.curves import RunCurves
 from xcloud.errors import XcloudError
 from xcloud.events import EventReader
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, flatten, from_config, read_config
@@ -24,11 +26,15 @@ from xcloud.progress import ProgressLine
 from xcloud.project import commit
 from xcloud.report_table import print_report
 from xcloud.summary import RunStatistics, write_summary
+from xcloud.timeline import timeline_of, write_trace
 from xcloud.tracked_values import quality_metrics, step_metrics
 
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 SAMPLES_FILE = "samples.txt"
+TRACE_FILE = "timeline.json"
+
+log = logging.getLogger(__name__)
 
 
 class Monitor:
@@ -42,6 +48,7 @@ class Monitor:
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._statistics = RunStatistics(layout.num_ranks, bandwidth)
         self._progress = ProgressLine(experiment.training.max_steps, bandwidth)
+        self._curves = RunCurves()
         self._commit = commit()
         self.finished_ranks: set[int] = set()
 
@@ -63,6 +70,7 @@ class Monitor:
         for event in self._reader.poll():
             self._progress.show(event)
             totals = self._statistics.feed(event)
+            self._curves.feed(event, totals)
             if totals is not None:
                 self._progress.update(totals)
                 tracker.log(step_metrics(totals), totals.step)
@@ -89,15 +97,41 @@ class Monitor:
         summary["link"] = experiment.cluster.describe()
         summary_path = self.run_dir / SUMMARY_FILE
         write_summary(summary_path, summary)
-        for name in (SUMMARY_FILE, SAMPLES_FILE):
-            if (self.run_dir / name).exists():
-                tracker.artifact(self.run_dir / name)
+        kept = [self.run_dir / name for name in (SUMMARY_FILE, SAMPLES_FILE)] + self._draw()
+        for path in kept:
+            if path.exists():
+                tracker.artifact(path)
         tracker.finish("finished" if cause is None else "failed", summary)
         places = {"run folder": self.run_dir}
         if (self.run_dir / MODEL_DIR).is_dir():
             places["model"] = self.run_dir / MODEL_DIR
         print_report(summary, {**places, **tracker.places()})
         return summary
+
+    def _draw(self) -> list[Path]:
+        """Timeline and pictures, as far as the run came; what cannot be drawn is one warning."""
+        if not self._curves.step:
+            return []
+        experiment = self.experiment
+        facts = {
+            "schedule": experiment.schedule.label,
+            "link": experiment.cluster.describe_link(),
+            "compression": experiment.compression_in_force,
+        }
+        written = []
+        try:
+            timeline = timeline_of(self._curves.timeline)
+            if timeline is not None:
+                write_trace(self.run_dir / TRACE_FILE, timeline, facts)
+                written.append(self.run_dir / TRACE_FILE)
+            from xcloud.pictures import write_pictures  # only now: matplotlib takes half a second
+
+            title = f"{experiment.name} seed {experiment.seed}, {facts['schedule']}, "
+            title += f"link: {facts['link']}, compression: {facts['compression']}"
+            written += write_pictures(self.run_dir, self._curves, timeline, title)
+        except Exception as error:
+            log.warning("%s is without all its pictures: %r", self.run_dir, error)
+        return written
 
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:

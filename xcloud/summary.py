@@ -80,7 +80,7 @@ class RunStatistics:
         cause: str | None = None,
     ) -> Summary:
         """status: "finished", "failed" or "stopped"; commit: None asks git now."""
-        num_left_out = min(MAX_WARMUP_STEPS, self.num_steps // 10)
+        num_left_out = num_warmup_steps(self.num_steps)
         timed = _Sums.of([*self._first[num_left_out:], self._rest])
         every = _Sums.of([*self._first[:num_left_out], timed])
         step_s = sorted(self._step_s[num_left_out:])
@@ -144,6 +144,11 @@ class RunStatistics:
         if self._started_at_s is None or self._last_event_at_s is None:
             return None
         return round(self._last_event_at_s - self._started_at_s, 1)
+
+
+def num_warmup_steps(num_steps: int) -> int:
+    """How many first steps are left out of everything with seconds in it."""
+    return min(MAX_WARMUP_STEPS, num_steps // 10)
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:

@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 
 from xcloud.checks import check_number
 from xcloud.errors import ConfigError
-from xcloud.mlflow_store import Store, prepare_environment
+from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
+from xcloud.mlflow_view import VIEW_KEY, page, sweep_key
 from xcloud.project import project_root
 from xcloud.tracked_values import MAX_VALUE_CHARACTERS, final_metrics, flatten, legal_name
 
@@ -105,6 +106,7 @@ class MlflowTracker:
         check_number("tracker.flush_s", self.flush_s, 0, 600, above=True)
         check_number("tracker.finish_timeout_s", self.finish_timeout_s, 0, 3600, above=True)
         self._sender: _Sender | None = None
+        self._sweep: str | None = None  # then comparisons are within it
 
     @property
     def run_id(self) -> str | None:
@@ -123,6 +125,7 @@ class MlflowTracker:
         prepare_environment()
         store = Store(project_root() / self.root, self.experiment, self.uri)
         self._sender = _Sender(store, name, Path(run_dir or Path.cwd()), self.flush_s)
+        self._sweep = tags.get("sweep")
         self._sender.put(kind="tags", values=_tags(tags))
         self._sender.put(kind="params", values=flatten(params))
         self._sender.start()
@@ -152,10 +155,17 @@ class MlflowTracker:
             return {"MLflow": f"incomplete; what it did not take is in {sender.backlog}"}
         if sender.run_id is None:
             return {"MLflow": "not recorded"}
+        sweep = sweep_key(self._sweep) if self._sweep else None
         if self.uri is not None:
-            return {"MLflow run": f"{sender.run_id} at {self.uri}"}
-        command = "python -m xcloud.ui" + ("" if self.root == "mlruns" else f" --root {self.root}")
-        return {"MLflow run": sender.run_id, "see it with": command}
+            link = page(self.uri, sender.experiment_id, sweep)
+            return {"MLflow run": f"{sender.run_id} at {self.uri}", "compare at": link}
+        link = page(f"http://{UI_HOST}:{UI_PORT}", sender.experiment_id, sweep or VIEW_KEY)
+        return {"MLflow run": sender.run_id, "see it with": self.ui_command, "compare at": link}
+
+    @property
+    def ui_command(self) -> str:
+        """What serves a store on this machine."""
+        return "python -m xcloud.ui" + ("" if self.root == "mlruns" else f" --root {self.root}")
 
     def _started(self) -> "_Sender":
         assert self._sender is not None, "start() comes first"
@@ -168,6 +178,7 @@ class _Sender(threading.Thread):
     def __init__(self, store: Store, name: str, run_dir: Path, flush_s: float) -> None:
         super().__init__(name="tracking", daemon=True)
         self.run_id: str | None = None
+        self.experiment_id = ""  # with the run_id
         self.backlog = _free_path(run_dir / "tracking_backlog.jsonl")
         self._store = store
         self._run_name = name
@@ -227,7 +238,8 @@ class _Sender(threading.Thread):
         started_at_ms = int(1000 * self._pending[0]["t"])
         tags = {"mlflow.user": _user()}
         run = client.create_run(experiment_id, started_at_ms, tags, run_name=self._run_name)
-        self._client, self.run_id = client, run.info.run_id
+        self._client, self.experiment_id = client, experiment_id
+        self.run_id = run.info.run_id
 
     def _next_batch(self) -> list[Item]:
         """The first pending items that fit in one call: metrics of many steps, else one item."""

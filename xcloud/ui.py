@@ -16,10 +16,12 @@ import urllib.request
 from collections.abc import Sequence
 from types import FrameType
 
-from xcloud.mlflow_store import VIEW_KEY, Store, prepare_environment
+from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
+from xcloud.mlflow_view import VIEW_KEY, page, sweep_key
 from xcloud.project import project_root
 
-HOST = "127.0.0.1"
+HOST = UI_HOST
+LATEST_SWEEPS = 5  # that are linked
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 STOP_TIMEOUT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -27,8 +29,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud.ui", description=__doc__)
-    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--port", type=int, default=UI_PORT)
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
+    parser.add_argument("--sweep", help="print the links of this sweep only")
     settings = parser.parse_args(arguments)
 
     store = Store(project_root() / settings.root)
@@ -48,27 +51,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     store.follow_move()
-    return _serve(store, settings.port)
+    if settings.sweep and not sweep_links(store, settings.port, settings.sweep):
+        print(f"No sweep {settings.sweep!r} is recorded in {store.database}.", file=sys.stderr)
+        return 1
+    return _serve(store, settings.port, settings.sweep)
 
 
 def links(store: Store, port: int) -> list[str]:
-    """For each experiment: its runs with our columns, the charts of all curves, the plain table.
-
-    Without workflowType MLflow opens its page for chat applications, with a pop-up.
-    """
+    """For each experiment: its runs with our columns, the charts of all curves, the plain table;
+    then the latest sweeps."""
     lines = []
+    server = f"http://{HOST}:{port}"
     for key, name in store.experiments().items():
-        page = f"http://{HOST}:{port}/#/experiments/{key}/runs?workflowType=machine_learning"
         lines += [
             f"{name}:",
-            f"  figures  {page}&viewStateShareKey={VIEW_KEY}",
-            f"  charts   {page}&compareRunsMode=CHART",
-            f"  all      {page}",
+            f"  figures  {page(server, key, VIEW_KEY)}",
+            f"  charts   {page(server, key, charts=True)}",
+            f"  all      {page(server, key)}",
+        ]
+    return lines + sweep_links(store, port)
+
+
+def sweep_links(store: Store, port: int, sweep: str | None = None) -> list[str]:
+    """The table and the charts of one sweep, or of the latest ones."""
+    server, lines = f"http://{HOST}:{port}", []
+    found = [(key, view) for key, view in store.views() if view.startswith(sweep_key(""))]
+    if sweep is not None:
+        found = [(key, view) for key, view in found if view == sweep_key(sweep)]
+    for key, view in found[-LATEST_SWEEPS:]:
+        lines += [
+            f"sweep {view.removeprefix(sweep_key(''))}:",
+            f"  table    {page(server, key, view)}",
+            f"  charts   {page(server, key, view, charts=True)}",
         ]
     return lines
 
 
-def _serve(store: Store, port: int) -> int:
+def _serve(store: Store, port: int, sweep: str | None = None) -> int:
     prepare_environment()
     server_log = store.root / "ui.log"
     command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port)]
@@ -91,7 +110,8 @@ def _serve(store: Store, port: int) -> int:
             print(f"It did not start; the end of {server_log}:", file=sys.stderr)
             print("\n".join(server_log.read_text().splitlines()[-20:]), file=sys.stderr)
             return 1
-        print("\n".join([*links(store, port), "Ctrl+C ends it."]), flush=True)
+        lines = sweep_links(store, port, sweep) if sweep else links(store, port)
+        print("\n".join([*lines, "Ctrl+C ends it."]), flush=True)
         return server.wait()
     except KeyboardInterrupt:
         print("\nStopping.", flush=True)

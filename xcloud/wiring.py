@@ -7,9 +7,8 @@ the emulated link act where a border leaves a cloud; inside a cloud messages go 
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +22,12 @@ from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, LinkStats, OutLink
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.machine import machine_id
+from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.comm.border import Border, BorderField
-from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel, StepClock
+from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control
 from xcloud.parallel.pipeline import BorderPorts
@@ -82,7 +84,7 @@ def wire(
         wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
         wiring.lanes = {stage: Lanes(None, 0) for stage in range(layout.num_stages)}
         return wiring
-    builder = _Builder(rank, layout, _LinkClocks(rank, layout, run_dir), wiring)
+    builder = _Builder(rank, layout, _LinkClocks(rank, layout, run_dir), wiring, clock.messages)
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
@@ -106,9 +108,7 @@ class _LinkClocks:
 
     def _refuse_several_machines(self) -> None:
         """Delivery times are by the machine's own clock, which another machine does not share."""
-        boot_id = Path("/proc/sys/kernel/random/boot_id")
-        host = boot_id.read_text() if boot_id.exists() else "one host"
-        mine = torch.tensor([int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)])
+        mine = torch.tensor([machine_id()])
         hosts = [torch.zeros_like(mine) for _ in range(self._layout.num_ranks)]
         dist.all_gather(hosts, mine)
         if any(int(other) != int(mine) for other in hosts):
@@ -136,6 +136,7 @@ class _Builder:
     layout: ClusterLayout
     clocks: _LinkClocks
     wiring: Wiring
+    log: MessageLog | None
 
     def join_lanes(self) -> None:
         """One group for the ranks of each stage that has several."""
@@ -150,11 +151,10 @@ class _Builder:
         peers = range(1, self.layout.num_ranks) if self.rank == 0 else (0,)
         capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
         handlers = {Kind.REPORT: on_report} if self.rank == 0 else {}
-        out = {peer: self._out(group, peer, capacity) for peer in peers}
+        out = {peer: self._out(group, peer, capacity, CONTROL) for peer in peers}
         incoming: dict[int, InLink] = {}
         for peer in peers:
-            incoming[peer] = GlooInLink(group, peer, self._name(peer), capacity, handlers)
-            self.wiring.ins.append(incoming[peer])
+            incoming[peer] = self._in(group, peer, capacity, CONTROL, handlers)
         overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
         self.wiring.control = Control(self.rank, self.layout.leaders, out, incoming, overdue_s)
 
@@ -192,7 +192,7 @@ class _Builder:
                 if sender == receiver:
                     continue
                 if sender == self.rank:
-                    link = self._out(group, receiver, capacity)
+                    link = self._out(group, receiver, capacity, stage)
                     channel = SendChannel(link, fields, codecs, clock)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
@@ -201,21 +201,40 @@ class _Builder:
                         wan = self.wiring.wan_forward, self.wiring.wan_backward
                         wan[direction == "backward"].append(channel)
                 elif receiver == self.rank:
-                    inlink = GlooInLink(group, sender, self._name(sender), capacity)
-                    self.wiring.ins.append(inlink)
+                    inlink = self._in(group, sender, capacity, stage)
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
                         ReceiveChannel(inlink, fields, codecs, clock, device, overdue_s)
                     )
 
-    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
+    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int, border: int) -> GlooOutLink:
         clock = self.clocks.to(peer)
         self.wiring.is_emulated |= clock is not None
-        link = GlooOutLink(group, peer, self._name(peer), capacity, clock)
+        log = self._log(LinkName(border, self.rank, peer))
+        link = GlooOutLink(group, peer, self._name(peer), capacity, clock, log=log)
         self.wiring.outs.append(link)
         if self.layout.wan_between(self.rank, peer) is not None:
             self.wiring.wan_outs.append(link)
         return link
+
+    def _in(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        capacity: int,
+        border: int,
+        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+    ) -> GlooInLink:
+        log = self._log(LinkName(border, peer, self.rank))
+        link = GlooInLink(group, peer, self._name(peer), capacity, handlers, log=log)
+        self.wiring.ins.append(link)
+        return link
+
+    def _log(self, name: LinkName) -> LinkLog | None:
+        """Only messages between clouds are noted."""
+        if self.log is None or self.layout.wan_between(name.sender, name.receiver) is None:
+            return None
+        return LinkLog(name, self.log)
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from xcloud.comm.channel import StepClock
+from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, read
@@ -38,6 +38,7 @@ from xcloud.reporter import EventFile, Reporter
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
+from xcloud.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.wan_meter import WanMeter
 from xcloud.wiring import Wiring, wire
 
@@ -53,7 +54,7 @@ def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
     layout = experiment.cluster
     placement = layout.placement(rank)
     device = _device(layout.clouds[placement.cloud].device)
-    clock = StepClock()
+    clock = StepClock(record_from=max(1, experiment.training.max_steps - KEEP_STEPS + 1))
     events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
 
     wiring = wire(
@@ -149,6 +150,7 @@ def _train(
         if every and step % every == 0:
             evaluator.evaluate("dev", step)
             meter.forget()
+    report_typical_step(clock, layout.num_ranks, reporter)
 
     # 4. Evaluate through the same link, export, say goodbye.
     reporter.event("phase", now=True, name="evaluation")

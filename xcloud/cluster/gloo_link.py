@@ -13,14 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.emulated_link import LinkClock, Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link import LinkStats, Parts, expect
+from xcloud.cluster.message_log import LinkLog
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 
 NUM_POSTED = 3
@@ -29,12 +31,21 @@ NUM_POSTED = 3
 _TAGS = 1 << 30
 
 
+class _Outgoing(NamedTuple):
+    key: MessageKey
+    sequence: int
+    frame: Tensor
+    queued_at_s: float
+    slot: Reservation | None
+
+
 class GlooOutLink:
     """Sends frames to one peer from a background thread.
 
     capacity_bytes: the peer's buffer size; a longer frame is refused.
     clock: the emulated link; None leaves the network alone.
     max_queued: frames that may wait here before `send` blocks (bounds memory in evaluation).
+    log: where to note when each message was sent; None notes nothing.
     """
 
     def __init__(
@@ -45,14 +56,15 @@ class GlooOutLink:
         capacity_bytes: int,
         clock: LinkClock | None = None,
         max_queued: int = 64,
+        log: LinkLog | None = None,
     ) -> None:
         self.peer_name = peer_name
         self.stats = LinkStats()
-        self._group, self._peer, self._clock = group, peer, clock
+        self._group, self._peer, self._clock, self._log = group, peer, clock, log
         self._capacity_bytes = capacity_bytes
         self._sequence = 0
         self._failure: LinkError | None = None
-        self._queue: queue.Queue[tuple[int, Tensor, float] | None] = queue.Queue(max_queued)
+        self._queue: queue.Queue[_Outgoing | None] = queue.Queue(max_queued)
         self._thread = threading.Thread(target=self._run, name=f"to-{peer_name}", daemon=True)
         self._thread.start()
 
@@ -63,13 +75,12 @@ class GlooOutLink:
                 f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
                 f"promised at most {self._capacity_bytes:,}"
             )
-        deliver_at, line_s = 0.0, 0.0
-        if self._clock is not None:
-            slot = self._clock.reserve(frame.numel())
-            deliver_at, line_s = slot.deliver_at_s, slot.sent_s - slot.start_s
+        queued_at_s = time.monotonic()
+        slot = self._clock.reserve(frame.numel()) if self._clock is not None else None
         if key.kind is not Kind.GOODBYE:
+            line_s = slot.sent_s - slot.start_s if slot is not None else 0.0
             self.stats.count(key.kind, frame.numel(), line_s)
-        self._put((self._sequence, frame, deliver_at))
+        self._put(_Outgoing(key, self._sequence, frame, queued_at_s, slot))
         self._sequence += 1
 
     def close(self, timeout_s: float) -> None:
@@ -84,7 +95,7 @@ class GlooOutLink:
                 f"{self.peer_name} did not take the last messages in {timeout_s:.0f} s"
             )
 
-    def _put(self, item: tuple[int, Tensor, float] | None) -> None:
+    def _put(self, item: _Outgoing | None) -> None:
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -96,8 +107,11 @@ class GlooOutLink:
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                sequence, frame, deliver_at = item
-                seal_frame(frame, deliver_at)
+                key, sequence, frame, queued_at_s, slot = item
+                seal_frame(frame, slot.deliver_at_s if slot is not None else 0.0)
+                if self._log is not None:
+                    now_s = time.monotonic()
+                    self._log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
                 work = dist.isend(frame, self._peer, self._group, tag=sequence % _TAGS)
                 assert work is not None
                 work.wait()
@@ -109,6 +123,7 @@ class GlooInLink:
     """Receives frames from one peer in a background thread, each at its time of delivery.
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
+    log: where to note when each message was delivered; None notes nothing.
     """
 
     def __init__(
@@ -119,9 +134,10 @@ class GlooInLink:
         capacity_bytes: int,
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         max_waiting: int = 64,
+        log: LinkLog | None = None,
     ) -> None:
         self.peer_name = peer_name
-        self._group, self._peer = group, peer
+        self._group, self._peer, self._log = group, peer, log
         self._capacity_bytes = capacity_bytes
         self._handlers = handlers or {}
         self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
@@ -175,6 +191,8 @@ class GlooInLink:
                     return
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
+                if self._log is not None:
+                    self._log.received(frame, time.monotonic())
                 if (handler := self._handlers.get(frame.key.kind)) is not None:
                     handler(frame)
                 else:

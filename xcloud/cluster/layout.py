@@ -171,10 +171,14 @@ class ClusterLayout:
         )
         if not self.crosses_clouds:
             return f"one cloud ({clouds}), no link between clouds"
-        wan = {"real": "the network as it is", "free": "no limit"}.get(str(self.wan)) or (
-            f"emulated {self.wan.describe()}" if isinstance(self.wan, LinkProfile) else ""
-        )
-        return f"{len(self.clouds)} clouds ({clouds}), link: {wan}"
+        return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"
+
+    def describe_link(self) -> str:
+        if not self.crosses_clouds:
+            return "none"
+        if isinstance(self.wan, LinkProfile):
+            return f"emulated {self.wan.describe()}"
+        return {"real": "the network as it is", "free": "no limit"}[self.wan]
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""

@@ -8,9 +8,7 @@ came against it, and so never trusts a shape from the wire.
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,25 +21,8 @@ from xcloud.comm.border import BorderField, Message
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory, SampleRows
+from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
-
-
-@dataclass
-class StepClock:
-    """Seconds of one rank in one step, by what it did with them."""
-
-    compute_s: float = 0.0
-    codec_s: float = 0.0
-    waiting_s: float = 0.0
-    sync_s: float = 0.0
-
-    @contextmanager
-    def add_to(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - started)
 
 
 @dataclass
@@ -112,7 +93,7 @@ class SendChannel:
 
     def send(self, key: MessageKey, message: Message, ids: Tensor, counts: Tensor | None) -> None:
         """Returns before delivery. ids: the samples of the micro-batch, int64 [B]."""
-        with self.clock.add_to("codec_s"):
+        with self.clock.during("compress"):
             training = key.kind is not Kind.EVALUATION
             parts: list[Tensor] = []
             for field in self.fields:
@@ -166,9 +147,9 @@ class ReceiveChannel:
 
     def recv(self, key: MessageKey, ids: Tensor, counts: Tensor | None = None) -> Message:
         """counts: rows of each sample where the message itself does not carry them."""
-        with self.clock.add_to("waiting_s"):
+        with self.clock.during("wait"):
             parts = list(self.link.recv(key, self.overdue_s))
-        with self.clock.add_to("codec_s"):
+        with self.clock.during("decompress"):
             message: Message = {}
             for field in self.fields:
                 counts = message.get("counts", counts)

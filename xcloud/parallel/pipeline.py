@@ -15,7 +15,8 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.border import Border, Message
-from xcloud.comm.channel import ReceiveChannel, SendChannel, StepClock
+from xcloud.comm.channel import ReceiveChannel, SendChannel
+from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule
 from xcloud.parallel.simulate import rank_actions
 from xcloud.parallel.stage import Batch, Stage, StageOutput
@@ -93,6 +94,7 @@ class Pipeline:
         in_flight: dict[tuple[int, int], _InFlight] = {}
         loss = torch.zeros((), device=self.device)
         for action in self._actions(schedule):
+            self.clock.place = self._place(action)
             place = (action.stage, action.micro_batch)
             if action.kind == "forward":
                 in_flight[place] = self._forward(action, batches[action.micro_batch], step)
@@ -101,6 +103,7 @@ class Pipeline:
                     loss += output.loss.detach() / weight
             else:
                 self._backward(action, in_flight.pop(place), step, weight)
+        self.clock.place = NOWHERE
         return loss
 
     @torch.no_grad()
@@ -122,7 +125,7 @@ class Pipeline:
                 self._forward(action, batch, step, Kind.EVALUATION)
                 continue
             received = self._receive_forward(action, batch["ids"], step, Kind.EVALUATION)
-            with self.clock.add_to("compute_s"), self.autocast():
+            with self.clock.during("forward"), self.autocast():
                 found = self.stages[action.stage].predict(received, batch)
             predictions.update(zip(batch["ids"].tolist(), found, strict=True))
         for stage in self.stages.values():
@@ -137,7 +140,7 @@ class Pipeline:
     ) -> _InFlight:
         ids = batch["ids"]
         received = self._receive_forward(action, ids, step, kind)
-        with self.clock.add_to("compute_s"):
+        with self.clock.during("forward"):
             if received is not None and self.ports[action.stage - 1].border.gradient_returns:
                 for value in received.values():
                     if value.is_floating_point():
@@ -156,7 +159,7 @@ class Pipeline:
     def _backward(self, action: Action, work: _InFlight, step: int, weight: float) -> None:
         received, output = work.received, work.output
         if output.loss is not None:
-            with self.clock.add_to("compute_s"):
+            with self.clock.during("backward"):
                 (output.loss / weight).backward()  # type: ignore[no-untyped-call]
                 self._wait_for_device()
         else:
@@ -165,7 +168,7 @@ class Pipeline:
                 return
             assert output.send is not None
             gradients = self._receive_backward(action, work, step)
-            with self.clock.add_to("compute_s"):
+            with self.clock.during("backward"):
                 pairs = [(output.send[f.name], gradients[f.name]) for f in fields]
                 needed = [pair for pair in pairs if pair[0].requires_grad]
                 if needed:
@@ -225,6 +228,9 @@ class Pipeline:
 
     def _key(self, kind: Kind, step: int, action: Action) -> MessageKey:
         return MessageKey(kind, step, self._first + action.micro_batch)
+
+    def _place(self, action: Action) -> Place:
+        return Place(action.kind, action.stage, self._first + action.micro_batch)
 
     def _wait_for_device(self) -> None:
         """Computing is counted where it happens, not where its result is first looked at."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.comm.channel import StepClock
+from xcloud.comm.step_clock import StepClock
 from xcloud.errors import XcloudError
 from xcloud.parallel.control import Control
 from xcloud.parallel.data_parallel import GradientBuffer
@@ -74,9 +73,8 @@ class Trainer:
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
-        started = time.perf_counter()
         clock = self.pipeline.clock
-        clock.compute_s = clock.codec_s = clock.waiting_s = clock.sync_s = 0.0
+        clock.begin_step(step)
         for buffer in self._buffers.values():
             buffer.zero()
 
@@ -89,7 +87,7 @@ class Trainer:
         num_samples = 0
         for number in range(num_passes):
             first = number * m
-            with clock.add_to("compute_s"):
+            with clock.during("fetch"):
                 batches = {i: self.fetch(pieces[first + i]) for i in range(m) if self._is_mine(i)}
             loss += self.pipeline.step(self.schedule, batches, step, weight, first)
             if self._counts_samples:
@@ -97,7 +95,7 @@ class Trainer:
 
         total_loss = self._sum_gradients(loss)
         grad_norm = self._clip(step)
-        with clock.add_to("compute_s"):
+        with clock.during("optimizer"):
             rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
             for optimizer in self._optimizers.values():
                 if optimizer is not None:
@@ -112,7 +110,7 @@ class Trainer:
         leads = total_loss is not None
         return StepReport(
             step,
-            time.perf_counter() - started,
+            clock.end_step(),
             clock,
             rate,
             total_loss,
@@ -132,7 +130,7 @@ class Trainer:
         """Sum gradients inside each stage. The last stage's leader gets the update's loss."""
         last = self.pipeline.num_stages - 1
         total = None
-        with self.pipeline.clock.add_to("sync_s"):
+        with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
                 lanes = self.lanes[stage]
                 summed = buffer.sum_over(
@@ -148,19 +146,19 @@ class Trainer:
         if not limit:
             return None
         clock = self.pipeline.clock
-        with clock.add_to("compute_s"):
+        with clock.during("clip"):
             squares = {
                 stage: buffer.squared_norm()
                 for stage, buffer in self._buffers.items()
                 if self.lanes[stage].leader == self.rank
             }
-        with clock.add_to("waiting_s"):
+        with clock.during("wait"):
             total = math.nan
             if self.control is None:
                 total = sum((squares[stage] for stage in sorted(squares)), 0.0)
             elif squares:
                 total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
-        with clock.add_to("sync_s"):
+        with clock.during("average"):
             for lanes in self.lanes.values():
                 if lanes.group is not None:
                     shared = torch.tensor([total], dtype=torch.float64)
@@ -173,7 +171,7 @@ class Trainer:
                 "training.optimizer.learning_rate or raise its warmup_steps"
             )
         if norm > limit:
-            with clock.add_to("compute_s"):
+            with clock.during("clip"):
                 for buffer in self._buffers.values():
                     buffer.scale(limit / norm)
         return norm

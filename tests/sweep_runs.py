@@ -1,0 +1,84 @@
+"""Sweeps of the toy task without processes: a point "runs" by writing the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tests.toy import toy_config
+from xcloud import experiment as experiments
+from xcloud.errors import ConfigError, RunFailed
+from xcloud.summary import write_summary
+from xcloud.sweep.points import Point
+from xcloud.sweep.runner import Sweep
+
+_CONFIGS: dict[tuple[str, ...], DictConfig] = {}
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    key = tuple(overrides)
+    if key not in _CONFIGS:
+        try:
+            _CONFIGS[key] = OmegaConf.create(toy_config("two_clouds", list(overrides)))
+        except Exception as error:
+            raise ConfigError(str(error).splitlines()[0]) from error
+    return _CONFIGS[key].copy()
+
+
+def points(*grid: str) -> list[Point]:
+    """ "a=1 b=2" -> a point."""
+    return [Point.of(i, tuple(one.split()), compose(one.split())) for i, one in enumerate(grid)]
+
+
+def summary_of(
+    bleu: float | None = 30.0,
+    step_s: float | None = 0.5,
+    ratio: float | None = 2.0,
+    status: str = "finished",
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "name": "toy",
+        "status": status,
+        "commit": "1a2b3c4",
+        "quality": {} if bleu is None else {"bleu": bleu},
+        "step_time_s": {"median": step_s, "p90": step_s},
+        "compute_s": {"cloud_a": 0.1, "cloud_b": 0.2},
+        "codec_s": {"cloud_a": 0.05, "cloud_b": 0.05},
+        "waiting_s": {"cloud_a": 0.3, "cloud_b": 0.2},
+        "sync_s": {"cloud_a": 0.0, "cloud_b": 0.0},
+        "compression_ratio": {"forward": ratio, "backward": ratio, "total": ratio},
+        "compression": "none",
+        **more,
+    }
+
+
+def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
+    label = experiments.from_config(config).compression_in_force
+    write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
+
+
+class FakeRuns:
+    """Stands in for the launcher: counts what ran; points whose name is in `fail` do."""
+
+    def __init__(self, fail: Sequence[str] = ()) -> None:
+        self.fail, self.names = set(fail), []  # type: ignore[var-annotated]
+
+    def __call__(self, point: Point, run_dir: Path) -> None:
+        self.names.append(point.name)
+        if point.name in self.fail:
+            write_run(run_dir, point.config, status="failed", bleu=None, cause="asked to fail")
+            raise RunFailed("asked to fail")
+        if "interrupt" in self.fail:
+            raise KeyboardInterrupt
+        write_run(run_dir, point.config, bleu=30.0 + point.experiment.seed)
+
+
+def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any) -> int:
+    asked = [tuple(one.split()) for one in grid]
+    return Sweep(folder.name, folder, **settings).run(asked, compose, runs)

@@ -1,0 +1,208 @@
+"""Pictures are looked at by people; here: that they are drawn, from the right numbers, and that
+nothing of them reaches a worker or stops a run."""
+
+import ast
+import json
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from omegaconf import OmegaConf
+
+from tests.test_timeline import timeline, two_ranks
+from tests.toy import toy_config
+from xcloud import experiment as experiments
+from xcloud.curves import RunCurves
+from xcloud.events import Event, StepCollector
+from xcloud.monitor import Monitor
+from xcloud.picture_style import COLOURS, ink_on, wrapped
+from xcloud.pictures import running_mean, short, write_loss, write_pictures, write_step_time
+from xcloud.timeline import Box, Lane, Timeline
+from xcloud.timeline_picture import KINDS, write_timeline
+
+PACKAGE = Path(__file__).parent.parent / "xcloud"
+TITLE = "toy, gpipe m=4, link: emulated 2 Mbit/s, compression: int8"
+
+
+def step_events(num_steps: int, loss: float | None = 2.0) -> list[Event]:
+    """Cloud b computes twice as long as a and reports first."""
+    events = []
+    for step in range(1, num_steps + 1):
+        for rank, cloud in ((1, "b"), (0, "a")):
+            report = {
+                "event": "step", "rank": rank, "cloud": cloud, "t": float(step), "step": step,
+                "step_s": 1.0, "compute_s": 0.3 * (1 + rank), "codec_s": 0.1, "waiting_s": 0.2,
+                "sync_s": 0.0,
+            }  # fmt: skip
+            if rank and loss is not None:
+                report["loss"] = loss + 1 / step
+            events.append(report)
+    return events
+
+
+def curves_of(events: list[Event]) -> RunCurves:
+    curves, collector = RunCurves(), StepCollector(2)
+    for event in events:
+        curves.feed(event, collector.feed(event))
+    return curves
+
+
+def num_pixels(path: Path, colour: str) -> int:
+    pixels = np.round(255 * imread(path)[:, :, :3]).astype(int)
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((pixels == wanted).all(axis=2).sum())
+
+
+def test_curves_hold_one_number_a_step_and_clouds_in_the_order_of_their_ranks() -> None:
+    curves = curves_of(step_events(5))
+
+    assert list(curves.step) == [1, 2, 3, 4, 5]
+    assert curves.loss[1] == 2.5
+    assert curves.clouds == ["a", "b"]
+    assert list(curves.seconds["compute_s"]["b"]) == [0.6] * 5
+    assert list(curves.own_step["a"]) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 60, 5000])
+def test_a_run_of_any_length_has_its_pictures(num_steps: int, tmp_path: Path) -> None:
+    curves = curves_of(step_events(num_steps))
+    quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
+    curves.feed({**quality, "values": {"bleu": 12.0, "chrf": 30.0}}, None)
+
+    written = write_pictures(tmp_path, curves, timeline(), TITLE)
+
+    assert [path.name for path in written] == ["timeline.png", "loss.png", "step_time.png"]
+    assert all(imread(path).shape[2] == 4 for path in written)
+
+
+def test_what_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
+    assert write_pictures(tmp_path, RunCurves(), None, TITLE) == []
+    assert not write_loss(tmp_path / "loss.png", curves_of(step_events(3, loss=None)), TITLE)
+    assert not write_loss(tmp_path / "loss.png", curves_of(step_events(3, loss=math.nan)), TITLE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_waiting_takes_the_room_in_the_timeline_that_it_took_in_time(tmp_path: Path) -> None:
+    boxes = (
+        Box("forward", "forward", 0, 0, 0, 20_000),
+        Box("wait", "backward", 0, 0, 20_000, 80_000),
+        Box("backward", "backward", 0, 0, 80_000, 100_000),
+    )
+    lane = Lane(0, "a", 0, 100_000, boxes)
+
+    write_timeline(tmp_path / "t.png", Timeline(1, (lane,), {}, "one clock"), TITLE)
+
+    light = num_pixels(tmp_path / "t.png", COLOURS["waiting"])
+    forward = num_pixels(tmp_path / "t.png", COLOURS["forward"])
+    assert light / forward == pytest.approx(3, rel=0.1)
+
+
+def test_the_step_time_bars_are_as_long_as_the_times(tmp_path: Path) -> None:
+    write_step_time(tmp_path / "s.png", curves_of(step_events(40)), TITLE)
+
+    computing = num_pixels(tmp_path / "s.png", COLOURS["forward"])
+    waiting = num_pixels(tmp_path / "s.png", COLOURS["waiting"])
+    assert computing / waiting == pytest.approx((0.3 + 0.6) / (0.2 + 0.2), rel=0.1)
+    assert num_pixels(tmp_path / "s.png", COLOURS["averaging"]) < 0.02 * computing
+
+
+def test_a_very_long_step_is_drawn_in_seconds_and_an_empty_rank_as_it_is(tmp_path: Path) -> None:
+    lanes = (Lane(0, "a", 0, 50_000_000, ()), Lane(1, "b", 0, 0, ()))
+
+    write_timeline(tmp_path / "t.png", Timeline(1, lanes, {}, "one clock"), TITLE)
+
+    assert (tmp_path / "t.png").exists()
+
+
+def test_running_mean_shifts_nothing_and_keeps_constants() -> None:
+    ramp = np.arange(20, dtype=float)
+
+    assert running_mean(ramp, 5)[2:-2] == pytest.approx(ramp[2:-2])
+    assert running_mean(np.full(7, 3.0), 4) == pytest.approx(np.full(7, 3.0))
+    assert running_mean(ramp, 1) == pytest.approx(ramp)
+
+
+def test_numbers_and_titles_are_readable() -> None:
+    assert [short(x) for x in (1052.4, 149.2, 42.31, 0.5)] == ["1052", "149", "42.3", "0.5"]
+    assert ink_on("#0072B2") == "#FFFFFF" and ink_on("#E3E3E3") != "#FFFFFF"
+    assert all(len(line) <= 92 for line in wrapped("word " * 60, 8).splitlines())
+
+
+def test_every_kind_of_span_has_a_colour() -> None:
+    from xcloud.comm.step_clock import SUM_OF
+
+    assert KINDS.keys() == SUM_OF.keys()
+
+
+def monitor(run_dir: Path) -> Monitor:
+    config = OmegaConf.create(toy_config("two_clouds"))
+    experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
+    return Monitor(experiments.from_config(config), experiments.flatten(config), run_dir)
+
+
+def follow(run_dir: Path, events: list[Event], cause: str | None) -> None:
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    following = monitor(run_dir)
+    following.start()
+    following.finish(cause)
+
+
+def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+    tracker = "xcloud.tracking.NullTracker.artifact"
+    monkeypatch.setattr(tracker, lambda self, path: kept.append(path.name))
+
+    follow(tmp_path, [*step_events(12), *two_ranks()], None)
+
+    files = ["timeline.json", "timeline.png", "loss.png", "step_time.png"]
+    assert all((tmp_path / name).exists() for name in files)
+    assert kept == ["experiment.yaml", "summary.json", *files]
+    facts = json.loads((tmp_path / "timeline.json").read_text())["otherData"]
+    assert facts["schedule"] == "gpipe m=4"
+
+
+def test_pictures_that_cannot_be_drawn_are_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no font at all")
+
+    monkeypatch.setattr("xcloud.pictures.write_loss", fail)
+    with caplog.at_level(logging.WARNING):
+        follow(tmp_path, [*step_events(12), *two_ranks()], None)
+
+    assert ["no font at all" in record.getMessage() for record in caplog.records] == [True]
+    assert (tmp_path / "timeline.png").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    follow(tmp_path, [], "it broke")
+
+    assert not caplog.records
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_no_worker_imports_what_draws() -> None:
+    """Half a second and 50 MB that no rank should pay for."""
+    reached, to_read = set(), ["worker"]
+    while to_read:
+        name = to_read.pop()
+        file = PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
+        if name in reached or not file.exists():
+            continue
+        reached.add(name)
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            assert not module.startswith("matplotlib"), f"{file} imports {module}"
+            if module.startswith("xcloud."):
+                to_read.append(module.removeprefix("xcloud."))
+    assert {"comm.step_clock", "typical_step", "reporter"} <= reached
+    assert not reached & {"pictures", "timeline_picture", "timeline", "monitor"}

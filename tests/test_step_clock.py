@@ -1,0 +1,175 @@
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.pipelines import in_threads, pipelines, samples
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.message_log import LinkLog, LinkName, MessageLog
+from xcloud.comm.step_clock import NOWHERE, SUM_OF, Place, RecordedStep, StepClock
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.training.batch_plan import cut
+
+
+def test_every_span_is_counted_in_its_sum_and_nowhere_else() -> None:
+    clock = StepClock(record_from=1)
+    clock.begin_step(1)
+    for what in SUM_OF:
+        with clock.during(what):
+            pass
+    step_s = clock.end_step()
+
+    (recorded,) = clock.recorded
+    assert [span.what for span in recorded.spans] == list(SUM_OF)
+    for name in ("compute_s", "codec_s", "waiting_s", "sync_s"):
+        spans = [span for span in recorded.spans if SUM_OF[span.what] == name]
+        seconds = sum(span.ended_at_s - span.started_at_s for span in spans)
+        assert getattr(clock, name) == pytest.approx(seconds, abs=1e-12) and seconds > 0
+    assert step_s == recorded.ended_at_s - recorded.started_at_s
+
+
+def test_a_clock_that_is_not_asked_to_record_only_sums() -> None:
+    clock = StepClock()
+    clock.begin_step(1)
+    with clock.during("forward"):
+        pass
+    clock.end_step()
+
+    assert clock.compute_s > 0
+    assert not clock.recorded
+    assert clock.messages is None
+
+
+def test_what_happens_between_steps_is_not_recorded() -> None:
+    clock = StepClock(record_from=1)
+    for step in (1, 2):
+        clock.begin_step(step)
+        with clock.during("backward"):
+            pass
+        clock.end_step()
+        with clock.during("forward"):  # an evaluation
+            pass
+
+    assert [[s.what for s in step.spans] for step in clock.recorded] == [["backward"]] * 2
+
+
+def test_a_block_that_raises_is_counted_too() -> None:
+    clock = StepClock(record_from=1)
+    clock.begin_step(1)
+    with pytest.raises(RuntimeError), clock.during("wait"):
+        raise RuntimeError
+
+    assert clock.waiting_s > 0
+
+
+def test_steps_before_the_first_wanted_one_leave_no_trace() -> None:
+    clock = StepClock(record_from=4)
+    assert clock.messages is not None
+    log = LinkLog(LinkName(0, 0, 1), clock.messages)
+    for step in range(1, 6):
+        clock.begin_step(step)
+        with clock.during("forward"):
+            log.sending(MessageKey(Kind.ACTIVATION, step, 0), step, 100, 0.0, 0.0, None)
+            log.sending(MessageKey(Kind.REPORT), 100 + step, 100, 0.0, 0.0, None)
+        clock.end_step()
+        assert clock.compute_s > 0
+
+    assert [(recorded.step, len(recorded.spans)) for recorded in clock.recorded] == [
+        (4, 1),
+        (5, 1),
+    ]
+    assert [message.sequence for message in clock.messages.sent] == [4, 104, 5, 105]
+
+
+def test_a_message_that_comes_before_its_step_is_noted() -> None:
+    """Where nothing comes back a cloud may run many steps ahead of the next."""
+    log = MessageLog(from_step=4)
+    link = LinkLog(LinkName(0, 0, 1), log)
+    for step in (3, 4, 5):
+        key = MessageKey(Kind.ACTIVATION, step, 0)
+        link.received(Frame(key, (), step, 0.0, 100), now_s=1.0)
+
+    assert not log.is_open
+    assert [message.key.step for message in log.received] == [4, 5]
+
+
+def test_what_never_belongs_to_a_step_is_not_noted() -> None:
+    log = MessageLog(from_step=1)
+    log.is_open = True
+    for kind in Kind:
+        step = 0 if kind in (Kind.REPORT, Kind.AGREEMENT, Kind.GOODBYE) else 7
+        LinkLog(LinkName(0, 0, 1), log).sending(MessageKey(kind, step), 0, 100, 0.0, 0.0, None)
+
+    assert {message.key.kind for message in log.sent} == {
+        Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.REPORT,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [GPipe(4), OneForwardOneBackward(4)], ids=lambda s: s.label)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ClusterLayout({"a": Cloud()}, "free"),
+        ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}, "free"),
+        ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free"),
+        ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}, "free"),
+    ],
+    ids=["one rank", "three clouds", "2 feeding 1", "owner"],
+)
+def test_a_pipeline_records_every_action_once_and_in_turn(
+    layout: ClusterLayout, schedule: Schedule
+) -> None:
+    ranks = pipelines(layout, record_from=1)
+    in_threads([lambda p=p: two_passes(p, schedule) for p in ranks])
+
+    done: Counter[tuple[str, Place]] = Counter()
+    for pipeline in ranks:
+        (recorded,) = pipeline.clock.recorded
+        assert_spans_fit(recorded)
+        for span in recorded.spans:
+            if span.what in ("forward", "backward"):
+                assert span.what == span.place.direction
+                assert span.place.stage in pipeline.stages
+            done[span.what, span.place] += 1
+        assert pipeline.clock.place == NOWHERE
+    every = [
+        Place(direction, stage, micro_batch)
+        for direction in ("forward", "backward")
+        for stage in range(layout.num_stages)
+        for micro_batch in range(8)  # of both passes
+    ]
+    computed = {key: n for key, n in done.items() if key[0] in ("forward", "backward")}
+    assert computed == {(place.direction, place): 1 for place in every}
+    # What is sent is compressed once by the sender, waited for and decompressed once behind.
+    waited = {key: n for key, n in done.items() if key[0] == "wait"}
+    crossing = [p for p in every if crosses(layout, p)]
+    assert waited == {("wait", place): 1 for place in crossing}
+    assert sum(n for (what, _), n in done.items() if what == "compress") == len(crossing)
+    assert sum(n for (what, _), n in done.items() if what == "decompress") == len(crossing)
+
+
+def crosses(layout: ClusterLayout, place: Place) -> bool:
+    """Whether the input of this action comes from another rank."""
+    source = place.stage + (-1 if place.direction == "forward" else 1)
+    if not 0 <= source < layout.num_stages:
+        return False
+    return layout.owner(source, place.micro_batch) != layout.owner(place.stage, place.micro_batch)
+
+
+def two_passes(pipeline: Pipeline, schedule: Schedule) -> None:
+    """One update of two accumulation passes of 4 micro-batches."""
+    pieces = cut(torch.arange(16), 8)
+    pipeline.clock.begin_step(1)
+    for first in (0, 4):
+        batches = {i: samples(pieces[first + i]) for i in range(4)}
+        pipeline.step(schedule, batches, 1, 1.0, first)
+    pipeline.clock.end_step()
+
+
+def assert_spans_fit(recorded: RecordedStep) -> None:
+    moments = [m for span in recorded.spans for m in (span.started_at_s, span.ended_at_s)]
+    moments = [recorded.started_at_s, *moments, recorded.ended_at_s]
+    assert all(a <= b for a, b in pairwise(moments))

@@ -1,0 +1,102 @@
+"""Which experiment a point is, and what it is called."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sweep_runs import compose, points
+from xcloud.experiment import flatten
+from xcloud.sweep.points import (
+    differences,
+    identity,
+    name_points,
+    reference_key,
+    setting_key,
+    with_also,
+)
+
+
+def named(*grid: str) -> list[str]:
+    found = points(*grid)
+    name_points(found)
+    return [point.name for point in found]
+
+
+def test_identity_forgets_names_and_the_place_of_records_only() -> None:
+    settings = flatten(compose(["seed=1"]))
+    renamed = {**settings, "sweep": "x", "label": "y", "tracker.root": "/z", "task.cache_dir": "/"}
+
+    assert identity(settings) == identity(renamed)
+    for key in ("seed", "training.max_steps", "cluster.name", "task.label"):
+        assert identity(settings) != identity({**settings, key: "another"}), key
+
+
+def test_seeds_share_a_setting_and_compressions_share_a_reference() -> None:
+    one, two = (flatten(compose([f"seed={seed}"])) for seed in (1, 2))
+    int8 = flatten(compose(["seed=1", "compression=int8"]))
+    slow = flatten(compose(["seed=1", "cluster/wan=line_8m"]))
+
+    assert identity(one) != identity(two) and setting_key(one) == setting_key(two)
+    assert setting_key(one) != setting_key(int8) and reference_key(one) == reference_key(int8)
+    assert reference_key(one) != reference_key(slow)
+
+
+def test_tab_completion_stays_fast() -> None:
+    """Hydra imports the plugin whenever run.py starts, also to complete a word."""
+    heavy = "{'torch', 'mlflow', 'matplotlib', 'transformers', 'datasets', 'rich'}"
+    script = f"import sys, hydra_plugins.xcloud_launcher; assert not {heavy} & set(sys.modules)"
+    path = str(Path(__file__).parent.parent / "xcloud" / "_hydra")
+    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": path})
+
+
+def test_differences_name_both_values() -> None:
+    one, two = flatten(compose([])), flatten(compose(["training.max_steps=9", "seed=2"]))
+
+    assert differences(one, two) == {"seed": (1, 2), "training.max_steps": (8, 9)}
+
+
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        (["seed=1", "seed=2"], ["none s1", "none s2"]),
+        (["compression=int8", "compression=none"], ["int8+int8 s1", "none s1"]),
+        (["cluster/wan=line_8m", "cluster/wan=line_1g"], ["line_8m s1", "line_1g s1"]),
+        (
+            ["training.max_steps=3 compression=int8", "training.max_steps=4 compression=int8"],
+            ["max_steps=3 s1", "max_steps=4 s1"],
+        ),
+        (
+            ["compression=svd_fp16_int8 compression.forward.svd.rate=0.2", "compression=none"],
+            ["fp16(svd(0.2))+int8 s1", "none s1"],
+        ),
+        # The label of a compressor says nothing of its block size.
+        (
+            ["compression=int8 +compression.forward.int8.block=32", "compression=int8"],
+            ["int8+int8 block=32 s1", "int8+int8 s1"],
+        ),
+    ],
+    ids=lambda value: value[0],
+)
+def test_names_say_what_differs(grid: list[str], names: list[str]) -> None:
+    assert named(*grid) == names
+
+
+def test_a_folder_needs_no_quotes() -> None:
+    found = points("compression=svd_fp16_int8 seed=3", "compression=none seed=3")
+    name_points(found)
+
+    assert [point.folder for point in found] == ["fp16-svd-0.6+int8_s3", "none_s3"]
+
+
+def test_also_adds_the_reference_once_for_each_seed() -> None:
+    rate = "compression.forward.svd.rate"
+    asked = [("+exp=a", f"{rate}={r}", f"seed={s}") for r in (0.2, 0.4) for s in (1, 2)]
+
+    assert with_also(asked, {}) == asked
+    assert with_also(asked, {"compression": "none"}) == [
+        *asked,
+        ("+exp=a", "seed=1", "compression=none"),
+        ("+exp=a", "seed=2", "compression=none"),
+    ]

@@ -1,0 +1,246 @@
+"""What a sweep came to: rows over seeds, table, CSV, pictures, comparison, the page in MLflow."""
+
+import csv
+import re
+from io import StringIO
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from tests.sweep_runs import compose, write_run
+from xcloud import report, ui
+from xcloud.errors import ConfigError
+from xcloud.experiment import flatten
+from xcloud.mlflow_store import Store, prepare_environment
+from xcloud.sweep.pictures import front, write_pictures
+from xcloud.sweep.published import NOTE, published_for
+from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, rows_of
+from xcloud.sweep.table import print_table, write_csv
+from xcloud.sweep.view import prepare, view_of
+from xcloud.tracking import MlflowTracker, NullTracker
+
+RUNS = [  # overrides, BLEU, step time, ratio
+    ("compression=none seed=1", 40.0, 1.0, 0.99),
+    ("compression=none seed=2", 42.0, 1.0, 0.99),
+    ("compression=int8 seed=1", 41.0, 0.4, 3.9),
+    ("compression=int8 seed=2", 43.0, 0.5, 3.9),
+    ("compression=int2 seed=1", 12.0, 0.2, 14.0),
+]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    folder = tmp_path / "multirun" / "s"
+    for number, (overrides, bleu, step_s, ratio) in enumerate(RUNS):
+        config = compose(overrides.split())
+        write_run(folder / str(number), config, bleu=bleu, step_s=step_s, ratio=ratio)
+    config = compose(["compression=int2", "seed=2"])
+    write_run(folder / "5", config, bleu=None, step_s=None, ratio=None, status="failed", cause="x")
+    return folder
+
+
+def printed(rows: list[Row], width: int = 100) -> str:
+    stream = StringIO()
+    print_table(rows, Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def test_spread_is_the_sample_standard_deviation() -> None:
+    assert Spread.of([40.0, None, 42.0]) == Spread(41.0, pytest.approx(2**0.5), 2)
+    assert Spread.of([40.0]) == Spread(40.0, None, 1)
+    assert Spread.of([None]) is None
+
+
+def test_rows_are_settings_over_seeds_best_first(sweep: Path) -> None:
+    rows = rows_of(from_folder(sweep))
+
+    assert [row.label for row in rows] == ["int8+int8", "none", "int2+int2"]
+    int8, none, int2 = rows
+    assert int8.score == Spread(42.0, pytest.approx(2**0.5), 2)
+    assert int8.step_time_s is not None and int8.step_time_s.mean == pytest.approx(0.45)
+    assert (int8.share, none.share, int2.share) == (pytest.approx(0.45), 1.0, 0.2)
+    assert (int2.num_finished, len(int2.results)) == (1, 2)
+    assert int8.parts_s("codec_s") == {"cloud_a": 0.05, "cloud_b": 0.05}
+
+
+def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) -> None:
+    for name, overrides, step_s in [
+        ("a", "compression=none cluster/wan=line_8m", 10.0),
+        ("b", "compression=int8 cluster/wan=line_8m", 4.0),
+        ("c", "compression=int8 cluster/wan=line_1g", 1.0),
+    ]:
+        write_run(tmp_path / name, compose(overrides.split()), step_s=step_s)
+
+    assert {row.share for row in rows_of(from_folder(tmp_path))} == {1.0, 0.4, None}
+
+
+def test_settings_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name, steps in (("a", 8), ("b", 9)):
+        write_run(tmp_path / name, compose([f"training.max_steps={steps}"]))
+
+    labels = sorted(row.label for row in rows_of(from_folder(tmp_path)))
+    assert labels == ["none max_steps=8", "none max_steps=9"]
+
+
+def test_table_shows_mean_spread_share_and_what_is_missing(sweep: Path) -> None:
+    text = printed(rows_of(from_folder(sweep)))
+
+    lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
+    assert lines["int8+int8"] == "int8+int8 2 42.00 ± 1.41 450 ± 71 ms 45 % 3.90x"
+    assert lines["int2+int2"] == "int2+int2 1 of 2 12.00 200 ms 20 % 14.00x"
+    assert "paper" not in text and "standard deviation over seeds" in text
+
+
+def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_path: Path) -> None:
+    common = {"name": "abnet_iwslt", "model": "AbNet", "cluster.name": "two_clouds"}
+    rows = []
+    for label, more in [
+        ("fp16(svd(0.6))+int8", {}),
+        ("fp16(svd(0.2))+int8", {}),
+        ("int8+int8", {}),
+        ("off", {"cluster.name": "local"}),
+        ("none", {"model": "Transformer"}),
+        ("fp16(svd(0.6))+int8", {"name": "something else"}),
+    ]:
+        write_run(tmp_path / "a", compose([]), compression=label)
+        result = from_folder(tmp_path)[0]
+        settings = {**result.settings, **common, **more}
+        rows.append(Row(label, [type(result)("s", result.run_dir, settings, result.summary)]))
+    found = [published_for(row) for row in rows]
+
+    assert [entry and (entry.quality, entry.share) for entry in found] == [
+        *(("41.92", 0.32), ("−4.19", 0.19), None, ("43.19", None), ("39.60", None), None)
+    ]
+    text = printed(rows, width=500)
+    assert "41.92" in text and "32 %" in text and NOTE in text and "difference" in text
+
+
+def test_points_that_ran_at_once_and_mixed_code_are_said(sweep: Path) -> None:
+    results = from_folder(sweep)
+    object.__setattr__(results[0], "at_once", 2)
+    results[1].summary["commit"] = "9f9f9f9"
+
+    text = printed(rows_of(results))
+    assert "2 points ran at once" in text and "1a2b3c4, 9f9f9f9" in text
+
+
+def test_csv_has_every_setting_and_every_run(sweep: Path, tmp_path: Path) -> None:
+    results = from_folder(sweep)
+    write_csv(tmp_path, rows_of(results), results)
+    with open(tmp_path / "table.csv", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    with open(tmp_path / "points.csv", encoding="utf-8") as file:
+        points = list(csv.DictReader(file))
+
+    assert [row["setting"] for row in table] == ["int8+int8", "none", "int2+int2"]
+    assert float(table[0]["bleu"]) == 42.0 and float(table[0]["bleu_std"]) > 1.4
+    assert float(table[0]["share_of_uncompressed_step_time"]) == 0.45
+    assert float(table[0]["waiting_s_cloud_a"]) == 0.3
+    assert len(points) == 6 and [p["cause"] for p in points if p["status"] == "failed"] == ["x"]
+    assert points[2]["compression_ratio"] == "3.9"
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    assert front([(1.0, 40), (0.4, 41), (0.2, 12), (0.3, 12), (0.4, 30)]) == [(0.2, 12), (0.4, 41)]
+    assert front([]) == []
+
+
+def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
+    written = write_pictures(tmp_path, rows_of(from_folder(sweep)), "sweep s")
+
+    names = ["quality_and_step_time.png", "quality_and_ratio.png", "step_time.png"]
+    assert [path.name for path in written] == names
+    for path in written:
+        pixels = matplotlib.image.imread(path)
+        assert pixels.shape[1] >= 800 and pixels[..., :3].std() > 0.05
+
+
+def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Path) -> None:
+    failed = {"bleu": None, "step_s": None, "ratio": None, "compute_s": {}, "cause": "x"}
+    write_run(tmp_path / "m" / "a", compose([]), status="failed", **failed)
+    (tmp_path / "m" / "b").mkdir()
+    results = from_folder(tmp_path / "m")
+
+    assert write_pictures(tmp_path, rows_of(results), "x") == []
+    assert "0 of 1" in printed(rows_of(results))
+
+
+def test_report_compares_two_sweeps(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.parent.parent)
+    config = compose(["compression=int8", "cluster/wan=line_8m"])
+    write_run(sweep.parent / "t" / "a", config, bleu=41.0, step_s=0.9)
+
+    assert report.main(["s", "t"]) == 0
+    said = capsys.readouterr().out
+    assert "cluster.wan.bandwidth_bits_per_s" not in said  # free_network has none
+    assert "cluster.wan: free_network | LinkProfile" in said
+    assert "int8+int8: t against s: -1.00, step time x2.00" in said
+    assert (sweep.parent / "s+t" / "quality_and_step_time.png").exists()
+
+
+def test_an_unknown_sweep_is_named_with_those_there_are(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.parent.parent)
+    (sweep / "sweep.json").write_text('{"points": {}}')
+
+    assert report.main(["nope", "--root", str(sweep / "no")]) == 2
+    assert "no run of a sweep 'nope'" in (said := capsys.readouterr().err) and ": s\n" in said
+    with pytest.raises(ConfigError):
+        open_sweep("nope")
+
+
+def test_the_page_shows_what_differs_and_draws_quality_against_rates() -> None:
+    rate = "compression.forward.svd.rate"
+    grid = [f"compression=svd_fp16_int8 {rate}={r} seed={s}" for r in (0.2, 0.6) for s in (1, 2)]
+    view = view_of("s", [flatten(compose(one.split())) for one in [*grid, "compression=none"]])
+
+    assert view["searchFilter"] == "tags.sweep = 's'"
+    for column in (f"params.`{rate}`", "params.`label`", "params.`seed`", "metrics.`bleu`"):
+        assert column in view["selectedColumns"]
+    charts = {chart["uuid"]: chart for chart in view["compareRunCharts"]}
+    assert f"bleu against {rate}" in charts and "bleu against step_time_s" in charts
+    # A run without a rate would be missing from all axes.
+    assert charts["parallel coordinates"]["selectedParams"] == ["label", "seed"]
+
+
+def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_environment()
+    root = tmp_path / "mlruns"
+    store = Store(root)
+    config = from_folder(sweep)[0].settings
+    lines = prepare("s", MlflowTracker(root=str(root)), [config])()
+    assert [link for line in lines for link in re.findall(r"http\S+sweep-s", line)]
+    assert f"python -m xcloud.ui --root {root} --sweep s" in lines[-1]
+    client, experiment_id = store.open()
+    for folder in sorted(path.parent for path in sweep.glob("*/summary.json")) * 2:
+        run = client.create_run(experiment_id, tags={"sweep": "s"})
+        client.log_artifacts(run.info.run_id, str(folder))
+    client.create_run(experiment_id, tags={"sweep": "another"})
+
+    table, charts = ui.sweep_links(store, 5000, "s")[1:]
+    assert "viewStateShareKey=sweep-s" in table and "compareRunsMode=CHART" in charts
+    assert ui.sweep_links(store, 5000, "another") == []
+    monkeypatch.chdir(tmp_path / "mlruns")
+    _, results = open_sweep("s", store)
+    assert len(results) == 6, "a point that ran twice counts once"
+    assert rows_of(results)[0].score == rows_of(from_folder(sweep))[0].score
+
+
+def test_mlflow_that_refuses_is_one_line(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> str:
+        raise RuntimeError("no\nentry")
+
+    monkeypatch.setattr(Store, "write_view", refuse)
+    lines = prepare("s", MlflowTracker(root=str(tmp_path)), [from_folder(sweep)[0].settings])()
+
+    assert len(lines) == 1 and "could be prepared" in lines[0] and "\n" not in lines[0]
+    assert prepare("s", NullTracker(), [])() == []

@@ -1,0 +1,243 @@
+"""What a sweep refuses, skips, runs again and says; runs are faked, files are real."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
+from xcloud.errors import ConfigError
+from xcloud.sweep.points import Point, name_points
+from xcloud.sweep.runner import check_settings
+from xcloud.sweep.state import SweepState, code_fingerprint
+
+GRID = ["seed=1", "seed=2", "seed=3"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "multirun" / "s"
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have their own tests, and take most of the time."""
+    monkeypatch.setattr("xcloud.sweep.pictures.write_pictures", lambda *arguments: [])
+
+
+def test_a_wrong_point_refuses_the_sweep_with_its_reason(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "multirun.yaml").touch()  # Hydra has written it by then
+    runs = FakeRuns()
+
+    assert run_sweep(folder, ["seed=1", "seed=-1", "training.max_steps=0"], runs) == 2
+    said = capsys.readouterr().err
+    assert "nothing was started; 2 of 3 points" in said
+    assert "seed=-1: seed must be" in said and "training.max_steps=0: training.max_steps" in said
+    assert runs.names == [] and not folder.exists()
+
+
+def test_a_failed_point_is_said_and_the_others_go_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = FakeRuns(fail=["none s1"])
+
+    assert run_sweep(folder, GRID, runs) == 1
+    assert runs.names == ["none s1", "none s2", "none s3"]
+    said = capsys.readouterr().out
+    failed = next(line for line in said.splitlines() if line.startswith("none s1: FAILED"))
+    assert "asked to fail; the others go on" in failed and said.index(failed) < said.index("[2/3]")
+    assert "1 of 3 points failed" in said and "sweep=s" in said.splitlines()[-1]
+    assert "asked to fail" in (folder / "points.csv").read_text()
+
+
+def test_stop_on_failure_starts_nothing_more(folder: Path) -> None:
+    runs = FakeRuns(fail=["none s2"])
+
+    assert run_sweep(folder, GRID, runs, stop_on_failure=True) == 1
+    assert runs.names == ["none s1", "none s2"]
+
+
+def test_points_at_once_stop_too_and_a_crowd_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class FakeChildren:
+        def __init__(self, *arguments: object) -> None: ...
+
+        def run(self, point: Point, run_dir: Path) -> str | None:
+            started.append(point.name)
+            if point.name == "none s1":
+                return "asked to fail"
+            time.sleep(0.3)
+            write_run(run_dir, point.config)
+            return None
+
+        def end(self) -> None:
+            raise AssertionError("nothing was interrupted")
+
+    monkeypatch.setattr("xcloud.sweep.runner.Children", FakeChildren)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
+
+    assert run_sweep(folder, GRID, FakeRuns(), parallel=2, stop_on_failure=True) == 1
+    assert sorted(started) == ["none s1", "none s2"]
+    said = capsys.readouterr().out
+    assert "2 points at once are 4 ranks on 3 cores" in said
+    assert "none s2: finished" in said and "1 not tried (stop_on_failure)" in said
+
+
+def test_the_same_command_skips_what_is_finished_and_runs_what_failed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_sweep(folder, GRID, FakeRuns(fail=["none s2"]))
+    capsys.readouterr()
+    again = FakeRuns()
+
+    assert run_sweep(folder, GRID, again) == 0
+    assert again.names == ["none s2"]
+    said = capsys.readouterr().out
+    assert "3 points, 1 to run, 2 finished before" in said
+    assert "none s2 runs again; failed: asked to fail" in said
+    assert (folder / "earlier" / "none_s2" / "summary.json").exists()
+    third = FakeRuns()
+    assert run_sweep(folder, GRID, third) == 0 and third.names == []
+
+
+def test_ctrl_c_leaves_a_sweep_that_can_be_continued(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_sweep(folder, GRID[:1], FakeRuns())
+
+    assert run_sweep(folder, GRID, FakeRuns(fail=["interrupt"])) == 130
+    assert "interrupted, 2 of 3 points are left" in capsys.readouterr().out
+    again = FakeRuns()
+    assert run_sweep(folder, GRID, again) == 0
+    assert again.names == ["none s2", "none s3"]
+
+
+def test_a_point_that_was_killed_is_run_again(folder: Path) -> None:
+    run_sweep(folder, GRID[:1], FakeRuns())
+    (folder / "none_s1" / "summary.json").unlink()
+    again = FakeRuns()
+
+    assert run_sweep(folder, GRID[:1], again) == 0
+    assert again.names == ["none s1"]
+
+
+def test_a_change_of_config_is_said_and_the_point_runs_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_sweep(folder, GRID[:1], FakeRuns())
+    path = folder / "none_s1" / "experiment.yaml"
+    path.write_text(path.read_text().replace("max_steps: 8", "max_steps: 7"))
+    kept, again = FakeRuns(), FakeRuns()
+
+    assert run_sweep(folder, GRID[:1], kept, accept_changes=True) == 0
+    assert kept.names == []
+    change = "config changed since: training.max_steps 7 -> 8"
+    assert f"none s1 is kept; {change}" in capsys.readouterr().out
+    assert run_sweep(folder, GRID[:1], again) == 0
+    assert again.names == ["none s1"]
+    assert f"none s1 runs again; {change}" in capsys.readouterr().out
+
+
+def test_a_change_of_code_is_said_and_the_point_runs_again(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_sweep(folder, GRID[:1], FakeRuns())
+    capsys.readouterr()
+    monkeypatch.setattr("xcloud.sweep.state.code_fingerprint", lambda: "other code")
+    again = FakeRuns()
+
+    assert run_sweep(folder, GRID[:1], again) == 0
+    assert again.names == ["none s1"]
+    said = capsys.readouterr().out
+    assert "none s1 runs again; code changed since" in said and "accept_changes=true" in said
+
+
+def test_code_that_decides_nothing_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "a.py").write_text("1")
+    before = code_fingerprint(tmp_path)
+
+    (tmp_path / "sweep" / "table.py").write_text("2")
+    (tmp_path / "notes.md").write_text("3")
+    assert code_fingerprint(tmp_path) == before
+    (tmp_path / "a.py").write_text("4")
+    assert code_fingerprint(tmp_path) != before
+
+
+def test_another_command_adds_points_to_the_sweep(folder: Path) -> None:
+    run_sweep(folder, ["compression=none"], FakeRuns())
+    more = FakeRuns()
+
+    assert run_sweep(folder, ["compression=int8 training.max_steps=9"], more) == 0
+    assert more.names == ["int8+int8 max_steps=9 s1"]
+    assert len(json.loads((folder / "sweep.json").read_text())["points"]) == 2
+
+
+def test_two_points_never_share_a_folder(folder: Path) -> None:
+    run_sweep(folder, ["training.max_steps=9"], FakeRuns())
+    found = points("training.max_steps=8")
+    name_points(found)
+
+    decision = SweepState(folder).decide(found, accept_changes=False)[0]
+    assert (decision.verdict, decision.folder) == ("run", "none_s1-2")
+
+
+def test_the_same_experiment_runs_once(folder: Path) -> None:
+    runs = FakeRuns()
+
+    assert run_sweep(folder, ["seed=1", "seed=1 compression=none"], runs) == 0
+    assert len(runs.names) == 1
+
+
+def test_two_processes_cannot_run_one_sweep(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_sweep(folder, GRID[:1], FakeRuns())
+    with SweepState(folder).lock():
+        assert run_sweep(folder, GRID, FakeRuns()) == 2
+
+    assert "another process runs the sweep" in capsys.readouterr().err
+
+
+def test_a_damaged_state_is_refused_and_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text("{")
+
+    assert run_sweep(folder, GRID, FakeRuns()) == 2
+    assert "sweep.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "", "with blank", ".hidden", "ü"])
+def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="sweep must be a name"):
+        check_settings(name, 1)
+
+
+def test_an_unexpected_error_does_not_end_the_sweep(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    class Broken(FakeRuns):
+        def __call__(self, point: object, run_dir: Path) -> None:
+            raise ZeroDivisionError("oh")
+
+    assert run_sweep(folder, GRID[:2], Broken()) == 1
+    said = capsys.readouterr().out
+    assert "none s1: FAILED" in said and "ZeroDivisionError: oh" in said and "none s2" in said
+
+
+def test_the_sweep_and_its_label_are_in_the_experiment(folder: Path) -> None:
+    run_sweep(folder, ["seed=1", "seed=2"], FakeRuns())
+
+    text = (folder / "none_s2" / "experiment.yaml").read_text()
+    assert "sweep: s\n" in text and "label: none\n" in text
+    assert compose(["seed=1"]).sweep is None  # the composed config was not ours to change

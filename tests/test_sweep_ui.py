@@ -1,0 +1,92 @@
+"""A sweep in MLflow's real UI, in a real browser: its rows and its charts are there."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chromium import browser, chromium
+from xcloud.ui import HOST
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium() is None, reason="no Chromium here (apt-get install chromium)"),
+]
+ROOT = Path(__file__).parent.parent
+RATE = "compression.forward.svd.rate"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A store with a sweep of two points, and what the sweep said."""
+    folder = tmp_path_factory.mktemp("ui")
+    command = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy"]
+    command += ["compression=svd_fp16_int8", f"{RATE}=0.2,0.6", "sweep=seen"]
+    command += [f"hydra.sweep.dir={folder}/seen", f"tracker.root={folder}/mlruns"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "mlruns", done.stdout
+
+
+@pytest.fixture(scope="module")
+def links(sweep: tuple[Path, str]) -> Iterator[dict[str, str]]:
+    """What `python -m xcloud.ui --sweep seen` prints while it serves."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "xcloud.ui", "--root", str(sweep[0]), "--port", str(port)]
+    server = subprocess.Popen(
+        [*command, "--sweep", "seen"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    try:
+        found: dict[str, str] = {}
+        for line in server.stdout:
+            if link := re.match(r"\s+(\w+)\s+(http\S+)", line):
+                found[link[1]] = link[2]
+            if "Ctrl+C" in line:
+                break
+        yield found
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(30)
+        server.stdout.close()
+
+
+def test_the_printed_links_land_on_the_sweeps_rows_and_charts(
+    sweep: tuple[Path, str], links: dict[str, str], tmp_path: Path
+) -> None:
+    for link in links.values():  # the sweep printed the same, for the usual port
+        assert re.sub(r":\d+/", ":5000/", link) in sweep[1]
+    with browser(tmp_path / "profile") as page:
+        page.open(links["table"])
+        page.wait_for("document.body.innerText.includes('2 matching runs')")
+        page.wait_for("document.body.innerText.includes('fp16(svd(0.6))+int8 s1')")
+        text = page.evaluate("document.body.innerText")
+        page.screenshot(tmp_path / "table.png")
+        for seen in ("fp16(svd(0.2))+int8 s1", "bleu", "step_time_s", "label"):
+            assert seen in text, (seen, text)
+
+        page.open(links["charts"])
+        page.wait_for("document.querySelectorAll('.js-plotly-plot .point').length >= 4")
+        text = page.evaluate("document.body.innerText")
+        page.screenshot(tmp_path / "charts.png")
+        assert "Sweep seen" in text and f"{RATE}" in text, text
+
+
+def test_a_run_prints_where_it_can_be_compared(sweep: tuple[Path, str]) -> None:
+    assert "compare at   http://127.0.0.1:5000/#/experiments/" in sweep[1]
+    assert "viewStateShareKey=sweep-seen" in sweep[1]
+    assert "python -m xcloud.ui --root" in sweep[1]
+
+
+def test_an_unknown_sweep_is_said(sweep: tuple[Path, str]) -> None:
+    command = [sys.executable, "-m", "xcloud.ui", "--root", str(sweep[0]), "--sweep", "other"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 1 and "No sweep 'other' is recorded" in done.stderr

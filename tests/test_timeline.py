@@ -1,0 +1,268 @@
+"""Events to a timeline to a trace; the last tests start real ranks with the toy task."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.toy import toy_config
+from xcloud.events import Event, EventReader
+from xcloud.local_run import run
+from xcloud.monitor import TRACE_FILE
+from xcloud.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
+
+MS = 1000
+
+
+def event(rank: int, started_ms: float, spans: list[list[Any]], **fields: Any) -> Event:
+    head = {
+        "event": "timeline", "rank": rank, "cloud": "ab"[rank], "t": 0.0, "step": 7,
+        "machine": "m", "started_us": round(MS * started_ms), "unix_us": 0, "step_us": 60 * MS,
+        "sent": [], "received": [],
+    }  # fmt: skip
+    return {**head, "spans": spans, **fields}
+
+
+def two_ranks(**of_b: Any) -> list[Event]:
+    """Rank 0 computes F0 in 10 ms and sends it (5 ms on the line, 2 ms of latency); rank 1, which
+    began 1 ms later, waits for it, computes it in 8 ms and sends the gradient the same way."""
+    a = event(
+        0, 1000,
+        [
+            ["forward", "forward", 0, 0, 0, 10 * MS],
+            ["compress", "forward", 0, 0, 10 * MS, 11 * MS],
+            ["wait", "backward", 0, 0, 11 * MS, 35 * MS],
+            ["backward", "backward", 0, 0, 35 * MS, 45 * MS],
+            ["wait", "", -1, -1, 45 * MS, 50 * MS],
+            ["optimizer", "", -1, -1, 50 * MS, 60 * MS],
+        ],
+        sent=[[0, 1, 0, "activation", 0, 640, 11 * MS, 11 * MS, 16 * MS],
+              [-1, 1, 3, "report", 0, 90, 300 * MS, 300 * MS, 301 * MS]],
+        received=[[0, 1, 9, 34 * MS]],
+    )  # fmt: skip
+    b = event(
+        1, 1001,
+        [
+            ["wait", "forward", 1, 0, 0, 17 * MS],
+            ["forward", "forward", 1, 0, 17 * MS, 25 * MS],
+            ["backward", "backward", 1, 0, 25 * MS, 26 * MS],
+        ],
+        sent=[[0, 0, 9, "gradient", 0, 320, 26 * MS, 26 * MS, 31 * MS]],
+        received=[[0, 0, 0, 17 * MS]],
+        **of_b,
+    )  # fmt: skip
+    return [b, a]
+
+
+def timeline(events: list[Event] | None = None) -> Timeline:
+    found = timeline_of(two_ranks() if events is None else events)
+    assert found is not None
+    return found
+
+
+def test_ranks_of_one_machine_stand_on_one_clock_from_the_first_start_on() -> None:
+    found = timeline()
+
+    assert [(lane.rank, lane.cloud, lane.from_us, lane.until_us) for lane in found.lanes] == [
+        (0, "a", 0, 60 * MS),
+        (1, "b", 1 * MS, 61 * MS),
+    ]
+    assert found.lanes[1].boxes[1].from_us == 18 * MS
+    assert found.clocks == "one machine, one clock"
+    assert found.until_us == 61 * MS
+
+
+def test_a_message_is_joined_from_what_both_its_ends_noted() -> None:
+    found = timeline()
+
+    assert list(found.flights) == [("a", "b"), ("b", "a")]
+    (there,) = found.flights["a", "b"]  # the report was after the step
+    (back,) = found.flights["b", "a"]
+    assert (there.name, there.from_us, there.until_us) == ("F0", 11 * MS, 16 * MS)
+    assert there.arrived_us == 18 * MS == found.lanes[1].boxes[0].until_us
+    assert (back.name, back.from_us, back.until_us, back.arrived_us) == (
+        "B0", 27 * MS, 32 * MS, 34 * MS,
+    )  # fmt: skip
+
+
+def test_on_a_real_network_a_message_takes_from_sending_to_receiving() -> None:
+    events = two_ranks()
+    for rank in events:
+        for message in rank["sent"]:
+            message[-1] = None
+
+    (there,) = timeline(events).flights["a", "b"]
+
+    assert (there.from_us, there.until_us, there.arrived_us) == (11 * MS, 18 * MS, 18 * MS)
+
+
+def test_two_machines_are_joined_by_their_messages() -> None:
+    """b's clock is 5 s ahead: nothing may be seen of it but in the note."""
+    b, a = two_ranks(machine="n")
+    b["started_us"] += 5_000_000
+
+    found = timeline([a, b])
+
+    # 7 ms there and 7 ms back: alike, so the offset is exact.
+    assert [lane.from_us for lane in found.lanes] == [0, 1 * MS]
+    assert found.flights == timeline().flights
+    assert found.clocks == "clocks of 2 machines joined by messages both ways, off by 7 ms at most"
+
+
+def test_bubble_ratio_is_waiting_over_computing() -> None:
+    waiting, computing = 24 + 5 + 17, 10 + 10 + 10 + 8 + 1
+
+    assert timeline().bubble_ratio == pytest.approx(waiting / computing)
+
+
+def test_several_lines_of_one_rank_are_one_lane() -> None:
+    b, a = two_ranks()
+    rest = {**a, "spans": a["spans"][2:], "sent": [], "received": []}
+    a["spans"] = a["spans"][:2]
+
+    assert timeline([a, b, rest]) == timeline()
+
+
+def test_a_run_that_ended_early_has_no_timeline() -> None:
+    assert timeline_of([{"event": "phase", "rank": 0, "cloud": "a", "name": "training"}]) is None
+
+
+def test_overlapping_entries_get_rows_of_their_own() -> None:
+    there = timeline().flights["a", "b"][0]
+    some = [
+        there._replace(from_us=a, until_us=b) for a, b in ((0, 10), (10, 20), (5, 12), (12, 13))
+    ]
+
+    rows = rows_of(some)
+
+    assert [[(e.from_us, e.until_us) for e in row] for row in rows] == [
+        [(0, 10), (10, 20)],
+        [(5, 12), (12, 13)],
+    ]
+
+
+def test_names_are_those_of_the_textbooks(tmp_path: Path) -> None:
+    names = [box.name for box in timeline().lanes[0].boxes]
+
+    assert names == ["F0", "compress F0", "wait for B0", "B0", "wait for norm", "optimizer"]
+
+
+def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", timeline(), {"schedule": "gpipe m=1"})
+    trace = json.loads((tmp_path / "t.json").read_text())
+
+    assert_valid_trace(trace)
+    assert trace["otherData"]["schedule"] == "gpipe m=1"
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    assert threads == {
+        (1, 0): "rank 0", (2, 1): "rank 1", (3, 1): "a to b", (3, 2): "b to a",
+    }  # fmt: skip
+    forward = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == "forward"]
+    assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in forward] == [
+        ("F0", 1, 0, 0, 10 * MS),
+        ("F0", 2, 1, 18 * MS, 8 * MS),
+    ]
+
+
+def assert_valid_trace(trace: dict[str, Any]) -> None:
+    """Trace Event Format (Google, "JSON Object Format"): what the viewers insist on."""
+    named = set()
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    arrows: dict[int, list[str]] = {}
+    for entry in trace["traceEvents"]:
+        assert isinstance(entry["name"], str) and isinstance(entry["pid"], int)
+        if entry["ph"] == "M":
+            assert entry["name"] in {
+                "process_name", "process_sort_index", "thread_name", "thread_sort_index",
+            }  # fmt: skip
+            named.add((entry["pid"], entry.get("tid")))
+            continue
+        assert isinstance(entry["tid"], int) and isinstance(entry["ts"], int)
+        assert entry["ts"] >= 0
+        if entry["ph"] == "X":
+            assert isinstance(entry["dur"], int) and entry["dur"] >= 0
+            track = tracks.setdefault((entry["pid"], entry["tid"]), [])
+            track.append((entry["ts"], entry["ts"] + entry["dur"]))
+        else:
+            assert entry["ph"] in "sf"
+            arrows.setdefault(entry["id"], []).append(entry["ph"])
+    assert {pid for pid, _ in tracks} <= {pid for pid, tid in named if tid is None}
+    assert tracks.keys() <= named
+    assert all(sorted(ends) == ["f", "s"] for ends in arrows.values())
+    # Boxes that overlap without one holding the other are drawn wrongly.
+    for track in tracks.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(track)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "one_forward_one_backward"])
+def test_a_real_run_leaves_a_timeline_of_all_it_did(schedule: str, tmp_path: Path) -> None:
+    config = toy_config(
+        "two_clouds",
+        [
+            "cluster/wan=office_100m", "cluster.wan.bandwidth_bits_per_s=2e6",
+            "cluster.wan.latency_s=0.003", f"schedule={schedule}", "training.accumulate_steps=2",
+            "compression=int8", "training.evaluate_every=3",
+        ],
+    )  # fmt: skip
+    summary = run(OmegaConf.create(config), tmp_path)
+
+    trace = json.loads((tmp_path / TRACE_FILE).read_text())
+    assert_valid_trace(trace)
+    found = timeline_of(EventReader(tmp_path / "events.jsonl").poll())
+    assert found is not None
+    assert json.loads(json.dumps(chrome_trace(found, {})))["traceEvents"] == trace["traceEvents"]
+    assert 1 < found.step <= summary["num_steps"]
+    assert [(lane.rank, lane.cloud) for lane in found.lanes] == [(0, "cloud_a"), (1, "cloud_b")]
+    for lane in found.lanes:
+        computed = Counter(box.name for box in lane.boxes if box.what in ("forward", "backward"))
+        assert computed == {f"{letter}{i}": 1 for letter in "FB" for i in range(8)}
+        assert {box.stage for box in lane.boxes if box.direction} == {lane.rank}
+        ends = [(box.from_us, box.until_us) for box in lane.boxes]
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+        assert lane.from_us <= ends[0][0] and ends[-1][1] <= lane.until_us
+        # The spans are the whole story, but for a little Python between them.
+        assert sum(b - a for a, b in ends) > 0.8 * (lane.until_us - lane.from_us)
+    assert_messages_fit(found)
+    for name in ("timeline.png", "loss.png", "step_time.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def assert_messages_fit(found: Timeline) -> None:
+    """Every message leaves after its computation, and its receiver waits until it is there."""
+    sender, receiver = found.lanes
+    there, back = found.flights["cloud_a", "cloud_b"], found.flights["cloud_b", "cloud_a"]
+    assert [f.name for f in there if f.kind == "activation"] == [f"F{i}" for i in range(8)]
+    assert [f.name for f in back if f.kind == "gradient"] == [f"B{i}" for i in range(8)]
+    assert [f.kind for f in (*there, *back)].count("norm") == 2
+    for lane, others, letter in ((sender, there, "F"), (receiver, back, "B")):
+        other = receiver if lane is sender else sender
+        for flight in others:
+            if not flight.name.startswith(letter):
+                continue
+            computed = next(box for box in lane.boxes if box.name == flight.name)
+            waited = next(box for box in other.boxes if box.name == f"wait for {flight.name}")
+            assert computed.until_us <= flight.queued_us <= flight.from_us < flight.until_us
+            assert flight.until_us + 2900 < flight.arrived_us <= waited.until_us
+
+
+@pytest.mark.slow
+def test_a_failed_run_leaves_the_pictures_of_the_steps_it_made(tmp_path: Path) -> None:
+    config = toy_config("two_clouds")
+    config["model"] |= {"fail_stage": 1, "fail_step": 20}
+    config["training"]["max_steps"] = 100
+
+    with pytest.raises(Exception, match="asked to fail"):
+        run(OmegaConf.create(config), tmp_path)
+
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] > 0
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "step_time.png").exists()
+    assert not (tmp_path / "timeline.png").exists()

@@ -1,0 +1,156 @@
+"""Hydra's door to xcloud.sweep: composes the points of a sweep and runs one of them when asked.
+What a sweep is, and everything it says, is in xcloud/sweep; keep this file thin.
+
+Hydra finds it because run.py puts xcloud/_hydra on the path. It is imported for tab completion
+too, so nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from xcloud.sweep.points import Point
+
+INTERRUPTED = 130
+
+
+def sweep_name(given: str | None) -> str:
+    """The name on the command line, or the time."""
+    from datetime import datetime
+
+    return given or datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+
+
+OmegaConf.register_new_resolver("sweep_name", sweep_name, use_cache=True, replace=True)
+
+
+class SweepSweeper(BasicSweeper):
+    """Hydra's own grid; SweepLauncher checks the points, and says which one is wrong and why."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        if not isinstance(self.launcher, SweepLauncher):
+            super().validate_batch_is_legal(batch)
+
+
+class SweepLauncher(Launcher):
+    """Settings: conf/hydra/launcher/xcloud.yaml."""
+
+    def __init__(
+        self,
+        stop_on_failure: bool = False,
+        parallel: int = 1,
+        accept_changes: bool = False,
+        also: Mapping[str, object] | None = None,
+    ) -> None:
+        self.stop_on_failure, self.parallel = stop_on_failure, parallel
+        self.accept_changes, self.also = accept_changes, dict(also or {})
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        from xcloud.errors import ConfigError
+        from xcloud.sweep.runner import check_settings, refuse
+
+        self.context, self.task_function, self.config = hydra_context, task_function, config
+        self.returned: dict[tuple[str, ...], JobReturn] = {}
+        try:
+            check_settings(config.get("sweep"), self.parallel)
+        except ConfigError as error:  # before Hydra makes a folder of that name
+            sys.exit(refuse([str(error)]))
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        from xcloud.sweep.points import with_also
+        from xcloud.sweep.runner import Sweep
+
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        folder = Path(str(self.config.hydra.sweep.dir)).absolute()
+        asked = with_also([tuple(overrides) for overrides in job_overrides], self.also)
+        self.first_index = initial_job_idx
+        sweep = Sweep(
+            name=self.config.get("sweep") or folder.name,
+            folder=folder,
+            stop_on_failure=self.stop_on_failure,
+            parallel=self.parallel,
+            accept_changes=self.accept_changes,
+        )
+        code = sweep.run(asked, self._compose, self._run_here)
+        if code == INTERRUPTED or (code and self._grid_is_hydras):
+            sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
+        return [self._return_of(overrides, sweep.causes.get(overrides)) for overrides in asked]
+
+    def _return_of(self, overrides: tuple[str, ...], cause: str | None) -> JobReturn:
+        """For a sweeper that wants results; a point that was skipped has none."""
+        from xcloud.errors import RunFailed
+
+        if overrides in self.returned:
+            return self.returned[overrides]
+        done = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
+        if cause is not None:
+            done.status, done.return_value = JobStatus.FAILED, RunFailed(cause)
+        return done
+
+    @property
+    def _grid_is_hydras(self) -> bool:
+        """Other sweepers (Optuna) launch again and again and want the results."""
+        sweeper = self.config.hydra.sweeper
+        grids = ("BasicSweeper", "SweepSweeper")
+        return str(sweeper._target_).endswith(grids) and sweeper.max_batch_size is None
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The config of a point. Raises ConfigError with one line."""
+        from xcloud.errors import ConfigError
+
+        try:
+            return self.context.config_loader.load_sweep_config(self.config, list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            lines = str(error).strip().splitlines()[:1]
+            lines += str(error.__cause__ or "").strip().splitlines()[:1]
+            raise ConfigError(" ".join(dict.fromkeys(lines))) from error
+
+    def _run_here(self, point: Point, run_dir: Path) -> None:
+        """Run a point in this process, as Hydra would. Raises what the task function raised."""
+        config: Any = point.config
+        with open_dict(config):
+            number = self.first_index + point.index
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
+            config.hydra.sweep.dir = str(run_dir.parent)
+            config.hydra.sweep.subdir = run_dir.name
+        HydraConfig.instance().set_config(config)
+        done = run_job(
+            hydra_context=self.context,
+            task_function=self.task_function,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        self.returned[point.overrides] = done
+        if done.status == JobStatus.FAILED:
+            error = done._return_value  # return_value would print a second report of it
+            _say_unexpected(error)
+            raise error
+
+
+def _say_unexpected(error: BaseException) -> None:
+    from xcloud.errors import XcloudError
+
+    if not isinstance(error, XcloudError):
+        traceback.print_exception(error)

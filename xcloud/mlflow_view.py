@@ -1,0 +1,129 @@
+"""Ready-made pages of MLflow's UI: which columns, filter and charts; and the links to them.
+Pure; knows no store and imports no MLflow.
+
+MLflow's table of runs shows no figure until columns are picked by hand. A view in an experiment
+tag picks them; the link's viewStateShareKey names it. The format is MLflow 3.17's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+VIEW_KEY = "xcloud"  # of all runs
+VIEW_METRICS = (
+    "bleu",
+    "step_time_s",
+    "compression_ratio",
+    "bubble_ratio",
+    "wan_bytes_per_step_forward",
+    "wan_bytes_per_step_backward",
+    "samples_per_s",
+    "final_loss",
+)
+COSTS = ("step_time_s", "compression_ratio")
+FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
+
+
+def view_tag(key: str) -> str:
+    return f"mlflow.sharedViewState.{key}"
+
+
+VIEW_TAG = view_tag(VIEW_KEY)
+
+
+def sweep_key(sweep: str) -> str:
+    return f"sweep-{sweep}"
+
+
+def page(server: str, experiment_id: str, key: str | None = None, *, charts: bool = False) -> str:
+    """The link to the runs of an experiment, as the view `key` shows them.
+
+    Without workflowType MLflow opens its page for chat applications, with a pop-up.
+    """
+    link = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
+    link += "?workflowType=machine_learning"
+    link += "&compareRunsMode=CHART" if charts else ""
+    return link + (f"&viewStateShareKey={key}" if key else "")
+
+
+def prepared_view(
+    sweep: str | None = None,
+    params: Sequence[str] = (),
+    numbers: Sequence[str] = (),
+    axes: Sequence[str] = (),
+    score: str = "bleu",
+) -> dict[str, Any]:
+    """The runs with their figures as columns, best score first; the score against what it costs.
+
+    sweep: only its runs. params: settings to show as columns. numbers: those to draw the score
+    against. axes: those of the parallel coordinates; a run that lacks one is not drawn there.
+    """
+    # MLflow sorts columns by name: in a sweep only those that every window has room for.
+    metrics = [score, *COSTS] if sweep else list(dict.fromkeys([score, *VIEW_METRICS]))
+    columns = [f"params.`{name}`" for name in params] + [f"metrics.`{name}`" for name in metrics]
+    charts = [_scatter({"key": number, "type": "PARAM"}, score) for number in numbers]
+    charts += [_scatter({"key": cost, "type": "METRIC"}, score) for cost in COSTS]
+    sections = [_section(FIGURES, f"Sweep {sweep}" if sweep else "Quality and cost", columns=2)]
+    if axes:
+        sections.append(_section(PARALLEL, "All settings and figures", columns=1))
+        charts.append(
+            {
+                "uuid": "parallel coordinates",
+                "type": "PARALLEL",
+                "selectedParams": list(axes),
+                "selectedMetrics": ["compression_ratio", "step_time_s", score],
+                **_shown(PARALLEL),
+            }
+        )
+    return {
+        "orderByKey": f"metrics.`{score}`",
+        "orderByAsc": False,
+        "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": columns if sweep else [*columns, "tags.`sweep`"],
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "groupBy": None,
+        "hideEmptyCharts": True,
+        "useGroupedValuesInCharts": True,
+        "globalLineChartConfig": {},
+        "isAccordionReordered": True,
+        "compareRunSections": sections,
+        "compareRunCharts": charts,
+    }
+
+
+def _scatter(x: dict[str, str], score: str) -> dict[str, Any]:
+    return {
+        "uuid": f"{score} against {x['key']}",
+        "type": "SCATTER",
+        "xaxis": x,
+        "yaxis": {"key": score, "type": "METRIC"},
+        **_shown(FIGURES),
+    }
+
+
+def _shown(section: str) -> dict[str, Any]:
+    return {
+        "metricSectionId": section,
+        "runsCountToCompare": 100,
+        "deleted": False,
+        "isGenerated": False,
+    }
+
+
+def _section(key: str, name: str, columns: int) -> dict[str, Any]:
+    return {
+        "uuid": key,
+        "name": name,
+        "columns": columns,
+        "display": True,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
+    }

@@ -1,0 +1,102 @@
+"""`python -m xcloud.report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
+from their run folders or from MLflow; several sweeps are compared. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from xcloud.errors import XcloudError
+from xcloud.experiment import EXPERIMENT_FILE, read
+from xcloud.mlflow_store import Store
+from xcloud.project import project_root
+from xcloud.sweep import view
+from xcloud.sweep.points import differences, varying
+from xcloud.sweep.results import Result, Row, from_folder, open_sweep, rows_of
+from xcloud.sweep.table import print_table, write_csv
+
+MOST_DIFFERENCES = 12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m xcloud.report", description=__doc__)
+    parser.add_argument("sweep", nargs="+", help="name of a sweep, or its folder")
+    parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
+    parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
+    parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
+    parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
+    settings = parser.parse_args(arguments)
+    store = Store(project_root() / settings.root, settings.experiment, settings.uri)
+    try:
+        opened = [open_sweep(name, store) for name in dict.fromkeys(settings.sweep)]
+    except XcloudError as error:
+        print(f"xcloud: {error}", file=sys.stderr)
+        return 2
+    folders = [folder for folder, _ in opened]
+    target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
+    results = [result for _, found in opened for result in found]
+    rows = report(results, target, " and ".join(folder.name for folder in folders))
+    if len(opened) > 1:
+        _compare([found for _, found in opened], rows)
+    return 0
+
+
+def report(results: Sequence[Result], folder: Path, title: str) -> list[Row]:
+    """Print the table; write CSV and pictures into `folder`."""
+    from xcloud.sweep.pictures import write_pictures
+
+    rows = rows_of(results)
+    print_table(rows)
+    written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
+    print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
+    return rows
+
+
+def close_sweep(folder: Path) -> None:
+    """What a sweep ends with: its table and pictures, and the link to its page in MLflow."""
+    results = from_folder(folder)
+    if not results:
+        return
+    rows = report(results, folder, f"sweep {folder.name}")
+    score = next((name for row in rows for name in row.quality), "bleu")
+    tracker = read(results[0].run_dir / EXPERIMENT_FILE).tracker
+    all_settings = [result.settings for result in results]
+    for line in view.prepare(results[0].sweep, tracker, all_settings, score)():
+        print(line, flush=True)
+
+
+def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
+    """What the sweeps do not share, and settings of one name side by side."""
+    shared = []
+    for results in found:
+        differing = set(varying([result.settings for result in results]))
+        one = results[0].settings
+        shared.append({key: value for key, value in one.items() if key not in differing})
+    for results, settings in zip(found[1:], shared[1:], strict=True):
+        both = {key: pair for key, pair in differences(shared[0], settings).items()
+                if key in shared[0] and key in settings}  # fmt: skip
+        lines = [f"  {key}: {old} | {new}" for key, (old, new) in both.items()]
+        heading = f"{found[0][0].sweep} | {results[0].sweep}: "
+        print(heading + ("settings that differ" if lines else "no common setting differs"))
+        for line in lines[:MOST_DIFFERENCES]:
+            print(line)
+    by_label: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_label.setdefault(row.label, {})[row.sweep] = row
+    first = found[0][0].sweep
+    for label, of_sweep in by_label.items():
+        for sweep, row in of_sweep.items():
+            base = of_sweep.get(first)
+            if base is None or sweep == first or not (row.score and base.score):
+                continue
+            line = f"{label}: {sweep} against {first}: {row.score.mean - base.score.mean:+.2f}"
+            if row.step_time_s and base.step_time_s:
+                line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
+            print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Points that run at once, each a command of its own: python -m xcloud.sweep.children RUN_DIR
+Decides nothing about the sweep.
+
+What a point prints goes to output.log in its folder, and line by line to the screen with the
+point's name before it, until its closing table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from xcloud.errors import XcloudError
+from xcloud.experiment import EXPERIMENT_FILE, read_config
+from xcloud.monitor import SUMMARY_FILE
+from xcloud.sweep.points import Point
+
+OUTPUT_FILE = "output.log"
+END_WITHIN_S = 60.0  # a run ends its ranks, writes its summary and tells MLflow
+
+
+class Children:
+    """`run` blocks, so it is called from a thread for each point; `end` ends them all."""
+
+    def __init__(self, parallel: int, say: Callable[[str], None]) -> None:
+        self.parallel, self._say = parallel, say
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def run(self, point: Point, run_dir: Path) -> str | None:
+        """Run the point whose experiment file is in run_dir. Returns why it failed, or None."""
+        num_ranks = point.experiment.cluster.num_ranks
+        threads = max(1, len(os.sched_getaffinity(0)) // (num_ranks * self.parallel))
+        command = [sys.executable, "-m", "xcloud.sweep.children", str(run_dir)]
+        process = subprocess.Popen(
+            [*command, "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env={"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,  # Ctrl+C reaches the sweep alone
+        )
+        self._processes.append(process)
+        last = ""
+        assert process.stdout is not None
+        with process.stdout, open(run_dir / OUTPUT_FILE, "w", encoding="utf-8") as log:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                last = line.strip() or last
+                if line.strip() and not (run_dir / SUMMARY_FILE).exists():
+                    self._say(f"[{point.name}] {line.rstrip()}")
+        code = process.wait()
+        if code == 0:
+            return None
+        return last.removeprefix("xcloud: ") or f"it ended with exit code {code}"
+
+    def end(self) -> None:
+        """Let every run end its ranks and say so; kill what does not."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl+C
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def main() -> int:
+    """Run one point; what Ctrl+C does, the sweep decides."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud.sweep.children", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
+        if os.getppid() != arguments.parent:
+            return 1
+    from xcloud.local_run import run
+
+    try:
+        run(read_config(arguments.run_dir / EXPERIMENT_FILE), arguments.run_dir)
+    except XcloudError as error:
+        print(f"xcloud: {error}", flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

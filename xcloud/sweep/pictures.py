@@ -1,0 +1,220 @@
+"""A sweep in three pictures: quality against step time, quality against compression ratio, and
+where the step time goes. Figures are made without pyplot, which keeps global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
+
+from xcloud.picture_style import COLOURS, DPI, FAINT, INK
+from xcloud.report_table import SCORE_NAMES
+from xcloud.sweep.results import Row, Spread
+
+QUALITY_AND_TIME = "quality_and_step_time.png"
+QUALITY_AND_RATIO = "quality_and_ratio.png"
+STEP_TIME = "step_time.png"
+
+SWEEP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+PARTS = {
+    "compute_s": ("computing", "#4C8DBF"),
+    "codec_s": ("compressing", COLOURS["codec"]),
+    "sync_s": ("averaging", COLOURS["averaging"]),
+    "waiting_s": ("waiting", COLOURS["waiting"]),
+}
+# Where a label may stand, in points from its marker; the first place that is free is taken.
+PLACES = (
+    *((8, 6), (8, -12), (-8, 6), (-8, -12), (0, 12), (0, -18)),
+    *((18, 20), (18, -26), (-18, 20), (-18, -26), (30, 34), (30, -40), (-30, 34), (-30, -40)),
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A setting in a picture of quality against a cost or a gain."""
+
+    label: str
+    x: Spread
+    y: Spread
+    colour: str
+
+
+def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
+    """Draw what there is to draw; returns the files."""
+    scores = list(dict.fromkeys(name for row in rows for name in row.quality))[:1]
+    sweeps = list(dict.fromkeys(row.sweep for row in rows))
+    written = []
+    for name in scores:
+        score = SCORE_NAMES.get(name, name)
+        times = _marks(rows, name, "step_time_s", sweeps)
+        ratios = _marks(rows, name, "compression_ratio", sweeps)
+        if times:
+            figure, axes = _figure(f"{title}: quality and step time")
+            _scatter(axes, times, "step time, median (s)", score)
+            _draw_front(axes, times)
+            written.append(_save(figure, axes, times, folder / QUALITY_AND_TIME, sweeps))
+        if ratios:
+            figure, axes = _figure(f"{title}: quality and compression")
+            _scatter(axes, ratios, "compression ratio (FP32 bytes / bytes sent)", score)
+            if max(m.x.mean for m in ratios) > 8 * min(m.x.mean for m in ratios):
+                axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter(NullFormatter())
+            written.append(_save(figure, axes, ratios, folder / QUALITY_AND_RATIO, sweeps))
+    if any(row.parts_s("compute_s") for row in rows):
+        written.append(_write_step_time(folder / STEP_TIME, rows, title, len(sweeps) > 1))
+    return written
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other beats in both: lower first value, higher second. Sorted."""
+    best: list[tuple[float, float]] = []
+    for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or quality > best[-1][1]:
+            best.append((cost, quality))
+    return best
+
+
+def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) -> list[Mark]:
+    return [
+        Mark(row.label, x, row.quality[score], SWEEP_COLOURS[sweeps.index(row.sweep) % 6])
+        for row in rows
+        if score in row.quality and (x := getattr(row, x_name)) is not None
+    ]
+
+
+def _figure(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 5.5), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots()
+    axes.grid(color="#EEEEEE")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> None:
+    for mark in marks:
+        axes.errorbar(
+            mark.x.mean,
+            mark.y.mean,
+            xerr=mark.x.std,
+            yerr=mark.y.std,
+            fmt="o",
+            color=mark.colour,
+            ecolor=FAINT,
+            elinewidth=0.9,
+            capsize=2.5,
+            markersize=6,
+        )
+    axes.margins(0.12)
+    axes.set_xlabel(x_label)
+    over_seeds = " (mean ± std over seeds)" if any(m.y.std is not None for m in marks) else ""
+    axes.set_ylabel(f"{score}, test set{over_seeds}")
+
+
+def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
+    best = front([(mark.x.mean, mark.y.mean) for mark in marks])
+    axes.step(
+        [cost for cost, _ in best],
+        [quality for _, quality in best],
+        where="post",
+        color=INK,
+        linewidth=1.1,
+        linestyle="--",
+        zorder=1,
+        label="trade-off front: nothing is faster and better",
+    )
+
+
+def _save(
+    figure: Figure, axes: Axes, marks: Sequence[Mark], path: Path, sweeps: Sequence[str]
+) -> Path:
+    if len(sweeps) > 1:
+        for index, sweep in enumerate(sweeps):
+            axes.plot([], [], "o", color=SWEEP_COLOURS[index % 6], label=sweep)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False, loc="best")
+    figure.draw_without_rendering()
+    _label(figure, axes, marks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
+    """Write each label beside its marker, where it covers no other label and no marker."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    centres = [axes.transData.transform((mark.x.mean, mark.y.mean)) for mark in marks]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent(renderer))
+    frame = axes.get_window_extent(renderer)
+    several = len({mark.colour for mark in marks}) > 1
+    for mark in marks:
+        text = axes.annotate(
+            mark.label,
+            (mark.x.mean, mark.y.mean),
+            xytext=PLACES[0],
+            textcoords="offset points",
+            fontsize=8.5,
+            color=mark.colour if several else INK,
+            in_layout=False,
+            arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
+        )
+        for x, y in (*PLACES, PLACES[0]):
+            text.set_position((x, y))
+            text.set_horizontalalignment("left" if x > 0 else "right" if x < 0 else "center")
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without its line
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(Text.get_window_extent(text, renderer))
+
+
+def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool) -> Path:
+    """A bar for each setting and cloud: what the main thread of its ranks did in a step."""
+    shown = [row for row in rows if row.parts_s("compute_s")]
+    shown.sort(key=lambda row: row.step_time_s.mean if row.step_time_s else 0.0)
+    bars = [(row, cloud) for row in shown for cloud in sorted(row.parts_s("compute_s"))]
+    figure = Figure(
+        figsize=(8, 1.6 + 0.28 * len(bars) + 0.12 * len(shown)), dpi=DPI, layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: where a step's time goes", fontsize=11)
+    axes = figure.subplots()
+    heights, ticks = [], []
+    height = 0.0
+    for index, (row, cloud) in enumerate(bars):
+        height += 1.4 if index and row is not bars[index - 1][0] else 1.0
+        heights.append(height)
+        name = f"{row.label} @{row.sweep}" if several else row.label
+        ticks.append(f"{name}  {cloud}" if len(row.parts_s("compute_s")) > 1 else name)
+    left = [0.0] * len(bars)
+    for kind, (name, colour) in PARTS.items():
+        widths = [row.parts_s(kind).get(cloud, 0.0) for row, cloud in bars]
+        axes.barh(heights, widths, 0.85, left, color=colour, edgecolor="white", lw=0.4, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for (row, _), at in zip(bars, heights, strict=True):
+        if row.step_time_s:
+            axes.plot([row.step_time_s.mean] * 2, [at - 0.42, at + 0.42], color=INK, lw=1.4)
+    axes.plot([], [], color=INK, lw=1.4, label="step time, median")
+    axes.set_yticks(heights, ticks, fontsize=8.5)
+    axes.set_ylim(heights[-1] + 0.7, heights[0] - 0.7)
+    axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

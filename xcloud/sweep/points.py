@@ -1,0 +1,190 @@
+"""The points of a sweep: which experiment each one is, and what it is called. Runs nothing.
+
+The *settings* of a point are its resolved config as dotted names (experiment.flatten). What they
+say about where things are written does not count: two points with the same identity give the
+same result, whatever the sweep they are in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xcloud.experiment import Experiment, flatten, from_config
+
+Settings = Mapping[str, object]
+Overrides = tuple[str, ...]
+
+# Where a run is written and what it is called, not what it computes.
+BESIDE = ("sweep", "label", "tracker")
+# Their place in the label is fixed: the seed comes last, the sweep's name not at all.
+UNLABELLED = {"seed", "sweep"}
+
+
+@dataclass
+class Point:
+    """One experiment of a sweep. `index` is its place in what was asked for."""
+
+    index: int
+    overrides: Overrides
+    config: Any  # as composed; a DictConfig
+    settings: Settings
+    experiment: Experiment
+    label: str = ""
+
+    @classmethod
+    def of(cls, index: int, overrides: Overrides, config: Any) -> Point:
+        """Raises ConfigError for a config that is no experiment."""
+        return cls(index, overrides, config, flatten(config), from_config(config))
+
+    @property
+    def identity(self) -> str:
+        return identity(self.settings)
+
+    @property
+    def name(self) -> str:
+        """Tells it from the others, for people: "int8+int8 s1"."""
+        return f"{self.label} s{self.experiment.seed}"
+
+    @property
+    def folder(self) -> str:
+        """The same as a file name that no shell minds: "fp16-svd-0.6+int8_s1"."""
+        return re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
+            f"_s{self.experiment.seed}"
+        )
+
+
+def identity(settings: Settings, without: Sequence[str] = ()) -> str:
+    """A short hash of what decides the result. without: leave out these and what is below them."""
+    kept = {
+        key: value for key, value in settings.items() if _decides(key) and not _below(key, without)
+    }
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def setting_key(settings: Settings) -> str:
+    """The same for points that differ by their seed only."""
+    return identity(settings, without=["seed"])
+
+
+def reference_key(settings: Settings) -> str:
+    """The same for points that differ by seed and compression only: comparable step times."""
+    return identity(settings, without=["seed", "compression"])
+
+
+def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+    """What decides the result and is not the same in both; missing is None."""
+    return {
+        key: (one.get(key), other.get(key))
+        for key in sorted({*one, *other})
+        if one.get(key) != other.get(key) and _decides(key)
+    }
+
+
+def varying(many: Sequence[Settings]) -> list[str]:
+    """Settings that are not the same in all, in the order of the first that has them."""
+    keys = dict.fromkeys(key for settings in many for key in settings)
+    return [key for key in keys if _decides(key) and len({repr(s.get(key)) for s in many}) > 1]
+
+
+def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Overrides]:
+    """The points asked for, and each once more with `also` in place of what it covers.
+
+    {"compression": "none"} for rates of compression times seeds gives one "none" for each seed.
+    """
+    points = list(asked)
+    if also:
+        added = tuple(f"{key}={value}" for key, value in also.items())
+        for overrides in asked:
+            kept = (o for o in overrides if not _below(_key(o).replace("/", "."), list(also)))
+            points.append((*kept, *added))
+    return list(dict.fromkeys(points))
+
+
+def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> None:
+    """Give each point a label of what it does not share with the others, seeds apart.
+
+    earlier: points of the same sweep that were asked for by other commands.
+    """
+    every = [_by_key(point.overrides) for point in points] + [_by_key(o) for o in earlier]
+    keys = [
+        key
+        for key in dict.fromkeys(key for overrides in every for key in overrides)
+        if key not in UNLABELLED and len({overrides.get(key) for overrides in every}) > 1
+    ]
+    shorts = _short_names(keys)
+    for point in points:
+        point.label = _label(point, keys, shorts)
+    settings_of: dict[str, set[str]] = {}
+    for point in points:
+        settings_of.setdefault(point.label, set()).add(setting_key(point.settings))
+    for point in points:
+        if len(settings_of[point.label]) > 1:  # compressors whose labels do not tell all
+            given = _by_key(point.overrides)
+            own = [key for key in keys if key in given and _below(key, ["compression"])]
+            more = (f"{shorts[key]}={given[key]}" for key in own)
+            point.label = " ".join((point.label, *more))
+
+
+def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two points were asked for in the same words, whatever their order."""
+    return _without_name(one) == _without_name(other)
+
+
+def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
+    given = _by_key(point.overrides)
+    parts: list[str] = []
+    for key in keys:
+        dotted = key.replace("/", ".")
+        if _below(dotted, ["compression"]):
+            parts.append(point.experiment.compression_in_force)
+        elif key not in given:
+            continue
+        elif key == "exp" or (dotted not in point.settings or _is_group(dotted, point.settings)):
+            parts.append(given[key])
+        else:
+            parts.append(f"{shorts[key]}={given[key]}")
+    return " ".join(dict.fromkeys(parts)) or point.experiment.compression_in_force
+
+
+def _is_group(dotted: str, settings: Settings) -> bool:
+    return any(key.startswith(f"{dotted}.") for key in settings)
+
+
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of each key, or as many as tell it from the others."""
+    short = {}
+    for key in keys:
+        parts = re.split(r"[./]", key)
+        for length in range(1, len(parts) + 1):
+            short[key] = ".".join(parts[-length:])
+            ends = Counter(".".join(re.split(r"[./]", other)[-length:]) for other in keys)
+            if ends[short[key]] == 1:
+                break
+    return short
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    return {_key(override): override.partition("=")[2] for override in overrides}
+
+
+def _without_name(overrides: Sequence[str]) -> dict[str, str]:
+    return {key: value for key, value in _by_key(overrides).items() if key != "sweep"}
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _below(key: str, heads: Sequence[str]) -> bool:
+    return any(key == head or key.startswith(f"{head}.") for head in heads)
+
+
+def _decides(key: str) -> bool:
+    return not _below(key, BESIDE) and not key.endswith("cache_dir")

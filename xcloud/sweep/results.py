@@ -1,0 +1,182 @@
+"""What the runs of a sweep came to: one Result for each run, one Row for each setting over seeds.
+Read from the run folders, or from MLflow when these are gone. Prints and draws nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xcloud.errors import ConfigError
+from xcloud.experiment import EXPERIMENT_FILE, flatten, read_config
+from xcloud.mlflow_store import Store
+from xcloud.monitor import SUMMARY_FILE
+from xcloud.sweep.points import Settings, identity, reference_key, setting_key, varying
+from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points, read_summary
+
+UNCOMPRESSED = "none"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. `run_dir` holds its experiment.yaml and, unless it was cut off, summary.json."""
+
+    sweep: str
+    run_dir: Path
+    settings: Settings
+    summary: dict[str, Any]
+    at_once: int = 1  # points that ran at the same time
+
+    @property
+    def label(self) -> str:
+        return str(self.settings.get("label") or self.summary.get("compression", "-"))
+
+    @property
+    def status(self) -> str:
+        return str(self.summary.get("status", "unfinished"))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds; std is None for a single one."""
+
+    mean: float
+    std: float | None
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        std = statistics.stdev(known) if len(known) > 1 else None
+        return cls(statistics.fmean(known), std, len(known))
+
+
+@dataclass
+class Row:
+    """All runs of one setting."""
+
+    label: str
+    results: list[Result]
+    quality: dict[str, Spread] = field(default_factory=dict)
+    step_time_s: Spread | None = None
+    compression_ratio: Spread | None = None
+    share: float | None = None  # step time / that of the uncompressed runs of the same sweep
+
+    def __post_init__(self) -> None:
+        finished = [r.summary for r in self.results if r.status == "finished"]
+        names = dict.fromkeys(name for summary in finished for name in summary["quality"])
+        spreads = {name: Spread.of([s["quality"].get(name) for s in finished]) for name in names}
+        self.quality = {name: spread for name, spread in spreads.items() if spread}
+        self.step_time_s = Spread.of([s["step_time_s"]["median"] for s in finished])
+        self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
+
+    @property
+    def num_finished(self) -> int:
+        return sum(result.status == "finished" for result in self.results)
+
+    @property
+    def sweep(self) -> str:
+        return self.results[0].sweep
+
+    @property
+    def settings(self) -> Settings:
+        return self.results[0].settings
+
+    @property
+    def compression(self) -> str:
+        found = (r.summary.get("compression") for r in self.results)
+        return str(next((name for name in found if name), "-"))
+
+    @property
+    def score(self) -> Spread | None:
+        """The first score of the task: BLEU, accuracy, …"""
+        return next(iter(self.quality.values()), None)
+
+    def parts_s(self, kind: str) -> dict[str, float]:
+        """Mean over seeds of "compute_s", "codec_s", "waiting_s" or "sync_s", by cloud."""
+        finished = [r.summary.get(kind) or {} for r in self.results if r.status == "finished"]
+        clouds = dict.fromkeys(cloud for parts in finished for cloud in parts)
+        means = {cloud: Spread.of([parts.get(cloud) for parts in finished]) for cloud in clouds}
+        return {cloud: spread.mean for cloud, spread in means.items() if spread}
+
+
+def from_folder(folder: Path) -> list[Result]:
+    """All points of the sweep in multirun/NAME, whichever launcher ran them."""
+    recorded = read_points(folder)
+    results = []
+    for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}")):
+        run_dir = path.parent
+        if run_dir.name != EARLIER_DIR:
+            at_once = int(recorded.get(run_dir.name, {}).get("at_once", 1))
+            results.append(_result(folder.name, run_dir, at_once))
+    return results
+
+
+def from_store(store: Store, sweep: str) -> list[Result]:
+    """The runs that MLflow has under this sweep's tag; of a point that ran twice, the last."""
+    latest: dict[str, Result] = {}
+    for folder in store.artifacts_of_sweep(sweep):
+        if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists():
+            result = _result(sweep, folder, 1)
+            latest[identity(result.settings)] = result
+    return list(latest.values())
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """Runs that differ by their seed only, together; the best score first."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.sweep, setting_key(result.settings)), []).append(result)
+    rows = [Row(group[0].label, group) for group in groups.values()]
+    _tell_apart(rows)
+    uncompressed = {
+        (row.sweep, reference_key(row.settings)): row.step_time_s.mean
+        for row in rows
+        if row.compression == UNCOMPRESSED and row.step_time_s
+    }
+    for row in rows:
+        reference_s = uncompressed.get((row.sweep, reference_key(row.settings)))
+        if row.step_time_s and reference_s:
+            row.share = row.step_time_s.mean / reference_s
+    return sorted(rows, key=_by_score)
+
+
+def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
+    """Its folder and its runs. name: of a sweep, or the path of its folder. Raises ConfigError."""
+    folder = Path(name) if Path(name).is_dir() else Path("multirun") / name
+    results = from_folder(folder) if folder.is_dir() else []
+    if not results and store is not None:
+        results = from_store(store, folder.name)
+    if not results:
+        known = sorted(path.parent.name for path in Path("multirun").glob(f"*/{STATE_FILE}"))
+        hint = f"there are: {', '.join(known[-10:])}" if known else "there is none there yet"
+        raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
+    return folder, results
+
+
+def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
+    settings = flatten(read_config(run_dir / EXPERIMENT_FILE))
+    return Result(sweep, run_dir, settings, read_summary(run_dir), at_once)
+
+
+def _tell_apart(rows: Sequence[Row]) -> None:
+    """Settings of one name (asked for by different commands) get what differs between them."""
+    counts = Counter((row.sweep, row.label) for row in rows)
+    for name, count in counts.items():
+        alike = [row for row in rows if (row.sweep, row.label) == name]
+        if count > 1:
+            keys = [key for key in varying([row.settings for row in alike]) if key != "seed"]
+            for row in alike:
+                parts = (f"{key.rsplit('.', 1)[-1]}={row.settings.get(key)}" for key in keys[:3])
+                row.label = " ".join((row.label, *parts))
+
+
+def _by_score(row: Row) -> tuple[bool, float, float]:
+    score = row.score.mean if row.score else 0.0
+    return row.score is None, -score, row.step_time_s.mean if row.step_time_s else 0.0

@@ -1,0 +1,290 @@
+"""Runs a sweep: checks every point, skips what is done, says what fails, ends with the report.
+Knows no Hydra: how a point is composed, and run in this process, comes from the launcher plugin.
+
+Exit codes: 0 all is well, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, XcloudError
+from xcloud.experiment import EXPERIMENT_FILE, write
+from xcloud.local_run import sigterm_as_interrupt
+from xcloud.progress import human_duration
+from xcloud.report_table import SCORE_NAMES, human_seconds
+from xcloud.sweep.children import Children
+from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
+from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary
+from xcloud.sweep.table import score_text
+
+FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+MOST_REASONS = 10  # of points that are wrong; the others are counted
+
+Compose = Callable[[Sequence[str]], Any]
+RunHere = Callable[[Point, Path], None]
+
+
+@dataclass
+class Sweep:
+    """`run` does it all. Settings: conf/hydra/launcher/xcloud.yaml."""
+
+    name: str
+    folder: Path
+    stop_on_failure: bool = False
+    parallel: int = 1
+    accept_changes: bool = False
+    causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
+
+    def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
+        """asked: what the grid wants, a point each. Returns the exit code."""
+        points, wrong = _composed(asked, compose)
+        if wrong:
+            self._forget_folder()
+            return refuse(_reasons(wrong, asked))
+        try:
+            state = SweepState(self.folder)
+            with state.lock(), sigterm_as_interrupt():
+                return self._run(points, state, run_here)
+        except ConfigError as error:
+            return refuse([str(error)])
+
+    def _run(self, points: list[Point], state: SweepState, run_here: RunHere) -> int:
+        from xcloud.report import close_sweep
+        from xcloud.sweep import view
+
+        earlier = [
+            tuple(entry["overrides"])
+            for entry in state.points.values()
+            if not any(same_overrides(entry["overrides"], point.overrides) for point in points)
+        ]
+        name_points(points, earlier)
+        for point in points:
+            point.config.sweep, point.config.label = self.name, point.label
+        decisions = state.decide(points, self.accept_changes)
+        todo = [decision for decision in decisions if decision.verdict != "skip"]
+        self._announce(decisions, len(earlier))
+        tracker = points[0].experiment.tracker
+        view.prepare(self.name, tracker, [point.settings for point in points])
+        clock = _Clock(len(todo), self.parallel)
+        try:
+            if self.parallel == 1:
+                self._one_by_one(todo, state, run_here, clock)
+            else:
+                self._several(todo, state, clock)
+        except (KeyboardInterrupt, SystemExit):
+            left = sum(state.status(decision.folder) != "finished" for decision in decisions)
+            _say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
+            usual = self.folder == Path("multirun", self.name).absolute()
+            _say(f"continue it:    {self.command}")
+            _say(f"the table now:  python -m xcloud.report {self.name if usual else self.folder}")
+            return INTERRUPTED
+        close_sweep(self.folder)
+        if self.causes:
+            not_tried = len(todo) - clock.num_done
+            _say(
+                f"{len(self.causes)} of {len(todo)} points failed"
+                + (f", {not_tried} not tried (stop_on_failure)" if not_tried else "")
+                + f"; to run those again, and only those:\n{self.command}"
+            )
+        return SOME_FAILED if self.causes else FINISHED
+
+    @property
+    def command(self) -> str:
+        """What continues this sweep."""
+        words = [word for word in sys.argv if not word.startswith("sweep=")]
+        script = os.path.relpath(words[0]) if os.path.exists(words[0]) else words[0]
+        return shlex.join(["python", script, *words[1:], f"sweep={self.name}"])
+
+    def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
+        todo = [decision for decision in decisions if decision.verdict != "skip"]
+        done = len(decisions) - len(todo)
+        count = f"{len(decisions)} point{'s' if len(decisions) > 1 else ''}"
+        parts = [f"sweep {self.name}: {count}", f"{len(todo)} to run"]
+        if done:
+            parts.append(f"{done} finished before")
+        if num_others:
+            parts.append(f"{num_others} more recorded by other commands")
+        _say(", ".join(parts))
+        for decision in decisions:
+            if decision.why:
+                verb = "runs again" if decision.verdict == "again" else "is kept"
+                _say(f"  {decision.point.name} {verb}; {decision.why}")
+        if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
+            _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
+        if todo:
+            _say(f"  to continue it later: {self.command}")
+        self._warn_of_crowding([decision.point for decision in todo])
+
+    def _warn_of_crowding(self, points: Sequence[Point]) -> None:
+        ranks = sorted((point.experiment.cluster.num_ranks for point in points), reverse=True)
+        needed, num_cores = sum(ranks[: self.parallel]), len(os.sched_getaffinity(0))
+        if self.parallel > 1 and needed > num_cores:
+            _say(
+                f"  warning: {self.parallel} points at once are {needed} ranks on {num_cores} "
+                f"cores; they slow each other down, so believe no step time of this sweep"
+            )
+
+    def _one_by_one(
+        self, todo: Sequence[Decision], state: SweepState, run_here: RunHere, clock: _Clock
+    ) -> None:
+        for number, decision in enumerate(todo, 1):
+            run_dir = state.begin(decision, self.parallel)
+            _say(f"\n[{number}/{len(todo)}] {decision.point.name}")
+            started_s, cause = time.monotonic(), None
+            try:
+                run_here(decision.point, run_dir)
+            except Exception as error:
+                cause = _one_line(error)
+            self._ended(decision.point, run_dir, cause, time.monotonic() - started_s, clock)
+            if cause and self.stop_on_failure:
+                return
+
+    def _several(self, todo: Sequence[Decision], state: SweepState, clock: _Clock) -> None:
+        children = Children(self.parallel, _say)
+        waiting = list(todo)
+        running: dict[Future[str | None], tuple[Point, Path, float]] = {}
+        with ThreadPoolExecutor(self.parallel) as pool:
+            try:
+                while running or (waiting and not (self.causes and self.stop_on_failure)):
+                    while waiting and len(running) < self.parallel:
+                        if self.causes and self.stop_on_failure:
+                            break
+                        decision = waiting.pop(0)
+                        point, run_dir = decision.point, state.begin(decision, self.parallel)
+                        write(point.config, run_dir / EXPERIMENT_FILE)
+                        _say(f"[{len(todo) - len(waiting)}/{len(todo)}] {point.name} starts")
+                        future = pool.submit(children.run, point, run_dir)
+                        running[future] = (point, run_dir, time.monotonic())
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        point, run_dir, started_s = running.pop(future)
+                        elapsed_s = time.monotonic() - started_s
+                        self._ended(point, run_dir, future.result(), elapsed_s, clock)
+            except BaseException:
+                _say(f"ending {len(running)} runs ...")
+                children.end()
+                raise
+
+    def _ended(
+        self, point: Point, run_dir: Path, cause: str | None, elapsed_s: float, clock: _Clock
+    ) -> None:
+        clock.count(elapsed_s)
+        if cause is None:
+            text = f"finished in {human_duration(elapsed_s)}{_figures(run_dir)}"
+        else:
+            self.causes[point.overrides] = cause
+            text = f"FAILED after {human_duration(elapsed_s)}: {cause}"
+            if clock.num_left:
+                text += "; no other starts" if self.stop_on_failure else "; the others go on"
+        left = f" ({clock.describe()})" if clock.num_left else ""
+        _say(f"{point.name}: {text}{left}")
+
+    def _forget_folder(self) -> None:
+        """A refused sweep leaves nothing behind; Hydra has made a folder for it already."""
+        by_hydra = {"multirun.yaml", LOCK_FILE}
+        if self.folder.is_dir() and {*os.listdir(self.folder)} <= by_hydra:
+            for name in by_hydra:
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+class _Clock:
+    """How many points are done, and how long the others may take."""
+
+    def __init__(self, num_points: int, parallel: int) -> None:
+        self.num_points, self.parallel = num_points, parallel
+        self.num_done, self.total_s = 0, 0.0
+
+    def count(self, elapsed_s: float) -> None:
+        self.num_done += 1
+        self.total_s += elapsed_s
+
+    @property
+    def num_left(self) -> int:
+        return self.num_points - self.num_done
+
+    def describe(self) -> str:
+        left_s = self.total_s / self.num_done * self.num_left / self.parallel
+        return f"{self.num_done} of {self.num_points} done, about {human_duration(left_s)} left"
+
+
+def check_settings(name: object, parallel: object) -> None:
+    """Raises ConfigError."""
+    check_int("hydra.launcher.parallel", parallel, 1)
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
+        raise ConfigError(
+            f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
+            f"an MLflow tag; got {name!r}"
+        )
+
+
+def refuse(reasons: Sequence[str]) -> int:
+    for reason in reasons:
+        print(f"xcloud: {reason}", file=sys.stderr, flush=True)
+    return REFUSED
+
+
+def _composed(
+    asked: Sequence[Overrides], compose: Compose
+) -> tuple[list[Point], list[tuple[Overrides, str]]]:
+    """All points, the same experiment once; and those that are none, with the reason."""
+    points: dict[str, Point] = {}
+    wrong = []
+    for index, overrides in enumerate(asked):
+        try:
+            point = Point.of(index, overrides, compose(overrides))
+        except XcloudError as error:
+            wrong.append((overrides, _one_line(error)))
+        else:
+            points.setdefault(point.identity, point)
+    names = {point.config.sweep for point in points.values()}
+    if len(names) > 1:
+        wrong.append((("sweep=...",), "all points of a sweep have one sweep=NAME"))
+    return list(points.values()), wrong
+
+
+def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides]) -> list[str]:
+    shared = set(asked[0]).intersection(*asked)
+    lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
+    for overrides, reason in wrong[:MOST_REASONS]:
+        own = " ".join(word for word in overrides if word not in shared)
+        lines.append(f"  {own or ' '.join(overrides)}: {reason}")
+    if len(wrong) > MOST_REASONS:
+        lines.append(f"  and {len(wrong) - MOST_REASONS} more")
+    return lines
+
+
+def _figures(run_dir: Path) -> str:
+    """The three figures of a point, in a few words."""
+    summary = read_summary(run_dir)
+    parts = [
+        f"{SCORE_NAMES.get(name, name)} {score_text(name, value)}"
+        for name, value in list(summary.get("quality", {}).items())[:1]
+        if value is not None
+    ]
+    step_s = (summary.get("step_time_s") or {}).get("median")
+    ratio = (summary.get("compression_ratio") or {}).get("total")
+    parts += [f"{human_seconds(step_s)} a step"] if step_s is not None else []
+    parts += [f"ratio {ratio:.2f}x"] if ratio is not None else []
+    return "".join(f", {part}" for part in parts)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if isinstance(error, XcloudError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def _say(text: str) -> None:
+    # One call: lines of points that run at once stay whole.
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,199 @@
+"""What a sweep remembers between commands: sweep.json and the folders of its points.
+Prints nothing.
+
+    multirun/NAME/sweep.json          what was asked for and which code made it, by point folder
+    multirun/NAME/<point>/            the run folder of a point; summary.json says how it ended
+    multirun/NAME/earlier/            run folders that were run again since, nothing is deleted
+
+Whether a point is finished is read from its summary.json alone, so a killed sweep knows it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from xcloud.errors import ConfigError
+from xcloud.experiment import EXPERIMENT_FILE, flatten, read_config
+from xcloud.monitor import SUMMARY_FILE
+from xcloud.project import commit
+from xcloud.summary import write_summary
+from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
+
+STATE_FILE = "sweep.json"
+LOCK_FILE = ".lock"
+EARLIER_DIR = "earlier"
+# Code that arranges and shows runs, and cannot change what one computes.
+BESIDE_CODE = ("sweep", "_hydra", "ui.py", "report.py")
+
+Verdict = Literal["run", "skip", "again"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a point now. why: what is worth saying about it, or nothing."""
+
+    point: Point
+    verdict: Verdict
+    folder: str
+    why: str = ""
+
+
+class SweepState:
+    """The file of one sweep. One process at a time: hold `lock()` around everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.code, self.commit = code_fingerprint(), commit()
+        self.points = read_points(folder)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Raises ConfigError when another process runs this sweep."""
+        from filelock import FileLock, Timeout
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / LOCK_FILE)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"another process runs the sweep in {self.folder}; wait for it, or choose another "
+                f"name: sweep=NAME"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
+        """Skip what is finished and still the same; run again what failed or has changed since."""
+        recorded = {folder: self._settings(folder) for folder in self.points}
+        by_identity = {identity(found): folder for folder, found in recorded.items() if found}
+        taken = set(self.points)
+        decisions: list[Decision] = []
+        for point in points:
+            folder = by_identity.get(point.identity) or self._asked_before(point)
+            if folder is None:
+                folder = _free_name(point.folder, taken)
+                decision = Decision(point, "run", folder)
+            else:
+                settings = recorded.get(folder) or point.settings
+                decision = self._judge(point, folder, settings, accept_changes)
+            taken.add(folder)
+            by_identity[point.identity] = folder
+            decisions.append(decision)
+        return decisions
+
+    def begin(self, decision: Decision, parallel: int) -> Path:
+        """An empty folder for the point; what was there moves to `earlier/`."""
+        run_dir = self.folder / decision.folder
+        if run_dir.exists():
+            earlier = self.folder / EARLIER_DIR
+            earlier.mkdir(exist_ok=True)
+            run_dir.rename(earlier / _free_name(run_dir.name, os.listdir(earlier)))
+        run_dir.mkdir()
+        self.points[decision.folder] = {
+            "label": decision.point.label,
+            "seed": decision.point.experiment.seed,
+            "overrides": list(decision.point.overrides),
+            "commit": self.commit,
+            "code": self.code,
+            "at_once": parallel,
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        self.write()
+        return run_dir
+
+    def write(self) -> None:
+        write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
+
+    def status(self, folder: str) -> str:
+        """ "finished", "failed", or "unfinished" for one that was cut off."""
+        return str(read_summary(self.folder / folder).get("status", "unfinished"))
+
+    def _asked_before(self, point: Point) -> str | None:
+        for folder, entry in self.points.items():
+            if same_overrides(entry["overrides"], point.overrides):
+                return folder
+        return None
+
+    def _judge(
+        self, point: Point, folder: str, settings: Settings, accept_changes: bool
+    ) -> Decision:
+        summary = read_summary(self.folder / folder)
+        status = summary.get("status", "unfinished")
+        if status != "finished":
+            cause = summary.get("cause")
+            return Decision(point, "again", folder, f"{status}{f': {cause}' if cause else ''}")
+        changes = []
+        if changed := differences(settings, point.settings):
+            changes.append(f"config changed since: {_describe(changed)}")
+        entry = self.points.get(folder, {})
+        if entry.get("code") != self.code:
+            changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
+        if not changes:
+            return Decision(point, "skip", folder)
+        return Decision(point, "skip" if accept_changes else "again", folder, "; ".join(changes))
+
+    def _settings(self, folder: str) -> Settings | None:
+        """What was run there; None when it did not come to writing it down."""
+        try:
+            return flatten(read_config(self.folder / folder / EXPERIMENT_FILE))
+        except ConfigError:
+            return None
+
+
+def read_points(folder: Path) -> dict[str, dict[str, Any]]:
+    """What sweep.json says of each point, by folder; empty without that file."""
+    path = folder / STATE_FILE
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["points"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); move it away and the points of this sweep count as "
+            f"new, or choose another sweep=NAME"
+        ) from error
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json of a run, empty when it was cut off before it could write one."""
+    try:
+        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def code_fingerprint(package: Path | None = None) -> str:
+    """A short hash of the sources that decide what a run computes; a commit alone does not tell,
+    for it changes with a README and stays with an edit."""
+    package = package or Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        if relative.parts[0] not in BESIDE_CODE:
+            digest.update(f"{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:
+    number, free = 2, name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def _describe(changed: dict[str, tuple[object, object]], most: int = 3) -> str:
+    parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return ", ".join(parts[:most]) + more

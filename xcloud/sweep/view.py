@@ -1,0 +1,91 @@
+"""A sweep in MLflow: its prepared page, and the link to it. Nothing here can fail a sweep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
+from xcloud.mlflow_view import page, prepared_view, sweep_key
+from xcloud.project import project_root
+from xcloud.sweep.points import Settings, varying
+from xcloud.tracking import MlflowTracker, Tracker
+
+MOST_PARAMS = 6  # columns; more do not fit a window
+TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+def store_of(tracker: Tracker) -> Store | None:
+    if not isinstance(tracker, MlflowTracker):
+        return None
+    return Store(project_root() / tracker.root, tracker.experiment, tracker.uri)
+
+
+def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
+    """Columns and charts of what differs among the points. Of what only some of them have, only
+    numbers that vary (the rate of one compressor among others); the label tells the rest."""
+    shown, numbers = [], []
+    for key in varying(settings):
+        values = [s[key] for s in settings if s.get(key) is not None]
+        is_number = all(_is_number(value) for value in values) and len(set(map(str, values))) > 1
+        if key != "seed" and (is_number or len(values) == len(settings)):
+            shown.append(key)
+            numbers += [key] if is_number else []
+    shown = shown[:MOST_PARAMS]
+    seed = ["seed"] if "seed" in varying(settings) else []
+    everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
+    return prepared_view(
+        sweep,
+        params=["label", *shown, *seed],
+        numbers=[key for key in numbers if key in shown],
+        axes=["label", *everywhere, *seed],
+        score=score,
+    )
+
+
+def prepare(
+    sweep: str, tracker: Tracker, settings: Sequence[Settings], score: str = "bleu"
+) -> Callable[[], list[str]]:
+    """Start to write the page of a sweep; call what is returned to wait and get its links."""
+    store = store_of(tracker)
+    if store is None:
+        return list
+    links: list[str] = []
+
+    def write() -> None:
+        try:
+            prepare_environment()
+            experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
+            links.extend(_links(store, sweep, experiment_id, tracker))
+        except Exception as error:  # MLflow may be down or refuse; the sweep goes on.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            links.append(f"MLflow: no page could be prepared: {reason}")
+            log.debug("no page for sweep %s", sweep, exc_info=True)
+
+    thread = threading.Thread(target=write, name="sweep page", daemon=True)
+    thread.start()
+
+    def wait() -> list[str]:
+        thread.join(TIMEOUT_S)
+        return list(links) or [f"MLflow: no answer within {TIMEOUT_S:g} s"]
+
+    return wait
+
+
+def _links(store: Store, sweep: str, experiment_id: str, tracker: Tracker) -> list[str]:
+    server = store.uri or f"http://{UI_HOST}:{UI_PORT}"
+    links = [
+        f"MLflow table   {page(server, experiment_id, sweep_key(sweep))}",
+        f"MLflow charts  {page(server, experiment_id, sweep_key(sweep), charts=True)}",
+    ]
+    if store.uri is None and isinstance(tracker, MlflowTracker):
+        links.append(f"served by      {tracker.ui_command} --sweep {sweep}")
+    return links
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,301 @@
+"""One step of all ranks on one clock: from their "timeline" events to a trace that Perfetto and
+chrome://tracing open. Draws nothing (timeline_picture.py does) and needs no torch.
+
+Moments are whole microseconds since the first rank began the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from xcloud.clock_offsets import Offsets, Passage, clock_offsets
+from xcloud.events import Event
+
+COMPUTING = ("fetch", "forward", "backward", "clip", "optimizer")
+_LETTER = {"forward": "F", "backward": "B", "activation": "F", "gradient": "B"}
+
+
+class Box(NamedTuple):
+    """One thing a rank did. direction: "forward", "backward", or "" outside the schedule."""
+
+    what: str
+    direction: str
+    stage: int
+    micro_batch: int
+    from_us: int
+    until_us: int
+
+    @property
+    def name(self) -> str:
+        """F3 and B3 as in the textbooks; "wait for F3" is waiting for what F3 starts from."""
+        if not self.direction:
+            return "wait for norm" if self.what == "wait" else self.what
+        action = f"{_LETTER[self.direction]}{self.micro_batch}"
+        if self.what == self.direction:
+            return action
+        return f"wait for {action}" if self.what == "wait" else f"{self.what} {action}"
+
+
+class Flight(NamedTuple):
+    """One message between clouds. from_us, until_us: on the emulated line, which carries one at a
+    time; elsewhere from leaving the sender until it was there. arrived_us: latency included."""
+
+    sender: int
+    receiver: int
+    kind: str  # activation, gradient, norm, report
+    micro_batch: int
+    num_bytes: int
+    queued_us: int
+    from_us: int
+    until_us: int
+    arrived_us: int
+
+    @property
+    def name(self) -> str:
+        letter = _LETTER.get(self.kind)
+        return f"{letter}{self.micro_batch}" if letter else self.kind
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one rank did between from_us and until_us, its own ends of the step."""
+
+    rank: int
+    cloud: str
+    from_us: int
+    until_us: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """lanes: by rank. flights: by direction (sending cloud, receiving cloud), in order."""
+
+    step: int
+    lanes: tuple[Lane, ...]
+    flights: Mapping[tuple[str, str], tuple[Flight, ...]]
+    clocks: str  # how the ranks' clocks were joined, and how far that may be off
+
+    @property
+    def clouds(self) -> list[str]:
+        return list(dict.fromkeys(lane.cloud for lane in self.lanes))
+
+    @property
+    def until_us(self) -> int:
+        return max(lane.until_us for lane in self.lanes)
+
+    def total_us(self, *what: str) -> int:
+        return sum(
+            box.until_us - box.from_us
+            for lane in self.lanes
+            for box in lane.boxes
+            if box.what in what
+        )
+
+    @property
+    def bubble_ratio(self) -> float | None:
+        """Waiting over computing of this step, summed over ranks."""
+        computing_us = self.total_us(*COMPUTING)
+        return self.total_us("wait") / computing_us if computing_us else None
+
+
+def timeline_of(events: Iterable[Event]) -> Timeline | None:
+    """Joins the "timeline" events of a run; None if it has none (it ended too early)."""
+    parts: dict[int, list[Event]] = {}
+    for event in events:
+        if event["event"] == "timeline":
+            parts.setdefault(event["rank"], []).append(event)
+    if not parts:
+        return None
+    ranks = sorted(parts)
+    heads = {rank: parts[rank][0] for rank in ranks}
+    steps = {head["step"] for head in heads.values()}
+    assert len(steps) == 1, f"the ranks report different steps: {sorted(steps)}"
+
+    sent, received = _messages(parts)
+    offsets = _offsets(heads, sent, received)
+    at = {r: heads[r]["started_us"] + offsets.shift_us[heads[r]["machine"]] for r in ranks}
+    zero_us = min(at.values())
+    begin = {rank: at[rank] - zero_us for rank in ranks}
+    lanes = tuple(
+        Lane(
+            rank,
+            heads[rank]["cloud"],
+            begin[rank],
+            begin[rank] + heads[rank]["step_us"],
+            tuple(
+                Box(what, direction, stage, number, begin[rank] + start, begin[rank] + end)
+                for part in parts[rank]
+                for what, direction, stage, number, start, end in part["spans"]
+            ),
+        )
+        for rank in ranks
+    )
+    cloud_of = {lane.rank: lane.cloud for lane in lanes}
+    until_us = max(lane.until_us for lane in lanes)
+    flights: dict[tuple[str, str], list[Flight]] = {}
+    for key, message in sent.items():
+        sender, receiver = key[1], key[2]
+        if receiver not in cloud_of:  # it has said nothing: the run broke off
+            continue
+        flight = _flight(key, message, received.get(key), begin)
+        # A report that only meets the steps before or behind is not of this picture.
+        if flight.kind != "report" or (flight.until_us > 0 and flight.from_us < until_us):
+            direction = (cloud_of[sender], cloud_of[receiver])
+            flights.setdefault(direction, []).append(flight)
+    return Timeline(
+        steps.pop(),
+        lanes,
+        {
+            direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
+            for direction in sorted(flights)
+        },
+        _describe(offsets),
+    )
+
+
+_Key = tuple[int, int, int, int]  # border, sender, receiver, number on that link
+
+
+def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], dict[_Key, int]]:
+    """What every rank sent, and when every rank received; by the same keys."""
+    sent, received = {}, {}
+    for rank, events in parts.items():
+        for event in events:
+            for border, receiver, sequence, *message in event["sent"]:
+                sent[border, rank, receiver, sequence] = message
+            for border, sender, sequence, at_us in event["received"]:
+                received[border, sender, rank, sequence] = at_us
+    return sent, received
+
+
+def _offsets(
+    heads: Mapping[int, Event], sent: Mapping[_Key, list[Any]], received: Mapping[_Key, int]
+) -> Offsets:
+    passages = []
+    for key in sent.keys() & received.keys():
+        here, there = heads[key[1]], heads[key[2]]
+        if here["machine"] != there["machine"]:
+            left_us = here["started_us"] + sent[key][4]
+            came_us = there["started_us"] + received[key]
+            passages.append(Passage(here["machine"], there["machine"], left_us, came_us))
+    unix_us = {head["machine"]: head["unix_us"] for head in reversed(list(heads.values()))}
+    first = next(iter(heads.values()))["machine"]
+    return clock_offsets({first: unix_us.pop(first), **unix_us}, passages)
+
+
+def _flight(
+    key: _Key, message: Sequence[Any], received_us: int | None, begin: Mapping[int, int]
+) -> Flight:
+    _, sender, receiver, _ = key
+    kind, number, num_bytes, queued, start, end = message
+    start_us = begin[sender] + start
+    arrived_us = None if received_us is None else begin[receiver] + received_us
+    until_us = arrived_us if end is None else begin[sender] + end
+    if until_us is None:
+        until_us = start_us  # nobody said when it was there
+    # Clocks of two machines that are joined with an error can make a message arrive too early.
+    until_us = max(until_us, start_us)
+    arrived_us = until_us if arrived_us is None else max(arrived_us, until_us)
+    return Flight(
+        sender, receiver, kind, number, num_bytes, begin[sender] + queued, start_us, until_us,
+        arrived_us,
+    )  # fmt: skip
+
+
+def _describe(offsets: Offsets) -> str:
+    if len(offsets.shift_us) == 1:
+        return "one machine, one clock"
+    joined = f"clocks of {len(offsets.shift_us)} machines joined by"
+    if offsets.error_us is None:
+        return f"{joined} wall clocks, error unknown"
+    return f"{joined} messages both ways, off by {offsets.error_us / 1000:.3g} ms at most"
+
+
+Timed = TypeVar("Timed", Box, Flight)
+
+
+def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
+    """Deal entries to as few rows as needed for none to overlap within a row."""
+    rows: list[list[Timed]] = []
+    for entry in sorted(entries, key=lambda e: (e.from_us, e.until_us)):
+        for row in rows:
+            if row[-1].until_us <= entry.from_us:
+                row.append(entry)
+                break
+        else:
+            rows.append([entry])
+    return rows
+
+
+def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Trace Event Format, JSON object form: a process for each cloud with a thread for each rank,
+    and one for the links with a thread (or more, where messages overlap) for each direction;
+    arrows lead from a message on the line to its receiver. facts: goes into otherData."""
+    entries: list[dict[str, Any]] = []
+    process_of = {cloud: number for number, cloud in enumerate(timeline.clouds, 1)}
+    links = len(process_of) + 1
+
+    def name(process: int, thread: int | None, text: str) -> None:
+        kind = "process" if thread is None else "thread"
+        where = {"ph": "M", "pid": process, **({} if thread is None else {"tid": thread})}
+        entries.append({**where, "name": f"{kind}_name", "args": {"name": text}})
+        order = process if thread is None else thread
+        entries.append({**where, "name": f"{kind}_sort_index", "args": {"sort_index": order}})
+
+    def box(
+        process: int, thread: int, entry: Box | Flight, kind: str, **arguments: object
+    ) -> None:
+        entries.append(
+            {"ph": "X", "pid": process, "tid": thread, "name": entry.name, "cat": kind,
+             "ts": entry.from_us, "dur": entry.until_us - entry.from_us, "args": arguments}
+        )  # fmt: skip
+
+    for cloud, process in process_of.items():
+        name(process, None, cloud)
+    for lane in timeline.lanes:
+        process = process_of[lane.cloud]
+        name(process, lane.rank, f"rank {lane.rank}")
+        for span in lane.boxes:
+            place = (
+                {"stage": span.stage, "micro_batch": span.micro_batch} if span.direction else {}
+            )
+            box(process, lane.rank, span, span.what, **place)
+    if timeline.flights:
+        name(links, None, "links")
+    lane_of = {lane.rank: lane for lane in timeline.lanes}
+    thread = arrow = 0
+    for (here, there), flights in timeline.flights.items():
+        for number, row in enumerate(rows_of(flights)):
+            thread += 1
+            name(links, thread, f"{here} to {there}" + (f" ({number + 1})" if number else ""))
+            for flight in row:
+                arrow += 1
+                box(
+                    links, thread, flight, flight.kind,
+                    bytes=flight.num_bytes, queued_us=flight.queued_us,
+                    arrived_us=flight.arrived_us,
+                    sender=flight.sender, receiver=flight.receiver,
+                )  # fmt: skip
+                same = {"name": flight.name, "cat": "message", "id": arrow}
+                receiver = process_of[lane_of[flight.receiver].cloud]
+                entries.append(
+                    {"ph": "s", "pid": links, "tid": thread, "ts": flight.from_us, **same}
+                )
+                entries.append(
+                    {"ph": "f", "bp": "e", "pid": receiver, "tid": flight.receiver,
+                     "ts": flight.arrived_us, **same}
+                )  # fmt: skip
+    return {
+        "traceEvents": entries,
+        "displayTimeUnit": "ms",
+        "otherData": {"step": timeline.step, "clocks": timeline.clocks, **facts},
+    }
+
+
+def write_trace(path: Path, timeline: Timeline, facts: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(chrome_trace(timeline, facts)), encoding="utf-8")

@@ -1,0 +1,169 @@
+"""timeline.png: one step as lanes, a lane for each rank and each direction between two clouds.
+
+Clouds from top to bottom, the links of a cloud below its ranks. Boxes carry micro-batch numbers
+where there is room. Waiting is light: the light parts of the ranks' lanes are the bubble.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from xcloud.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
+from xcloud.timeline import Box, Flight, Lane, Timeline, rows_of
+
+# what -> (colour, how the legend calls it)
+KINDS = {
+    "forward": (COLOURS["forward"], "forward"),
+    "backward": (COLOURS["backward"], "backward"),
+    "compress": (COLOURS["codec"], "compress, decompress"),
+    "decompress": (COLOURS["codec"], "compress, decompress"),
+    "wait": (COLOURS["waiting"], "waiting"),
+    "average": (COLOURS["averaging"], "averaging, waiting for peers"),
+    "clip": (COLOURS["optimizer"], "optimizer, clipping, data"),
+    "optimizer": (COLOURS["optimizer"], "optimizer, clipping, data"),
+    "fetch": (COLOURS["optimizer"], "optimizer, clipping, data"),
+}
+# What crosses has the colour of what made it, lighter.
+FLIGHTS = {"activation": "#8FC1DE", "gradient": "#F6D28F"}
+OTHER_FLIGHT = "#BDBDBD"
+
+_WIDTH_IN, _LANE_IN, _MARGIN_IN = 13.0, 0.42, 1.75
+_SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+_CHARACTER_IN = 0.075  # at 8 points, generously
+_NARROW_IN = 0.03
+
+
+def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
+    bubble = timeline.bubble_ratio
+    title = (
+        wrapped(title, _WIDTH_IN) + f"\nstep {timeline.step}: {1e-3 * timeline.until_us:.4g} ms"
+    )
+    title += "" if bubble is None else f", bubble ratio {bubble:.2f} (waiting / computing)"
+    lanes = list(_lanes(timeline))
+    figure = Figure(
+        figsize=(_WIDTH_IN, _MARGIN_IN + _LANE_IN * len(lanes)), dpi=DPI, layout="constrained"
+    )
+    figure.suptitle(title, fontsize=TITLE_POINTS)
+    axes = figure.subplots()
+    per_us, unit = (1e-3, "ms") if timeline.until_us < 2e7 else (1e-6, "s")
+    painter = _Painter(axes, per_us, 0.85 * _WIDTH_IN / max(per_us * timeline.until_us, 1e-9))
+    for y, (_, content) in enumerate(lanes):
+        if isinstance(content, Lane):
+            painter.rank(y, content)
+        else:
+            painter.link(y, content)
+    axes.set_yticks(range(len(lanes)), [label for label, _ in lanes])
+    axes.set_ylim(len(lanes) - 0.45, -0.55)
+    axes.set_xlim(0, per_us * timeline.until_us)
+    axes.set_xlabel(f"{unit} since the step began ({timeline.clocks})")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    axes.grid(axis="x", color="#F2F2F2")
+    axes.set_axisbelow(True)
+    handles = list(painter.legend(timeline))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / 2),
+        frameon=False, fontsize=8,
+    )  # fmt: skip
+    figure.savefig(path)
+
+
+def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
+    """Links between a pair of clouds come below the ranks of the upper one; at the very end those
+    on which no border lies."""
+    clouds = timeline.clouds
+    minor = []
+    for position, cloud in enumerate(clouds):
+        for lane in timeline.lanes:
+            if lane.cloud == cloud:
+                several = len({box.stage for box in lane.boxes if box.direction}) > 1
+                yield f"{cloud}  rank {lane.rank}" + "\n(small: stage)" * several, lane
+        for other in clouds[position + 1 :]:
+            for here, there in ((cloud, other), (other, cloud)):
+                flights = timeline.flights.get((here, there), ())
+                if any(flight.kind in FLIGHTS for flight in flights):
+                    yield f"{here} → {there}", flights
+                elif flights:
+                    minor.append((f"{here} → {there}", flights))
+    yield from minor
+
+
+class _Painter:
+    """Draws lanes; remembers nothing but where. inches_per_unit: of the time axis."""
+
+    def __init__(self, axes: Axes, per_us: float, inches_per_unit: float) -> None:
+        self._axes, self._per_us, self._inches_per_unit = axes, per_us, inches_per_unit
+
+    def rank(self, y: int, lane: Lane) -> None:
+        begin, end = self._per_us * lane.from_us, self._per_us * lane.until_us
+        self._axes.broken_barh([(begin, end - begin)], (y - 0.36, 0.72), facecolor="white",
+                               edgecolor=FAINT, linewidth=0.5)  # fmt: skip
+        several = len({box.stage for box in lane.boxes if box.direction}) > 1
+        for what, (colour, _) in KINDS.items():
+            boxes = [box for box in lane.boxes if box.what == what]
+            edge = "white" if what in ("forward", "backward") else "none"
+            self._boxes(y, 0.72, boxes, colour, edge)
+            if what in ("forward", "backward"):
+                for box in boxes:
+                    small = str(box.stage).translate(_SUBSCRIPT) if several else ""
+                    self._number(y, box, f"{box.micro_batch}{small}", ink_on(colour))
+
+    def link(self, y: int, flights: Sequence[Flight]) -> None:
+        """Boxes on the line, with a thin tail until the message was there."""
+        rows = rows_of(flights)
+        height = 0.6 / len(rows)
+        for index, row in enumerate(rows):
+            middle = y - 0.3 + height * (index + 0.5)
+            for kind in dict.fromkeys(flight.kind for flight in row):
+                some = [flight for flight in row if flight.kind == kind]
+                colour = FLIGHTS.get(kind, OTHER_FLIGHT)
+                self._boxes(middle, height, some, colour, "white")
+                self._axes.hlines(
+                    [middle + 0.38 * height] * len(some),
+                    [self._per_us * flight.until_us for flight in some],
+                    [self._per_us * flight.arrived_us for flight in some],
+                    colors=colour, linewidth=1.5,
+                )  # fmt: skip
+            if len(rows) <= 2:
+                for flight in row:
+                    if flight.kind in FLIGHTS:
+                        self._number(middle, flight, str(flight.micro_batch), INK)
+
+    def legend(self, timeline: Timeline) -> Iterator[Patch]:
+        used = {box.what for lane in timeline.lanes for box in lane.boxes}
+        named = dict.fromkeys(entry for what, entry in KINDS.items() if what in used)
+        for colour, label in named:
+            yield Patch(facecolor=colour, edgecolor=FAINT, linewidth=0.5, label=label)
+        yield Patch(facecolor="white", edgecolor=FAINT, linewidth=0.5, label="none of these")
+        kinds = {flight.kind for flights in timeline.flights.values() for flight in flights}
+        for kind, colour in FLIGHTS.items():
+            if kind in kinds:
+                yield Patch(facecolor=colour, label=f"{kind} on the link")
+        if kinds - FLIGHTS.keys():
+            yield Patch(facecolor=OTHER_FLIGHT, label=", ".join(sorted(kinds - FLIGHTS.keys())))
+
+    def _boxes(
+        self, y: float, height: float, entries: Sequence[Box | Flight], colour: str, edge: str
+    ) -> None:
+        spans = [
+            (self._per_us * e.from_us, self._per_us * (e.until_us - e.from_us)) for e in entries
+        ]
+        # An edge would hide a box that is hardly wider than it.
+        is_narrow = [width * self._inches_per_unit < _NARROW_IN for _, width in spans]
+        for narrow, line in ((True, "none"), (False, edge)):
+            some = [span for span, found in zip(spans, is_narrow, strict=True) if found == narrow]
+            self._axes.broken_barh(
+                some, (y - height / 2, height), facecolor=colour, edgecolor=line, linewidth=0.4
+            )
+
+    def _number(self, y: float, entry: Box | Flight, text: str, colour: str) -> None:
+        width = self._per_us * (entry.until_us - entry.from_us) * self._inches_per_unit
+        if width > _CHARACTER_IN * len(text) + 0.03:
+            middle = self._per_us * (entry.from_us + entry.until_us) / 2
+            self._axes.text(middle, y, text, ha="center", va="center", fontsize=8, color=colour)
