@@ -70,7 +70,7 @@ def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) ->
 
 
 def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> None:
-    """Three messages each way at once: full duplex, so the time of one way."""
+    """Three messages each way at once: the time of one way, for both ways have their own line."""
     results = run_pair(
         tmp_path,
         """
@@ -88,8 +88,9 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
             incoming.recv(key(i), 20)
         took_s = time.perf_counter() - started
         expected_s = 3 * profile.line_s(250_000) + 0.05
-        assert sent_s < 0.1, sent_s  # send returns before delivery
-        assert expected_s - 0.01 < took_s < expected_s * 1.3 + 0.1, (took_s, expected_s)
+        assert sent_s < expected_s / 2, sent_s  # send returns before delivery
+        # Never early; how late is a matter of the machine's load (benchmarks/bench_emulator.py).
+        assert expected_s - 0.01 < took_s < 3 * expected_s, (took_s, expected_s)
         out.close(20); incoming.close(20)
         """,
     )
