@@ -79,7 +79,6 @@ def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
         where = context(
             tmp_path,
             lane=lane,
-            num_lanes=3,
             barrier=lambda: meeting.wait(20) and None,
             report=said[lane].append,
         )
@@ -97,7 +96,7 @@ def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
 
 def test_a_lane_that_does_not_share_the_cache_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"lane 1 does not find .* share one cache folder"):
-        SMALL.weights("source", context(tmp_path, lane=1, num_lanes=2))
+        SMALL.weights("source", context(tmp_path, lane=1))
 
 
 def test_a_cloud_that_may_not_see_the_text_is_refused_in_words(tmp_path: Path) -> None:

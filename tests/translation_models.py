@@ -66,7 +66,6 @@ def context(
         "sentences": sentences or (lambda name: texts(40, seed=len(name))),
         "max_length": max_length,
         "lane": 0,
-        "num_lanes": 1,
         "barrier": lambda: None,
         "report": lambda line: None,
     }

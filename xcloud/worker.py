@@ -116,7 +116,6 @@ def _train(
             sentences=data.sentences,
             max_length=experiment.task.max_length,
             lane=ranks.index(rank),
-            num_lanes=len(ranks),
             barrier=partial(_wait_for_lanes, wiring.lanes[stage]),
             report=reporter.note,
         )

@@ -53,7 +53,6 @@ class Placement:
     rank: int
     cloud: str
     stages: tuple[int, ...]
-    cloud_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,7 @@ class ClusterLayout:
                 if cloud.one_stage_per_rank:
                     per_stage = cloud.num_ranks // len(stages)
                     stages = (stages[(rank - first) // per_stage],)
-                ranks = tuple(range(first, first + cloud.num_ranks))
-                return Placement(rank, name, stages, ranks)
+                return Placement(rank, name, stages)
             first += cloud.num_ranks
         raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
 

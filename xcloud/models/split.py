@@ -18,7 +18,7 @@ class BuildContext:
 
     vocabularies: field name -> special ids, for the visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    lane, num_lanes: position among the ranks that hold the same stage; lane 0 fills the cache.
+    lane: position among the ranks that hold the same stage; lane 0 fills the cache.
     barrier: waits for the other lanes. report: one line of progress for the user.
     """
 
@@ -29,7 +29,6 @@ class BuildContext:
     sentences: Callable[[str], Sequence[Sequence[int]]]
     max_length: int
     lane: int
-    num_lanes: int
     barrier: Callable[[], None]
     report: Callable[[str], None]
 
