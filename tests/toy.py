@@ -36,6 +36,14 @@ class ToyData:
     def num_samples(self, split: str) -> int:
         return self.task.num_samples if split == "train" else 10
 
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return self.fields
+
+    @property
+    def head(self) -> None:
+        return None
+
     def vocabulary(self, field: str) -> TokenIds:
         return TokenIds(VOCABULARY, 0, 1, 2, 3)
 

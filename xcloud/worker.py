@@ -112,12 +112,13 @@ def _train(
             seed=experiment.seed,
             device=device,
             cache_dir=cache_dir,
-            vocabularies={name: data.vocabulary(name) for name in fields},
+            vocabularies={name: data.vocabulary(name) for name in data.text_fields},
             sentences=data.sentences,
             max_length=experiment.task.max_length,
             lane=ranks.index(rank),
             barrier=partial(_wait_for_lanes, wiring.lanes[stage]),
             report=reporter.note,
+            head=data.head,
         )
         stages[stage] = experiment.model.build_stage(stage, layout.num_stages, context).to(device)
     pipeline = Pipeline(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xcloud.parallel.stage import Border, Stage, TokenIds
+from xcloud.parallel.stage import Border, Head, Stage, TokenIds
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class BuildContext:
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
     lane: position among the ranks that hold the same stage; lane 0 fills the cache.
     barrier: waits for the other lanes. report: one line of progress for the user.
+    head: what the last stage must answer; None where labels are not seen, and in translation.
     """
 
     seed: int
@@ -31,6 +32,7 @@ class BuildContext:
     lane: int
     barrier: Callable[[], None]
     report: Callable[[str], None]
+    head: Head | None = None
 
 
 class SplitModel(Protocol):

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from xcloud.comm.border import Border, BorderField, Message
 
-__all__ = ["Batch", "Border", "BorderField", "Message", "Stage", "StageOutput", "TokenIds"]
+__all__ = [
+    "Batch",
+    "Border",
+    "BorderField",
+    "Head",
+    "Message",
+    "Stage",
+    "StageOutput",
+    "TokenIds",
+]
 
 Batch = Mapping[str, Tensor]
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
@@ -51,3 +60,18 @@ class TokenIds:
     bos: int
     eos: int
     mask: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the last stage of an understanding model must answer, known where labels are.
+
+    kind      num_outputs  batch field "label"                       `predict` gives, per sample
+    classes   classes      int64 [B], the class                      [class]
+    value     1            float32 [B]                               [round(1e6 * value)]
+    span      2 a token    int64 [B, 3]: first and last token of     [first, last,
+                           the answer, first token that may be one    round(1e4 * score)]
+    """
+
+    kind: Literal["classes", "value", "span"]
+    num_outputs: int

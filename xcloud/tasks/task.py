@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from xcloud.parallel.stage import Batch, TokenIds
+from xcloud.parallel.stage import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
 
@@ -27,7 +27,16 @@ class TaskData(Protocol):
 
     def num_samples(self, split: Split) -> int: ...
 
-    def vocabulary(self, field: str) -> TokenIds: ...
+    @property
+    def text_fields(self) -> frozenset[str]:
+        """The visible fields that are token ids, and so have a vocabulary."""
+
+    @property
+    def head(self) -> Head | None:
+        """What the last stage must answer; None where labels are not seen, and in translation."""
+
+    def vocabulary(self, field: str) -> TokenIds:
+        """Raises DataError for a field that is no text or may not be seen here."""
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Token ids of the training texts of a visible field, without special ids."""

@@ -187,6 +187,14 @@ class TranslationData:
     def num_samples(self, split: Split) -> int:
         return self._rows[split]
 
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return frozenset(self.text.vocabularies)
+
+    @property
+    def head(self) -> None:
+        return None
+
     def vocabulary(self, field: str) -> TokenIds:
         return self.text.tokenizer(field).token_ids
 
