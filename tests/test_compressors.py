@@ -15,7 +15,7 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import Stateful
 from xcloud.comm.quantize import BlockInt
-from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.comm.sparsify import RandomK, TopK, TopRows
 
 # compressor, largest relative error it may make on Gaussian values [96, 40]
 ERRORS: list[tuple[Compressor, float]] = [
@@ -35,6 +35,7 @@ ERRORS: list[tuple[Compressor, float]] = [
     (BlockInt(1, stochastic=True), 2.8),
     (TopK(0.5), 0.28),
     (TopK(0.05), 0.87),
+    (TopRows(0.5), 0.75),
     (RandomK(0.5), 0.75),
     (RandomK(0.5, unbiased=True), 1.1),
     (Svd(0.5, method="exact"), 0.56),
@@ -43,6 +44,7 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Chain(none=Nothing()), 0.0),
     (Chain(svd=Svd(0.6), fp16=Cast("float16")), 0.48),
     (Chain(topk=TopK(0.3), int8=BlockInt(8)), 0.5),
+    (Chain(rows=TopRows(0.5), int8=BlockInt(8)), 0.75),
     (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
 ]
 COMPRESSORS = [compressor for compressor, _ in ERRORS]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.sparsify import RandomK, TopK, _SortedPositions
+from xcloud.comm.sparsify import RandomK, TopK, TopRows, _SortedPositions
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def same_numbers_in_every_order() -> None:
     torch.manual_seed(0)
 
 
-def arrives(compressor: TopK | RandomK, tensor: Tensor) -> Tensor:
+def arrives(compressor: TopK | TopRows | RandomK, tensor: Tensor) -> Tensor:
     return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
@@ -134,3 +134,18 @@ def test_randomk_draws_anew_for_each_message_and_each_seed() -> None:
 
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
+
+
+def test_toprows_keeps_the_longest_rows_whole() -> None:
+    tensor = torch.tensor([[3.0, 4.0], [6.0, 0.0], [0.0, 1.0], [-5.0, -5.0]])
+    expected = torch.tensor([[0.0, 0.0], [6.0, 0.0], [0.0, 0.0], [-5.0, -5.0]])
+
+    assert torch.equal(arrives(TopRows(0.5), tensor), expected)
+    assert torch.equal(arrives(TopRows(0.5), 1e-25 * tensor), 1e-25 * expected)
+
+
+def test_toprows_costs_its_rows_and_a_few_bits_each() -> None:
+    values, positions = TopRows(0.15).wire_specs(TensorSpec((800, 112), torch.float32))
+
+    assert values == TensorSpec((120, 112), torch.float32)
+    assert positions.num_bytes * 8 <= 6 * 120

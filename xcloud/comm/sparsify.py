@@ -1,6 +1,6 @@
 """Sending few of the values: the largest, or some at random. What is not sent decodes to zero.
 
-Shapes: N values of the tensor in any shape, k of them sent.
+Shapes: N values of the tensor in any shape, k of them sent; R rows of D values (D: last axis).
 """
 
 from __future__ import annotations
@@ -58,6 +58,58 @@ class TopK:
         values, packed = parts
         positions = _SortedPositions(len(values), spec.numel).decode(packed)
         return _spread(values, positions, spec)
+
+
+@dataclass(frozen=True)
+class TopRows:
+    """The k = max(1, round(rate * R)) rows of largest norm, whole. Ours.
+
+    Meant for gradients of a border: few tokens carry most of the gradient of a classifier, and a
+    row that is sent keeps its direction. Of equal norms the first ones are sent; a row with a NaN
+    counts as largest, so that divergence stays visible. One axis: rows of one value.
+
+    Wire, for [R, D]: values [k, D] in the tensor's dtype; positions uint8, see `_SortedPositions`,
+    2 to 8 bits for each row sent.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_number("TopRows.rate", self.rate, 0, 1, above=True)
+
+    @property
+    def family(self) -> Family:
+        return "sparse"
+
+    @property
+    def label(self) -> str:
+        return f"toprows({self.rate:g})"
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        num_rows, width = _rows_of(spec)
+        num_kept = _num_kept(self.rate, num_rows)
+        num_bytes = _SortedPositions(num_kept, num_rows).num_bytes
+        return (TensorSpec((num_kept, width), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
+
+    def compress(self, tensor: Tensor) -> Parts:
+        _refuse_integers(tensor)
+        num_rows, width = _rows_of(TensorSpec.of(tensor))
+        rows_RD = tensor.detach().reshape(num_rows, width)
+        num_kept = _num_kept(self.rate, num_rows)
+        # The largest value first: squares of gradients of 1e-25 would be zero.
+        largest_R = rows_RD.float().abs().amax(1) if width else rows_RD.new_zeros(num_rows).float()
+        scale_R = torch.where(largest_R > 0, largest_R, torch.ones_like(largest_R))
+        norms_R = (rows_RD.float() / scale_R[:, None]).norm(dim=1) * scale_R
+        positions = _largest(norms_R, num_kept)
+        packed = _SortedPositions(num_kept, num_rows).encode(positions)
+        return (rows_RD.index_select(0, positions), packed)
+
+    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+        values, packed = parts
+        num_rows, width = _rows_of(spec)
+        positions = _SortedPositions(len(values), num_rows).decode(packed)
+        dense = torch.zeros((num_rows, width), dtype=spec.dtype, device=values.device)
+        return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
 
 
 @dataclass
@@ -173,6 +225,12 @@ def _marks(positions: Tensor, size: int) -> Tensor:
 
 def _marked(marks: Tensor) -> Tensor:
     return marks.view(torch.bool).nonzero().view(-1)
+
+
+def _rows_of(spec: TensorSpec) -> tuple[int, int]:
+    """Rows and values of a row."""
+    width = spec.shape[-1] if len(spec.shape) > 1 else 1
+    return (spec.numel // width if width else 0), width
 
 
 def _num_kept(rate: float, numel: int) -> int:
