@@ -109,9 +109,14 @@ class Value:
 Score = Callable[[Sequence[float], Sequence[float]], float]
 
 
-def scores_of(kind: str, names: Sequence[str]) -> Mapping[str, Score]:
-    """The named scores, in this order. Raises ConfigError for one that does not fit the kind."""
+def scores_of(kind: str, names: Sequence[str] | None) -> Mapping[str, Score]:
+    """The named scores, in this order; None: accuracy of classes, both correlations of values.
+
+    Raises ConfigError for one that does not fit the kind.
+    """
     there = CLASS_SCORES if kind == "classes" else VALUE_SCORES
+    if names is None:
+        names = ("accuracy",) if kind == "classes" else ("pearson", "spearman")
     if isinstance(names, str) or not names:
         raise ConfigError(
             f"task.metrics must be a list such as [{next(iter(there))}], got {names!r}"

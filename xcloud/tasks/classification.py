@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_int
@@ -20,13 +19,18 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.project import project_root
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
-from xcloud.tasks.corpus.labelled import Kind, LabelledCorpus
+from xcloud.tasks.corpus.demo_labelled import DemoReviews, DemoSizes
+from xcloud.tasks.corpus.files import Names
+from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, LabelledCorpus, sampling_of
+from xcloud.tasks.corpus.labelled_files import LabelledFiles
+from xcloud.tasks.corpus.labelled_hub import LabelledHub
 from xcloud.tasks.corpus.public_text import public_sentences
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Split
+from xcloud.tasks.text_pairs import TextPairs
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -44,7 +48,7 @@ class Classification:
     """A class (kind classes) or a number (kind value) for each text or pair of `corpus`.
 
     classes: their names in the order of their numbers; None: those of the training labels.
-    metrics: scores by name, the main one first.
+    metrics: scores by name, the main one first; None: those of the kind (scores_of).
     max_length: most tokens, special ids included; what is longer is cut, the longer text first.
     tokenizer: a public one. A TrainedTokenizer is trained on public_sentences, not on the task's
     texts: a vocabulary tells of what it was made from.
@@ -55,7 +59,7 @@ class Classification:
     name: str = "classification"
     kind: Kind = "classes"
     classes: Sequence[str] | None = None
-    metrics: Sequence[str] = ("accuracy",)
+    metrics: Sequence[str] | None = None
     tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))
     max_length: int = 128
     sizes: Sizes = None
@@ -65,7 +69,7 @@ class Classification:
         check_int("task.max_length", self.max_length, MIN_LENGTH)
         check_choice("task.kind", self.kind, ("classes", "value"))
         check_sizes(self.sizes)
-        scores_of(self.kind, self.metrics)
+        _ = self.scores
         if self.classes is None:
             return
         names = self.classes
@@ -77,9 +81,12 @@ class Classification:
                 f"value; got {list(names)}"
             )
 
+    @property
+    def scores(self) -> Mapping[str, Score]:
+        return scores_of(self.kind, self.metrics)
+
     def describe(self) -> str:
-        named = self.corpus.describe()
-        return named if self.name in named else f"{self.name} ({named})"
+        return f"{self.name} ({self.corpus.describe()})"
 
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
@@ -119,34 +126,6 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     trained = isinstance(choice, TrainedTokenizer)
     texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
     return choice.prepare(texts, folder)
-
-
-class TextPairs:
-    """One text or two into ids, as a model reads them; needs no corpus."""
-
-    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
-        self.tokenizer, self._max_length = tokenizer, max_length
-
-    @staticmethod
-    def load(folder: Path, max_length: int) -> TextPairs:
-        """From what `save` wrote. Raises DataError if it is not there."""
-        return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save(folder / "text_tokenizer.json")
-
-    def table(self, firsts: Sequence[str], seconds: Sequence[str] | None) -> PairTable:
-        encode = self.tokenizer.encode
-        return PairTable.of_samples(
-            encode(firsts), None if seconds is None else encode(seconds),
-            self._max_length, self.tokenizer.token_ids, self.tokenizer.num_separators,
-        )  # fmt: skip
-
-    def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
-        """ids, text and types of texts that are in no corpus."""
-        ids = torch.arange(len(firsts))
-        text, types = self.table(firsts, seconds).padded(ids)
-        return {"ids": ids, "text": text, "types": types}
 
 
 class ClassificationData:
@@ -190,7 +169,7 @@ class ClassificationData:
             "task": task.name,
             "kind": task.kind,
             "classes": None if task.classes is None else list(task.classes),
-            "metrics": list(task.metrics),
+            "metrics": list(task.scores),
             "max_length": task.max_length,
             "tokenizer": repr(task.tokenizer),
             "rows": self._rows,
@@ -245,7 +224,7 @@ class ClassificationData:
             raise ValueError(f"no predictions to score on {split}")
         if outside := [i for i in predictions if not 0 <= i < len(labels)]:
             raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(labels) - 1})")
-        scores = scores_of(self._task.kind, self._task.metrics)
+        scores = self._task.scores
         pairs = {i: (float(labels[i]), answer.read(predictions[i])) for i in sorted(predictions)}
         if split not in self._parts:
             return _scored(scores, list(pairs.values()))
@@ -260,12 +239,12 @@ class ClassificationData:
         }
 
     def signature(self) -> dict[str, str]:
-        main = self._task.metrics[0]
-        said = {name: MEANINGS[name] for name in self._task.metrics}
+        names = list(self._task.scores)
+        said = {name: MEANINGS[name] for name in names}
         if self._parts:
             parts = dict.fromkeys(self._parts["test"])
-            said |= {f"{n}_{part}": MEANINGS[n] for n in self._task.metrics for part in parts}
-            said[main] = f"mean over {', '.join(parts)} of: {MEANINGS[main]}"
+            said |= {f"{name}_{part}": MEANINGS[name] for name in names for part in parts}
+            said[names[0]] = f"mean over {', '.join(parts)} of: {MEANINGS[names[0]]}"
         return said
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
@@ -309,3 +288,93 @@ class ClassificationData:
 def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     right, predicted = [a for a, _ in pairs], [b for _, b in pairs]
     return {name: round(score(right, predicted), 4) for name, score in scores.items()}
+
+
+def classification_from_demo(
+    kind: Kind = "classes",
+    classes: Sequence[str] | None = None,
+    metrics: Sequence[str] | None = None,
+    num_train: int = 8_000,
+    num_dev: int = 500,
+    num_test: int = 1_000,
+    corpus_seed: int = 7,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 64,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> Classification:
+    """The embedded film reviews."""
+    if kind != "classes":
+        raise ConfigError(f"task.kind={kind}: the demo has classes; take profile=files for values")
+    return Classification(
+        DemoReviews(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "classification", kind,
+        classes, metrics,
+        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
+    )  # fmt: skip
+
+
+def classification_from_files(
+    path: str = "",
+    kind: Kind = "classes",
+    classes: Sequence[str] | None = None,
+    metrics: Sequence[str] | None = None,
+    train_file: Names = None,
+    dev_file: Names = None,
+    test_file: Names = None,
+    text_columns: Names = None,
+    label_column: str | None = None,
+    language: str = "en",
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    split_seed: int = 0,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 128,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> Classification:
+    """Your own labelled texts in the folder `path`; see Classification and LabelledFiles."""
+    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+    corpus = LabelledFiles(
+        path, train_file, dev_file, test_file,
+        ColumnChoice(text_columns, label_column, None, kind), language, sampling=sampling,
+    )  # fmt: skip
+    return Classification(
+        corpus, "classification", kind, classes, metrics,
+        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
+    )  # fmt: skip
+
+
+def classification_from_hub(
+    path: str = "",
+    config: str | None = None,
+    kind: Kind = "classes",
+    classes: Sequence[str] | None = None,
+    metrics: Sequence[str] | None = None,
+    train: str | None = None,
+    dev: str | None = None,
+    test: str | None = None,
+    text_columns: Names = None,
+    label_column: str | None = None,
+    revision: str | None = None,
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    split_seed: int = 0,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 128,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> Classification:
+    """A labelled data set of the hub, or a folder in the same form; see LabelledHub."""
+    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+    columns = ColumnChoice(text_columns, label_column, None, kind)
+    corpus = LabelledHub(
+        path, config, train, dev, test, columns, revision=revision, sampling=sampling
+    )
+    return Classification(
+        corpus, "classification", kind, classes, metrics,
+        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The tasks of GLUE by name, and labelled texts of one's own: what `task=` configs call.
+"""The tasks of GLUE by name: classes, scores and columns of each.
 
 Source: Wang et al., arXiv:1804.07461 (GLUE). Its test labels are kept back, so its scores here are
 of the dev sets, as those of most papers.
@@ -6,7 +6,7 @@ of the dev sets, as those of most papers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xcloud.checks import check_choice
@@ -160,74 +160,3 @@ def _glue(
         corpus, name, task.kind, task.classes, task.metrics,
         tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
     )  # fmt: skip
-
-
-def classification_from_files(
-    path: str = "",
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    language: str = "en",
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """Your own labelled texts in the folder `path`; see Classification and LabelledFiles."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    corpus = LabelledFiles(
-        path, train_file, dev_file, test_file,
-        ColumnChoice(text_columns, label_column, None, kind), language, sampling=sampling,
-    )  # fmt: skip
-    return Classification(
-        corpus, "classification", kind, classes, metrics or _usual_metrics(kind),
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
-
-
-def classification_from_hub(
-    path: str = "",
-    config: str | None = None,
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train: str | None = None,
-    dev: str | None = None,
-    test: str | None = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """A labelled data set of the hub, or a folder in the same form; see LabelledHub."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(text_columns, label_column, None, kind)
-    corpus = LabelledHub(
-        path, config, train, dev, test, columns, revision=revision, sampling=sampling
-    )
-    return Classification(
-        corpus, "classification", kind, classes, metrics or _usual_metrics(kind),
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
-
-
-def _usual_metrics(kind: Kind) -> Sequence[str]:
-    return ("accuracy",) if kind == "classes" else ("pearson", "spearman")

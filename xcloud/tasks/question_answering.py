@@ -21,7 +21,7 @@ from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.tasks.answer_scores import exact_match, word_f1
-from xcloud.tasks.classification import FIELDS, TextPairs, public_tokenizer
+from xcloud.tasks.classification import FIELDS, public_tokenizer
 from xcloud.tasks.corpus.demo_labelled import DemoSizes
 from xcloud.tasks.corpus.files import Names
 from xcloud.tasks.corpus.labelled import sampling_of
@@ -39,6 +39,7 @@ from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Split
+from xcloud.tasks.text_pairs import TextPairs
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows
 

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 import torch
 
+from xcloud.errors import DataError
 from xcloud.tasks.corpus.paragraphs import Paragraph
 from xcloud.tasks.pair_table import PairTable, num_special
 from xcloud.tasks.token_table import TokenTable
@@ -54,6 +55,8 @@ class Windows:
         question = 0
         for number, paragraph in enumerate(paragraphs):
             length = len(encoded[number][0])
+            if not length:
+                raise DataError(f"paragraph {number} has no words: {paragraph.context!r}")
             for _ in paragraph.questions:
                 fits = room - lengths[question]
                 for start in window_starts(length, fits, stride):
@@ -94,7 +97,7 @@ class Windows:
         return tokens[start + first][0], tokens[start + last][1]
 
     def _place(self, window: int) -> tuple[int, int, int]:
-        """Position of its first token of the paragraph, number of that token, how many there are."""
+        """Position of its first token of the paragraph, number of that token, and how many."""
         table = self.table
         begin = int(table.first_length[window]) + 1 + table.num_separators
         return begin, int(table.second_start[window]), int(table.second_length[window])
