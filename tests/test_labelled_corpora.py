@@ -5,22 +5,28 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from xcloud import hub_access
 from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.classification import Classification, classification_from_files
 from xcloud.tasks.corpus.by_language import FilesByLanguage, HubByLanguage
 from xcloud.tasks.corpus.labelled import ColumnChoice, LabelledCorpus, interleaved, sampling_of
 from xcloud.tasks.corpus.labelled_files import LabelledFiles
 from xcloud.tasks.corpus.labelled_hub import LabelledHub
-from xcloud.tasks.corpus.paragraphs import ParagraphHub
+from xcloud.tasks.corpus.paragraphs import ParagraphFiles, ParagraphHub, num_questions
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
+from xcloud.tasks.cross_lingual import cross_lingual_from_files
 from xcloud.tasks.glue import glue_from_files, glue_from_hub
+from xcloud.tasks.question_answering import QuestionAnswering, squad_from_files
 
 ALL, TEXT, LABEL = frozenset({"text", "label"}), frozenset({"text"}), frozenset({"label"})
+SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
 
 
 def write_tsv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -221,7 +227,7 @@ def test_glue_in_the_hubs_form_is_tested_on_its_dev_set(tmp_path: Path) -> None:
     assert Counter(cells(corpus, "test", "label")) == {"0": 4}
     asked = LabelledHub(str(tmp_path / "hub"), test="validation").read(ALL)
     assert cells(asked, "test", "first") == cells(corpus, "test", "first")
-    with pytest.raises(DataError, match="no split 'tset' for task.test; there are: train"):
+    with pytest.raises(DataError, match=r"no split .tset. for task\.test; there are: train"):
         LabelledHub(str(tmp_path / "hub"), test="tset").read(ALL)
 
 
@@ -239,3 +245,45 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
             DataError, match="the hub cannot be reached and no copy is in the cache"
         ):
             corpus.check()
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("task", "rows"),
+    [
+        (partial(glue_from_files, "sst2"), (66_003, 1_346, 872)),
+        (partial(glue_from_files, "qnli"), (41_114, 839, 957)),
+        (partial(glue_from_files, "cola"), (8_380, 171, 1_043)),
+        (partial(glue_from_files, "mrpc"), (3_576, 500, 1_725)),
+        (partial(glue_from_files, "stsb"), (5_749, 1_500, 1_379)),
+        (classification_from_files, (5_343, 109, 500)),
+        (partial(classification_from_files, kind="value"), (4_500, 500, 4_927)),
+        (partial(cross_lingual_from_files, "pawsx"), (1_960, 40, 13_824)),
+        (partial(cross_lingual_from_files, "xnli"), (2_441, 49, 75_150)),
+        (squad_from_files, (6_731, 151, 1_774)),
+    ],
+    ids=[
+        "sst2",
+        "qnli",
+        "cola",
+        "mrpc",
+        "stsb_multi",
+        "trec",
+        "sick",
+        "pawsx",
+        "xnli",
+        "squad_v1",
+    ],
+)
+def test_real_corpora_are_read(
+    task: Callable[..., Classification | QuestionAnswering],
+    rows: tuple[int, int, int],
+    request: pytest.FixtureRequest,
+) -> None:
+    corpus = task(path=str(SHARED / request.node.callspec.id)).corpus
+    if isinstance(corpus, ParagraphFiles):
+        found = corpus.read().splits
+        assert tuple(num_questions(found[s]) for s in ("train", "dev", "test")) == rows
+    else:
+        splits = corpus.read(LABEL).splits
+        assert tuple(splits[s].num_rows for s in ("train", "dev", "test")) == rows

@@ -189,7 +189,7 @@ def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:
     found = few.load(ALL, 1)
     assert [found.num_samples(s) for s in ("train", "dev", "test")] == [6, 2, 2]
     (tmp_path / "train-v1.1.json").write_text('{"a": 1}\n')
-    with pytest.raises(DataError, match="must be named .jsonl"):
+    with pytest.raises(DataError, match=r"must be named \.jsonl"):
         squad_from_files(str(tmp_path)).load(ALL, 1)
 
 

@@ -94,8 +94,7 @@ class Classification:
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
-        if unknown := fields - FIELDS:
-            raise ConfigError(f"{self.name} has the fields text, types and label, not {unknown}")
+        check_fields(self.name, fields)
         visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
         if not visible and self.sizes is not None:
             unseen = {split: Rows(self.sizes[split], {}) for split in SPLITS}
@@ -117,6 +116,15 @@ class Classification:
         if self.classes is not None:
             return Classes(tuple(self.classes))
         return Classes.found_in(train.texts["label"], f"{self.describe()}, train")
+
+
+def check_fields(name: str, fields: frozenset[str]) -> None:
+    """Raise ConfigError if a model asks for what understanding tasks do not have."""
+    if unknown := fields - FIELDS:
+        raise ConfigError(
+            f"the task {name} has the fields text, types and label, but the model reads "
+            f"{', '.join(sorted(unknown))}; choose a model for understanding (model=…)"
+        )
 
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:

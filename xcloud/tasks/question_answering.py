@@ -21,7 +21,7 @@ from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.tasks.answer_scores import exact_match, word_f1
-from xcloud.tasks.classification import FIELDS, public_tokenizer
+from xcloud.tasks.classification import check_fields, public_tokenizer
 from xcloud.tasks.corpus.demo_labelled import DemoSizes
 from xcloud.tasks.corpus.files import Names
 from xcloud.tasks.corpus.labelled import sampling_of
@@ -89,8 +89,7 @@ class QuestionAnswering:
 
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
-        if unknown := fields - FIELDS:
-            raise ConfigError(f"{self.name} has the fields text, types and label, not {unknown}")
+        check_fields(self.name, fields)
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
                 f"{self.name}: a rank of this layout reads label and not text, but an answer is a "
