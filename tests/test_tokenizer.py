@@ -168,7 +168,9 @@ def roberta_folder(folder: Path) -> Path:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
     )
     names = {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "cls": "<s>", "sep": "</s>"}
     tokens = {f"{name}_token": token for name, token in names.items()}
@@ -183,6 +185,7 @@ def test_a_bert_tokenizer_from_a_folder(tmp_path: Path) -> None:
     tokenizer = choice.prepare([], tmp_path)
     ids = tokenizer.token_ids
     assert (ids.size, ids.pad, ids.bos, ids.eos, ids.mask) == (15, 0, 2, 3, 4)
+    assert tokenizer.num_separators == 1
     encoded = tokenizer.encode(["The cat sat. Don't", "the"])
     assert encoded == [[5, 6, 7, 8, 11, 13, 12, 14], [5]]
     assert tokenizer.decode([ids.bos, *encoded[0], ids.eos, ids.pad]) == "the cat sat. don't"
@@ -194,6 +197,9 @@ def test_an_xlm_roberta_like_tokenizer_from_a_folder(tmp_path: Path) -> None:
     tokenizer = PretrainedTokenizer(str(roberta_folder(tmp_path / "xlmr"))).prepare([], tmp_path)
     ids = tokenizer.token_ids
     assert (ids.size, ids.pad, ids.bos, ids.eos, ids.mask) == (9, 1, 0, 2, 8)
+    assert tokenizer.num_separators == 2
+    tokenizer.save(tmp_path / "saved.json")
+    assert Tokenizer.load(tmp_path / "saved.json").num_separators == 2
     assert tokenizer.encode(["Ve el gato."]) == [[4, 5, 7, 6]]
     assert tokenizer.decode([0, 4, 5, 7, 6, 2]) == "Ve el gato."
 

@@ -1,0 +1,307 @@
+"""Classification and regression: what each cloud sees, batches, scores, what is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.small_tokenizer import SmallTokenizer, small_tokenizer
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import Head
+from xcloud.tasks.classification import (
+    Classification,
+    ClassificationData,
+    classification_from_demo,
+    classification_from_files,
+)
+from xcloud.tasks.corpus.demo_labelled import DemoAnswers, DemoReviews, DemoSizes
+from xcloud.tasks.cross_lingual import cross_lingual_from_demo, cross_lingual_from_files
+from xcloud.tasks.glue import TASKS, glue_from_demo, glue_from_files
+from xcloud.tasks.task import Task, TaskData
+from xcloud.tasks.text_pairs import TextPairs
+from xcloud.tasks.tokenizer import TrainedTokenizer
+
+ALL = frozenset({"text", "types", "label"})
+TEXT, LABEL, NONE = frozenset({"text", "types"}), frozenset({"label"}), frozenset[str]()
+SIZES = DemoSizes(60, 10, 20)
+
+
+@pytest.fixture(scope="module")
+def task() -> Classification:
+    return Classification(
+        DemoAnswers(SIZES), "qnli", classes=("entailment", "not_entailment"),
+        tokenizer=SmallTokenizer(), max_length=24,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(task: Classification) -> ClassificationData:
+    return task.load(ALL, seed=1)
+
+
+def test_it_is_a_task(task: Classification, data: ClassificationData) -> None:
+    as_task: Task = task
+    as_data: TaskData = data
+    assert as_task.describe() == "qnli (demo questions and sentences)"
+    assert as_data.describe() == (
+        "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, seed 7"
+    )
+    assert as_data.head == Head("classes", 2)
+    assert as_data.text_fields == {"text"}
+    assert as_data.weight(torch.arange(7)) == 7.0
+
+
+def test_a_batch_is_two_texts_with_types_and_a_label(data: ClassificationData) -> None:
+    ids = torch.tensor([5, 0, 59])
+    batch = data.batch("train", ids)
+    special = data.vocabulary("text")
+    assert set(batch) == {"ids", "text", "types", "label"}
+    assert batch["label"].dtype == torch.int64 and batch["text"].shape[1] <= 24
+    for row, types in zip(batch["text"].tolist(), batch["types"].tolist(), strict=True):
+        assert row[0] == special.bos and row.count(special.eos) == 2
+        first, end = row.index(special.eos), len(row) - 1 - row[::-1].index(special.eos)
+        expected = [0] * (first + 1) + [1] * (end - first) + [0] * (len(row) - end - 1)
+        assert types == expected
+        assert all(token == special.pad for token in row[end + 1 :])
+
+
+def test_each_rank_keeps_only_what_it_may_see(
+    task: Classification, data: ClassificationData
+) -> None:
+    views = {fields: task.load(fields, seed=2) for fields in (TEXT, LABEL, NONE)}
+    assert {view.fingerprint() for view in views.values()} == {data.fingerprint()}
+    ids = torch.arange(4)
+    for fields, view in views.items():
+        batch, whole = view.batch("train", ids), data.batch("train", ids)
+        assert set(batch) == {"ids", *fields}
+        assert all(torch.equal(batch[name], whole[name]) for name in batch)
+        assert view.num_samples("test") == 20
+    assert views[TEXT].head is None and views[LABEL].head == Head("classes", 2)
+    for fields in (LABEL, NONE):
+        view = views[fields]
+        assert view.text_fields == frozenset() and view.text is None and not view._tables
+        for reach in (view.vocabulary, view.sentences):
+            with pytest.raises(DataError, match="no text that may be seen here"):
+                reach("text")
+    for fields in (TEXT, NONE):
+        assert not views[fields]._labels
+        with pytest.raises(DataError, match="labels may not be seen"):
+            views[fields].score("test", {0: [1]})
+
+
+def test_settings_and_sizes_change_the_fingerprint(
+    task: Classification, data: ClassificationData
+) -> None:
+    for other in (
+        replace(task, max_length=25),
+        replace(task, metrics=("f1",)),
+        replace(task, corpus=DemoAnswers(DemoSizes(61, 10, 20))),
+        replace(task, tokenizer=SmallTokenizer(2)),
+    ):
+        assert other.load(NONE, 1).fingerprint() != data.fingerprint()
+
+
+def test_scores_work_from_labels_alone(task: Classification) -> None:
+    view = task.load(LABEL, seed=1)
+    labels = view.batch("test", torch.arange(20))["label"].tolist()
+    assert view.score("test", {i: [label] for i, label in enumerate(labels)}) == {
+        "accuracy": 100.0
+    }
+    half = {i: [label if i < 5 else 1 - label] for i, label in enumerate(labels[:10])}
+    assert view.score("test", half) == {"accuracy": 50.0}
+    assert view.signature() == {"accuracy": "share of right classes, percent"}
+    shown = view.sample_outputs("test", half, 1)
+    assert "its text is not seen in this cloud" in shown
+    assert "output" in shown and "?" not in shown
+    for wrong in ({}, {20: [0]}):
+        with pytest.raises(ValueError):
+            view.score("test", wrong)
+
+
+def test_samples_show_text_where_it_is_seen(data: ClassificationData) -> None:
+    shown = data.sample_outputs("test", {0: [0], 1: [1]}, 2)
+    assert "?" in shown and "entailment" in shown
+    assert shown.count("label") == 2
+
+
+def test_sentences_are_both_texts_without_special_ids(data: ClassificationData) -> None:
+    sentences = data.sentences("text")
+    special = data.vocabulary("text")
+    assert len(sentences) == 120
+    assert not {special.bos, special.eos, special.pad} & {t for s in sentences for t in s}
+
+
+def test_a_trained_model_can_be_used_later(task: Classification, tmp_path: Path) -> None:
+    whole = task.load(ALL, 1)
+    task.load(TEXT, 1).save_tokenizers(tmp_path)
+    assert not (tmp_path / "labels.json").exists()
+    task.load(LABEL, 1).save_tokenizers(tmp_path)
+    labels = json.loads((tmp_path / "labels.json").read_text())
+    assert labels == {"kind": "classes", "classes": ["entailment", "not_entailment"]}
+    text = TextPairs.load(tmp_path, 24)
+    corpus = task.corpus.read(frozenset({"text"})).splits["dev"].texts
+    batch = text.batch(corpus["first"][:3], corpus["second"][:3])
+    assert torch.equal(batch["text"], whole.batch("dev", torch.arange(3))["text"])
+    assert torch.equal(batch["types"], whole.batch("dev", torch.arange(3))["types"])
+
+
+def test_a_cloud_that_sees_nothing_needs_no_file_where_sizes_are_given(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, num in (("train", 30), ("dev", 4), ("test", 5)):
+        lines = [f"words {i}\t{i % 2}" for i in range(num)]
+        (folder / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
+    sizes = {"train": 30, "dev": 4, "test": 5}
+
+    def view(path: Path, fields: frozenset[str], sizes: dict[str, int]) -> ClassificationData:
+        task = glue_from_files(
+            "sst2", str(path), tokenizer=SmallTokenizer(), sizes=sizes  # type: ignore[arg-type]
+        )  # fmt: skip
+        return task.load(fields, 1)
+
+    owner, other = view(folder, ALL, sizes), view(tmp_path / "nowhere", NONE, sizes)
+    assert owner.fingerprint() == other.fingerprint()
+    assert other.num_samples("train") == 30
+    assert set(other.batch("train", torch.arange(3))) == {"ids"}
+    with pytest.raises(DataError, match=r"which has \{train: 30"):
+        view(folder, LABEL, {**sizes, "test": 6})
+    for wrong in ({"train": 3}, {**sizes, "dev": 0}):
+        with pytest.raises(ConfigError, match=r"task\.sizes"):
+            view(folder, NONE, wrong)
+
+
+def write(folder: Path, rows: list[tuple[str, str]], name: str = "train") -> None:
+    text = "\n".join(["text\tlabel", *(f"{text}\t{label}" for text, label in rows)])
+    (folder / f"{name}.tsv").write_text(text)
+
+
+def own(folder: Path, **settings: object) -> ClassificationData:
+    task = classification_from_files(
+        str(folder), tokenizer=SmallTokenizer(), dev_share=2, test_share=2, **settings
+    )  # type: ignore[arg-type]
+    return task.load(ALL, 1)
+
+
+def test_labels_by_name_or_by_number(tmp_path: Path) -> None:
+    write(tmp_path, [("a", "no"), ("b", "yes")] * 10)
+    by_name = own(tmp_path)
+    assert by_name.head == Head("classes", 2)
+    write(tmp_path, [("a", "0"), ("b", "2")] * 10)
+    assert own(tmp_path).head == Head("classes", 3)
+    mixed = [("a", "no"), ("b", "1")] * 10
+    write(tmp_path, mixed)
+    found = own(tmp_path, classes=["no", "yes"]).batch("train", torch.arange(16))["label"]
+    assert set(found.tolist()) == {0, 1}
+    write(tmp_path, [("a", "no"), ("b", "maybe")] * 10)
+    with pytest.raises(DataError, match=r"labels that are no class: 'maybe'; the classes are no"):
+        own(tmp_path, classes=["no", "yes"])
+    write(tmp_path, [("a", "same")] * 10)
+    with pytest.raises(DataError, match="1 different labels"):
+        own(tmp_path)
+
+
+def test_hidden_test_labels_are_said(tmp_path: Path) -> None:
+    write(tmp_path, [("a", "0"), ("b", "1")] * 10)
+    write(tmp_path, [("a", "0"), ("b", "1")], "dev")
+    write(tmp_path, [("a", "-1")] * 3, "test")
+    with pytest.raises(DataError, match=r"labels are -1, that is hidden.*task.test_file=dev"):
+        own(tmp_path)
+    assert own(tmp_path, test_file="dev").num_samples("test") == 2
+
+
+def test_values_are_learned_and_scored_as_they_stand(tmp_path: Path) -> None:
+    write(tmp_path, [(f"t{i}", str(i / 4)) for i in range(24)])
+    write(tmp_path, [(f"t{i}", str(float(i))) for i in range(4)], "test")
+    data = own(tmp_path, kind="value")
+    assert data.head == Head("value", 1)
+    batch = data.batch("test", torch.arange(4))
+    assert batch["label"].dtype == torch.float32 and batch["label"].tolist() == [0, 1, 2, 3]
+    said = {0: [500_000], 1: [2_000_000], 2: [1_000_000], 3: [3_500_000]}
+    assert data.score("test", said) == {"pearson": 78.072, "spearman": 80.0}
+    write(tmp_path, [("t", "high")] * 4, "test")
+    with pytest.raises(DataError, match="a label is no number"):
+        own(tmp_path, kind="value")
+
+
+def test_every_glue_task_has_its_own_score(tmp_path: Path) -> None:
+    main = {name: next(iter(task.metrics)) for name, task in TASKS.items()}
+    assert main == {
+        "sst2": "accuracy", "cola": "matthews", "mrpc": "f1", "qnli": "accuracy", "qqp": "f1",
+        "stsb": "pearson", "mnli": "accuracy", "rte": "accuracy", "wnli": "accuracy",
+    }  # fmt: skip
+    for name in TASKS:
+        task = glue_from_files(name, str(tmp_path))
+        assert next(iter(task.scores)) == main[name] and task.name == name
+
+
+def test_languages_are_scored_apart_and_their_mean_first() -> None:
+    task = cross_lingual_from_demo(
+        num_train=20, num_dev=4, num_test=12, tokenizer=SmallTokenizer(), max_length=48
+    )
+    data = task.load(LABEL, 1)
+    assert data.num_samples("test") == 24 and data.num_samples("train") == 20
+    labels = data.batch("test", torch.arange(24))["label"].tolist()
+    assert labels[::2] == labels[1::2]  # the same pairs in both languages
+    said = {i: [labels[i] if i % 2 == 0 or i < 6 else 7] for i in range(24)}
+    assert data.score("test", said) == {
+        "accuracy": 62.5, "accuracy_en": 100.0, "accuracy_es": 25.0
+    }  # fmt: skip
+    assert list(data.signature()) == ["accuracy", "accuracy_en", "accuracy_es"]
+    assert data.signature()["accuracy"].startswith("mean over en, es of")
+    assert list(data.score("dev", {0: [0]})) == ["accuracy"]
+    only = cross_lingual_from_demo(train_language="es", languages=["en"], num_test=5,
+                                   num_train=5, num_dev=1)  # fmt: skip
+    assert only.load(LABEL, 1).num_samples("test") == 5
+    for settings, said_ in [({"languages": ["de"]}, "en, es"), ({"name": "pawsx"}, "xnli only")]:
+        with pytest.raises(ConfigError, match=said_):
+            cross_lingual_from_demo(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"task\.name must be one of xnli, pawsx"):
+        cross_lingual_from_files("xnil", "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_length": 4}, "task.max_length"),
+        ({"kind": "class"}, "task.kind"),
+        ({"metrics": ["acuracy"]}, "'acuracy' is no score of classes; there are accuracy"),
+        ({"metrics": "accuracy"}, "must be a list such as"),
+        ({"kind": "value", "metrics": ["f1"]}, "no score of value"),
+        ({"classes": ["a"]}, "two different names"),
+        ({"classes": "ab"}, "a list of names"),
+        ({"classes": ["a", "b"], "kind": "value"}, "none where task.kind is value"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Classification(DemoReviews(SIZES), **settings)  # type: ignore[arg-type]
+
+
+def test_wrong_fields_and_demo_names_are_refused(task: Classification) -> None:
+    with pytest.raises(ConfigError, match="text, types and label"):
+        task.load(frozenset({"source"}), 1)
+    with pytest.raises(ConfigError, match=r"the demo has sst2 and qnli only; for mrpc"):
+        glue_from_demo("mrpc")
+    with pytest.raises(ConfigError, match="the demo has classes"):
+        classification_from_demo(kind="value")
+
+
+def test_a_trained_tokenizer_learns_from_public_sentences_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    ready = small_tokenizer()
+
+    def prepare(self: object, texts: list[str], cache_dir: Path) -> object:
+        seen.extend(texts)
+        return ready
+
+    monkeypatch.setattr(TrainedTokenizer, "prepare", prepare)
+    monkeypatch.setattr("xcloud.tasks.classification.TOKENIZER_TEXTS", 50)
+    write(tmp_path, [("confidential", "0"), ("confidential", "1")] * 10)
+    classification_from_files(str(tmp_path), tokenizer=TrainedTokenizer(500)).load(ALL, 1)
+    assert len(seen) == 50 and "confidential" not in " ".join(seen)

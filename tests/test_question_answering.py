@@ -1,0 +1,221 @@
+"""SQuAD: windows, places of answers, scores, and who must see what."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small_tokenizer import SmallTokenizer, small_tokenizer
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import Head
+from xcloud.tasks.corpus.paragraphs import Paragraph, ParagraphHub, Question, read_paragraphs
+from xcloud.tasks.question_answering import (
+    QuestionAnsweringData,
+    squad_from_demo,
+    squad_from_files,
+)
+from xcloud.tasks.task import Task, TaskData
+from xcloud.tasks.windows import Windows, window_starts
+
+ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()
+SMALL = {"tokenizer": SmallTokenizer(), "max_length": 40, "max_question": 16, "stride": 8}
+
+
+@pytest.fixture(scope="module")
+def data() -> QuestionAnsweringData:
+    return squad_from_demo(30, 6, 9, **SMALL).load(ALL, 1)  # type: ignore[arg-type]
+
+
+def right_answers(data: QuestionAnsweringData, split: str) -> dict[int, list[int]]:
+    """What a perfect model says of each window."""
+    ids = torch.arange(data.num_samples(split))  # type: ignore[arg-type]
+    labels = data.batch(split, ids)["label"].tolist()  # type: ignore[arg-type]
+    return {i: [first or begin, last or begin, 9 if first else -9]
+            for i, (first, last, begin) in enumerate(labels)}  # fmt: skip
+
+
+def test_it_is_a_task_whose_samples_are_windows(data: QuestionAnsweringData) -> None:
+    task: Task = squad_from_demo(30, 6, 9, **SMALL)  # type: ignore[arg-type]
+    as_data: TaskData = data
+    assert task.describe() == "squad (demo stories)"
+    assert as_data.head == Head("span", 2)
+    assert as_data.num_samples("train") > 30
+    assert "questions 30 train, 6 dev, 9 test" in as_data.describe()
+    assert as_data.weight(torch.arange(5)) == 5.0
+    batch = as_data.batch("train", torch.arange(8))
+    assert batch["text"].shape == batch["types"].shape and batch["text"].shape[1] <= 40
+    assert batch["label"].shape == (8, 3) and batch["label"].dtype == torch.int64
+
+
+def test_labels_point_at_the_answer_and_every_answer_is_in_a_window(
+    data: QuestionAnsweringData,
+) -> None:
+    decode = small_tokenizer().decode
+    ids = torch.arange(data.num_samples("train"))
+    batch, found = data.batch("train", ids), dict[int, str]()
+    for i, (first, last, begin) in enumerate(batch["label"].tolist()):
+        assert batch["types"][i, begin] == 1 and batch["types"][i, begin - 1] == 0
+        if first:
+            assert begin <= first <= last
+            text = decode(batch["text"][i, first : last + 1].tolist())
+            found[data._windows["train"].question_of[i]] = text
+        else:
+            assert last == 0
+    asked = [q for paragraph in data._paragraphs["train"] for q in paragraph.questions]
+    assert sorted(found) == list(range(30))
+    for number, text in found.items():
+        assert text.lower() == asked[number].answers[0][0].lower()
+
+
+def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnsweringData) -> None:
+    perfect = right_answers(data, "test")
+    assert data.score("test", perfect) == {"f1": 100.0, "exact_match": 100.0}
+    assert list(data.signature()) == ["f1", "exact_match"]
+    spoilt = {i: [b, b, 99] for i, (_, _, b) in enumerate(
+        data.batch("test", torch.arange(len(perfect)))["label"].tolist())}  # fmt: skip
+    assert data.score("test", spoilt)["exact_match"] < 60
+    shown = data.sample_outputs("test", perfect, 2)
+    assert shown.count("question") == 2 and "reference" in shown
+    for nonsense in ([0, 0, 5], [90, 95, 5], [12, 8, 5]):
+        said = {i: nonsense for i in perfect}
+        assert data.score("test", said)["exact_match"] < 30
+
+
+def test_the_best_span_over_the_windows_of_a_question_counts() -> None:
+    tokenizer = small_tokenizer()
+    context = " ".join(f"{word} the" for word in "abcdefghijklmnopqrst")
+    place = context.index("p the")
+    paragraph = Paragraph(context, (Question("0", "where?", (("p the", place),)),))
+    windows = Windows.of([paragraph], tokenizer, max_length=24, max_question=8, stride=6)
+    assert len(windows.table) > 2
+    labels = [windows.label(w, ("p the", place)) for w in range(len(windows.table))]
+    holding = [w for w, (first, _, _) in enumerate(labels) if first]
+    assert 0 < len(holding) < len(windows.table)
+    for w in holding:
+        assert windows.span(w, *labels[w][:2]) == (place, place + 5)
+    begin = labels[0][2]
+    assert windows.span(0, begin - 1, begin) == (0, 0)
+    assert windows.span(0, begin, 99)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "fits", "stride", "starts"),
+    [(5, 10, 4, [0]), (10, 10, 4, [0]), (11, 10, 4, [0, 4]), (20, 10, 4, [0, 4, 8, 12]),
+     (20, 6, 99, [0, 6, 12, 18])],
+)  # fmt: skip
+def test_windows_cover_the_text(length: int, fits: int, stride: int, starts: list[int]) -> None:
+    assert window_starts(length, fits, stride) == starts
+
+
+def test_text_and_labels_must_be_seen_by_one_rank() -> None:
+    task = squad_from_demo(30, 6, 9, **SMALL)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Give the first and the last stage to one owner"):
+        task.load(frozenset({"label"}), 1)
+    with pytest.raises(ConfigError, match="text, types and label"):
+        task.load(frozenset({"target"}), 1)
+
+
+def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringData) -> None:
+    view = squad_from_demo(30, 6, 9, **SMALL).load(NONE, 1)  # type: ignore[arg-type]
+    assert view.fingerprint() == data.fingerprint()
+    assert view.num_samples("test") == data.num_samples("test")
+    assert set(view.batch("train", torch.arange(3))) == {"ids"}
+    assert view.head is None and view.text is None
+    assert not view._windows and not view._paragraphs and not view._labels
+    for reach in (view.vocabulary, view.sentences):
+        with pytest.raises(DataError, match="no text that may be seen here"):
+            reach("text")
+    with pytest.raises(DataError, match="labels may not be seen"):
+        view.score("test", {0: [1, 1, 1]})
+
+
+def row(context: str, *answers: Any, question: str = "what?") -> dict[str, Any]:
+    return {"context": context, "qas": [{"id": "x", "question": question, "answers": answers}]}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "\n".join(map(json.dumps, rows)) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> None:
+    rows = [
+        row("In 1903 and 3 more", "3"),
+        row("Japanese Japan", {"text": "Japan", "start": 0}),
+        row("Japanese Japan", {"text": "Japan", "answer_start": 9}),
+        row("unsuccessfully", "success"),
+    ]
+    write(tmp_path / "train.jsonl.gz", rows)
+    found = [p.questions[0].answers[0][1] for p in read_paragraphs(tmp_path / "train.jsonl.gz")]
+    assert found == [12, 0, 9, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (row("a b", "c"), "line 1: the answer 'c' is not in its context"),
+        (row("a b", {"text": "b", "start": 0}), "is not in its context there"),
+        (row("a b"), "has no answer; SQuAD 2.0"),
+        ({"text": "a"}, 'expected {"context", "qas"'),
+    ],
+)
+def test_malformed_paragraphs_are_named(
+    tmp_path: Path, content: dict[str, Any], said: str
+) -> None:
+    write(tmp_path / "train.jsonl", [content])
+    with pytest.raises(DataError) as raised:
+        squad_from_files(str(tmp_path)).load(ALL, 1)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:
+    def official(name: str, num: int) -> None:
+        paragraphs = [row(f"{name} number {i} here.", f"{i}") for i in range(num)]
+        content = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+        (tmp_path / f"{name}-v1.1.json").write_text(json.dumps(content))
+
+    official("train", 40)
+    official("dev", 5)
+    data = squad_from_files(str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()).load(ALL, 1)
+    assert [data.num_samples(s) for s in ("train", "dev", "test")] == [37, 3, 5]
+    assert "test: the dev set, for no other one is there" in data.describe()
+    few = squad_from_files(str(tmp_path), max_train_samples=6, max_eval_samples=2,
+                           tokenizer=SmallTokenizer(), dev_share=3)  # fmt: skip
+    found = few.load(ALL, 1)
+    assert [found.num_samples(s) for s in ("train", "dev", "test")] == [6, 2, 2]
+    (tmp_path / "train-v1.1.json").write_text('{"a": 1}\n')
+    with pytest.raises(DataError, match=r"must be named \.jsonl"):
+        squad_from_files(str(tmp_path)).load(ALL, 1)
+
+
+def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
+    for name, num in (("train", 60), ("validation", 4)):
+        rows = [
+            {"id": f"{name}{i}", "context": f"c {i // 2} here", "question": "q?",
+             "answers": {"text": ["here"], "answer_start": [len(f"c {i // 2} ")]}}
+            for i in range(num)
+        ]  # fmt: skip
+        write(tmp_path / f"{name}.jsonl", rows)
+    reading = ParagraphHub(str(tmp_path)).read()
+    assert [len(reading.splits[s]) for s in ("train", "dev", "test")] == [29, 1, 2]
+    assert reading.splits["test"][1].questions[1].ident == "validation3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_length": 64, "max_question": 60}, "task.max_length is 64, too short"),
+        ({"max_question": 0}, "task.max_question"),
+        ({"stride": 0}, "task.stride"),
+        ({"max_length": "long"}, "task.max_length"),
+        ({"sizes": {"train": 5}}, "task.sizes"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        squad_from_demo(**settings)
