@@ -47,6 +47,10 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
     return link + (f"&viewStateShareKey={key}" if key else "")
 
 
+def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
+    return f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}/artifacts"
+
+
 def prepared_view(
     sweep: str | None = None,
     params: Sequence[str] = (),
