@@ -92,6 +92,7 @@ def prepared_view(
         "runsExpanded": {},
         "runsPinned": [],
         "runsHidden": [],
+        "runsHiddenMode": "SHOW_ALL",  # else charts show the first 10
         "groupBy": None,
         "hideEmptyCharts": True,
         "useGroupedValuesInCharts": True,

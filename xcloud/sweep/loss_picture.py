@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from xcloud.curves import read_curves
 from xcloud.monitor import EVENTS_FILE
-from xcloud.picture_style import COLOURS, DPI, INK
+from xcloud.picture_style import DPI, INK
 from xcloud.pictures import running_mean
 from xcloud.sweep.points import varying, workload_key
 from xcloud.sweep.results import ONE_CLOUD, Row
@@ -77,7 +77,7 @@ def write_loss_curves(folder: Path, curves: Sequence[Curve], title: str) -> Path
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     for index, curve in enumerate(curves):
-        style = _style(index, curve)
+        style = _style(index - len(alone), curve)
         _draw(panels[0], list(curve.by_seed.values()), style, curve.label)
         if curve in compared:
             _draw(panels[1], _differences(curve, alone[curve.work]), style)
@@ -145,9 +145,9 @@ def _draw(
 def _style(index: int, curve: Curve) -> dict[str, Any]:
     """One cloud broad and pale below, the others thin and broken over it: equal ones both show."""
     if curve.in_one_cloud:
-        return {"color": COLOURS["backward"] if index else "#9A9A9A", "linewidth": 3.5}
+        return {"color": "#B5B5B5", "linewidth": 4.5}
     colour = LINE_COLOURS[index % len(LINE_COLOURS)]
-    return {"color": colour, "linewidth": 1.4, "linestyle": STYLES[index % len(STYLES)]}
+    return {"color": colour, "linewidth": 1.6, "linestyle": STYLES[index % len(STYLES)]}
 
 
 def _work(row: Row) -> tuple[str, str]:

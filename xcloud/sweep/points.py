@@ -217,7 +217,7 @@ def _deciding(settings: Settings) -> Settings:
     return {
         key: value
         for key, value in settings.items()
-        if _decides(key) and (key == CUT_LAYER or not _below(key, silent))
+        if _decides(key) and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
     }
 
 

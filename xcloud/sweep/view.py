@@ -11,7 +11,7 @@ from typing import Any
 from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
 from xcloud.mlflow_view import artifacts_page, page, prepared_view, sweep_key
 from xcloud.project import project_root
-from xcloud.sweep.points import Settings, varying
+from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, varying
 from xcloud.tracking import MlflowTracker, Tracker
 
 MOST_PARAMS = 6  # columns; more do not fit a window
@@ -38,12 +38,15 @@ def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> di
             numbers += [key] if is_number else []
     shown = shown[:MOST_PARAMS]
     seed = ["seed"] if "seed" in varying(settings) else []
+    # The unsplit model has no layer of a cut; it is a band in the picture, and no line here.
+    cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
     everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
+    everywhere = [*cut, *(key for key in everywhere if key not in cut)]
     return prepared_view(
         sweep,
         params=["label", *shown, *seed],
         numbers=[key for key in numbers if key in shown],
-        axes=["label", *everywhere, *seed],
+        axes=[*([] if cut else ["label"]), *everywhere, *seed],
         score=score,
     )
 
