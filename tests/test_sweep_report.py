@@ -233,6 +233,27 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     assert rows_of(results)[0].score == rows_of(from_folder(sweep))[0].score
 
 
+def test_tables_and_pictures_are_kept_in_one_run_beside_the_sweeps_own(
+    sweep: Path, tmp_path: Path
+) -> None:
+    prepare_environment()
+    tracker = MlflowTracker(root=str(tmp_path / "mlruns"))
+    store = Store(tmp_path / "mlruns")
+    settings = [result.settings for result in from_folder(sweep)]
+    table = tmp_path / "table.csv"
+    for text in ("old", "new"):
+        table.write_text(text)
+        lines = prepare("s", tracker, settings, "bleu", [table])()
+
+    client, experiment_id = store.open()
+    (run,) = client.search_runs([experiment_id])
+    assert f"/runs/{run.info.run_id}/artifacts" in "".join(lines) and len(lines) == 4
+    assert run.info.run_name == "report of sweep s" and run.info.status == "FINISHED"
+    kept = tmp_path / "mlruns" / "artifacts" / run.info.run_id / "artifacts" / "table.csv"
+    assert kept.read_text() == "new"
+    assert store.artifacts_of_sweep("s") == [], "it is no point of the sweep"
+
+
 def test_mlflow_that_refuses_is_one_line(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

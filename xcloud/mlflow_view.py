@@ -48,7 +48,8 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
 
 
 def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
-    return f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}/artifacts"
+    run = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{run}/artifacts?workflowType=machine_learning"
 
 
 def prepared_view(

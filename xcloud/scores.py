@@ -9,6 +9,7 @@ SCORE_NAMES = {
     "chrf": "chrF",
     "accuracy": "accuracy",
     "f1": "F1",
+    "macro_f1": "macro F1",
     "exact_match": "exact match",
     "matthews": "Matthews corr.",
     "pearson": "Pearson corr.",

@@ -76,10 +76,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     columns.append(_Column("step time", [_seconds(row.step_time_s) for row in rows]))
     if _tells_something(rows):
         columns.append(_Column("share", [_percent(row.share) for row in rows]))
-        shares = [known.share for known in published]
-        columns += _known(
-            f"{PAPER}share", [_percent(share) if share else None for share in shares]
-        )
+    columns += _known(f"{PAPER}share", [_known_percent(known.share) for known in published])
     if any(row.share_of_one_cloud for row in rows):
         name, heading = _rate(rows)
         columns.append(_Column(heading, [_rate_text(row.rates.get(name)) for row in rows]))
