@@ -31,6 +31,9 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    for flag in {"-m", "--multirun"} & {*sys.argv}:  # argparse knows it at either end only
+        sys.argv.remove(flag)
+        sys.argv.insert(1, flag)
     try:
         main()
     except KeyboardInterrupt:  # before a run began, or after a sweep's last

@@ -15,7 +15,7 @@ from xcloud.errors import ConfigError
 from xcloud.experiment import flatten
 from xcloud.mlflow_store import Store, prepare_environment
 from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.published import NOTE, published_for
+from xcloud.sweep.published import TABLE_2, published_for
 from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, rows_of
 from xcloud.sweep.table import print_table, write_csv
 from xcloud.sweep.view import prepare, view_of
@@ -113,8 +113,8 @@ def test_the_papers_numbers_stand_beside_ours_and_are_said_not_to_compare(tmp_pa
     assert [entry and (entry.quality, entry.share) for entry in found] == [
         *(("41.92", 0.32), ("−4.19", 0.19), None, ("43.19", None), ("39.60", None), None)
     ]
-    text = printed(rows, width=500)
-    assert "41.92" in text and "32 %" in text and NOTE in text and "difference" in text
+    text = " ".join(printed(rows, width=500).split())
+    assert "41.92" in text and "32 %" in text and TABLE_2 in text and "difference" in text
 
 
 def test_points_that_ran_at_once_and_mixed_code_are_said(sweep: Path) -> None:
@@ -231,6 +231,27 @@ def test_a_store_keeps_the_page_and_finds_the_runs_of_a_sweep(
     _, results = open_sweep("s", store)
     assert len(results) == 6, "a point that ran twice counts once"
     assert rows_of(results)[0].score == rows_of(from_folder(sweep))[0].score
+
+
+def test_tables_and_pictures_are_kept_in_one_run_beside_the_sweeps_own(
+    sweep: Path, tmp_path: Path
+) -> None:
+    prepare_environment()
+    tracker = MlflowTracker(root=str(tmp_path / "mlruns"))
+    store = Store(tmp_path / "mlruns")
+    settings = [result.settings for result in from_folder(sweep)]
+    table = tmp_path / "table.csv"
+    for text in ("old", "new"):
+        table.write_text(text)
+        lines = prepare("s", tracker, settings, "bleu", [table])()
+
+    client, experiment_id = store.open()
+    (run,) = client.search_runs([experiment_id])
+    assert f"/runs/{run.info.run_id}/artifacts" in "".join(lines) and len(lines) == 4
+    assert run.info.run_name == "report of sweep s" and run.info.status == "FINISHED"
+    kept = tmp_path / "mlruns" / "artifacts" / run.info.run_id / "artifacts" / "table.csv"
+    assert kept.read_text() == "new"
+    assert store.artifacts_of_sweep("s") == [], "it is no point of the sweep"
 
 
 def test_mlflow_that_refuses_is_one_line(

@@ -76,6 +76,16 @@ def test_a_bad_point_refuses_the_sweep(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr and not folder.exists()
 
 
+def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_path: Path) -> None:
+    words = [word for word in command(tmp_path / "bad", "compression=int8,int9") if word != "-m"]
+    words.insert(words.index("+exp=toy") + 1, "-m")
+    refused = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    assert refused.returncode == 2, refused.stderr
+    assert "Could not find 'compression/int9'; there are: bf16, " in refused.stderr
+    assert "provider" not in refused.stderr
+
+
 @pytest.mark.parametrize(("parallel", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_ctrl_c_ends_every_rank_and_leaves_a_sweep_to_continue(
     parallel: int, number: signal.Signals, tmp_path: Path

@@ -54,11 +54,28 @@ def test_a_failed_point_is_said_and_the_others_go_on(
     assert "asked to fail" in (folder / "points.csv").read_text()
 
 
-def test_stop_on_failure_starts_nothing_more(folder: Path) -> None:
+def test_points_that_are_wrong_for_one_reason_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = [f"training.max_steps={steps} seed={seed}" for steps in (0, 5) for seed in (1, 2, 3)]
+
+    assert run_sweep(folder, grid, FakeRuns()) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "3 of 6 points" in said[0]
+    assert "training.max_steps=0 seed=1 (and 2 more): training.max_steps must be" in said[1]
+
+
+def test_stop_on_failure_starts_nothing_more(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = FakeRuns(fail=["none s2"])
 
     assert run_sweep(folder, GRID, runs, stop_on_failure=True) == 1
     assert runs.names == ["none s1", "none s2"]
+    said = capsys.readouterr().out
+    failed = next(line for line in said.splitlines() if "FAILED" in line)
+    assert failed.endswith("no other starts"), "and no time left is promised"
+    assert "1 not tried (stop_on_failure); to run all of these again" in said
 
 
 def test_points_at_once_stop_too_and_a_crowd_is_warned_of(
@@ -117,6 +134,16 @@ def test_ctrl_c_leaves_a_sweep_that_can_be_continued(
     again = FakeRuns()
     assert run_sweep(folder, GRID, again) == 0
     assert again.names == ["none s2", "none s3"]
+
+
+def test_ctrl_c_counts_points_of_older_code_that_were_still_to_come(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_sweep(folder, GRID, FakeRuns())
+    monkeypatch.setattr("xcloud.sweep.state.code_fingerprint", lambda: "other")
+
+    assert run_sweep(folder, GRID, FakeRuns(fail=["interrupt"])) == 130
+    assert "interrupted, 3 of 3 points are left" in capsys.readouterr().out
 
 
 def test_a_point_that_was_killed_is_run_again(folder: Path) -> None:

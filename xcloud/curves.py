@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from pathlib import Path
 
-from xcloud.events import TIMES, Event, StepTotals
+from xcloud.events import TIMES, Event, EventReader, StepCollector, StepTotals
 
 
 class RunCurves:
@@ -50,3 +51,12 @@ class RunCurves:
         for kind in TIMES:
             for cloud, seconds in totals.mean_s(kind).items():
                 self.seconds[kind].setdefault(cloud, array("d")).append(seconds)
+
+
+def read_curves(path: Path) -> RunCurves:
+    """The curves of a run that is over, from its events.jsonl; empty without that file."""
+    curves, events = RunCurves(), EventReader(path).poll()
+    collector = StepCollector(1 + max((event["rank"] for event in events), default=0))
+    for event in events:
+        curves.feed(event, collector.feed(event))
+    return curves

@@ -94,7 +94,7 @@ class StepTotals:
     def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
         """`reports`: the "step" event of each rank."""
         totals = cls(step)
-        for report in reports.values():
+        for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         return totals
 

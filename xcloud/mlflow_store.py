@@ -9,7 +9,7 @@ import logging
 import os
 import sqlite3
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from xcloud.mlflow_view import VIEW_TAG, prepared_view, view_tag
 
 LOCK_TIMEOUT_S = 120.0
+REPORT_TAG = "report_of_sweep"
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud.ui` serves by default
 
@@ -95,6 +96,21 @@ class Store:
         client, experiment_id = self.open()
         client.set_experiment_tag(experiment_id, view_tag(key), json.dumps(view))
         return experiment_id
+
+    def keep_report(self, sweep: str, paths: Sequence[Path]) -> str:
+        """Keep tables and pictures of a sweep in a run of their own, the same one every time;
+        returns its id. It bears another tag than the sweep's runs, so it is not among them."""
+        client, experiment_id = self.open()
+        found = client.search_runs(
+            [experiment_id], f"tags.{REPORT_TAG} = '{sweep}'", max_results=1
+        )
+        run = found[0] if found else client.create_run(
+            experiment_id, tags={REPORT_TAG: sweep}, run_name=f"report of sweep {sweep}"
+        )  # fmt: skip
+        for path in paths:
+            client.log_artifact(run.info.run_id, str(path))
+        client.set_terminated(run.info.run_id)
+        return str(run.info.run_id)
 
     def views(self) -> list[tuple[str, str]]:
         """(experiment id, key) of all views in the local store, oldest first."""

@@ -47,6 +47,11 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
     return link + (f"&viewStateShareKey={key}" if key else "")
 
 
+def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
+    run = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{run}/artifacts?workflowType=machine_learning"
+
+
 def prepared_view(
     sweep: str | None = None,
     params: Sequence[str] = (),
@@ -88,6 +93,7 @@ def prepared_view(
         "runsExpanded": {},
         "runsPinned": [],
         "runsHidden": [],
+        "runsHiddenMode": "SHOW_ALL",  # else charts show the first 10
         "groupBy": None,
         "hideEmptyCharts": True,
         "useGroupedValuesInCharts": True,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from xcloud.events import Event, StepTotals
+from xcloud.scores import score_name, score_text
 
 REDRAW_S = 0.1
 PRINT_S = 10.0
@@ -168,13 +169,10 @@ def human_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def human_score(value: float) -> str:
-    """41.92 for what goes to 100, 0.9223 for a share."""
-    return f"{value:.2f}" if abs(value) > 1 else f"{value:.4f}"
-
-
 def _describe_quality(event: Event) -> str:
-    values = "  ".join(f"{name} {human_score(value)}" for name, value in event["values"].items())
+    values = "  ".join(
+        f"{score_name(name)} {score_text(name, value)}" for name, value in event["values"].items()
+    )
     text = f"{event['split']} at step {event['step']}: {values}"
     if event.get("evaluation_s") is not None:
         text += f"  ({human_duration(event['evaluation_s'])})"

@@ -13,7 +13,9 @@ from xcloud.errors import XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, read
 from xcloud.mlflow_store import Store
 from xcloud.project import project_root
+from xcloud.scores import score_text
 from xcloud.sweep import view
+from xcloud.sweep.layers import layers_of, print_layers, write_layers
 from xcloud.sweep.points import differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, open_sweep, rows_of
 from xcloud.sweep.table import print_table, write_csv
@@ -46,25 +48,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(results: Sequence[Result], folder: Path, title: str) -> list[Row]:
     """Print the table; write CSV and pictures into `folder`."""
+    return _report(results, folder, title)[0]
+
+
+def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
+    from xcloud.sweep.layer_picture import write_layer_pictures
+    from xcloud.sweep.loss_picture import curves_of, write_loss_curves
     from xcloud.sweep.pictures import write_pictures
 
     rows = rows_of(results)
     print_table(rows)
     written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
+    if layers := layers_of(rows):
+        print_layers(layers)
+        written += [write_layers(folder, layers), *write_layer_pictures(folder, layers, title)]
+    if curves := curves_of(rows):
+        written.append(write_loss_curves(folder, curves, title))
     print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
-    return rows
+    return rows, written
 
 
 def close_sweep(folder: Path) -> None:
-    """What a sweep ends with: its table and pictures, and the link to its page in MLflow."""
+    """What a sweep ends with: its table and pictures, kept in MLflow too, and the links to it."""
     results = from_folder(folder)
     if not results:
         return
-    rows = report(results, folder, f"sweep {folder.name}")
+    rows, written = _report(results, folder, f"sweep {folder.name}")
     score = next((name for row in rows for name in row.quality), "bleu")
     tracker = read(results[0].run_dir / EXPERIMENT_FILE).tracker
     all_settings = [result.settings for result in results]
-    for line in view.prepare(results[0].sweep, tracker, all_settings, score)():
+    for line in view.prepare(results[0].sweep, tracker, all_settings, score, written)():
         print(line, flush=True)
 
 
@@ -92,7 +105,9 @@ def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
             base = of_sweep.get(first)
             if base is None or sweep == first or not (row.score and base.score):
                 continue
-            line = f"{label}: {sweep} against {first}: {row.score.mean - base.score.mean:+.2f}"
+            name = next(iter(row.quality))
+            more = row.score.mean - base.score.mean
+            line = f"{label}: {sweep} against {first}: {'+' * (more >= 0)}{score_text(name, more)}"
             if row.step_time_s and base.step_time_s:
                 line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
             print(line)

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from xcloud.progress import human_duration, human_score
+from xcloud.progress import human_duration
+from xcloud.scores import score_name, score_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH_WITHOUT_TERMINAL = 100
 UNKNOWN = "-"
-SCORE_NAMES = {"bleu": "BLEU", "chrf": "chrF"}
 
 
 def print_report(
@@ -88,8 +88,8 @@ def human_seconds(seconds: float | None) -> str:
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, value in summary["quality"].items():
-        score = UNKNOWN if value is None else human_score(value)
-        yield SCORE_NAMES.get(name, name), score, "test set"
+        score = UNKNOWN if value is None else score_text(name, value)
+        yield score_name(name), score, "test set"
     yield "final loss", _number(summary["final_loss"], ".4f"), ""
     left_out = summary.get("num_warmup_steps_left_out")
     remark = f"times and rates leave out {left_out} first steps" if left_out else ""

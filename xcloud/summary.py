@@ -30,6 +30,7 @@ from typing import Any
 from xcloud import __version__
 from xcloud.events import TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
 from xcloud.project import commit as project_commit
+from xcloud.scores import score_digits
 
 Summary = dict[str, Any]
 
@@ -129,11 +130,7 @@ class RunStatistics:
 
     def _quality_of(self, split: str) -> dict[str, float | None]:
         values = self._quality.get(split, {}).get("values", {})
-        # BLEU and chrF go to 100 and are quoted with two decimals, an accuracy of 0..1 is not.
-        return {
-            key: _rounded(value, 2 if key in ("bleu", "chrf") else 4)
-            for key, value in values.items()
-        }
+        return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
 
     def _started_at(self) -> str | None:
         if self._started_at_s is None:

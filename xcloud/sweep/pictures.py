@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from xcloud.picture_style import COLOURS, DPI, FAINT, INK
-from xcloud.report_table import SCORE_NAMES
+from xcloud.scores import score_name
 from xcloud.sweep.results import Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"
@@ -53,7 +53,7 @@ def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
     written = []
     for name in scores:
-        score = SCORE_NAMES.get(name, name)
+        score = score_name(name)
         times = _marks(rows, name, "step_time_s", sweeps)
         ratios = _marks(rows, name, "compression_ratio", sweeps)
         if times:
@@ -123,10 +123,13 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
 
 
 def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
+    """As stairs: up from the edge at the fastest, and on to the other edge behind the best."""
     best = front([(mark.x.mean, mark.y.mean) for mark in marks])
+    limits = axes.get_xlim(), axes.get_ylim()
+    (_, right), (bottom, _) = limits
     axes.step(
-        [cost for cost, _ in best],
-        [quality for _, quality in best],
+        [best[0][0], *(cost for cost, _ in best), right],
+        [bottom, *(quality for _, quality in best), best[-1][1]],
         where="post",
         color=INK,
         linewidth=1.1,
@@ -134,6 +137,7 @@ def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
         zorder=1,
         label="trade-off front: nothing is faster and better",
     )
+    axes.set(xlim=limits[0], ylim=limits[1])
 
 
 def _save(
@@ -161,6 +165,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
         taken.append(legend.get_window_extent(renderer))
     frame = axes.get_window_extent(renderer)
     several = len({mark.colour for mark in marks}) > 1
+    background = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
     for mark in marks:
         text = axes.annotate(
             mark.label,
@@ -170,6 +175,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
             fontsize=8.5,
             color=mark.colour if several else INK,
             in_layout=False,
+            bbox=background,  # whiskers run behind it
             arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
         )
         for x, y in (*PLACES, PLACES[0]):
@@ -180,7 +186,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
             if inside and not any(box.overlaps(other) for other in taken):
                 break
-        taken.append(Text.get_window_extent(text, renderer))
+        taken.append(Text.get_window_extent(text, renderer).padded(10, 1))
 
 
 def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool) -> Path:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ Overrides = tuple[str, ...]
 BESIDE = ("sweep", "label", "tracker")
 # Their place in the label is fixed: the seed comes last, the sweep's name not at all.
 UNLABELLED = {"seed", "sweep"}
+# A low-rank split. `layer: null` is the model unsplit, whatever else is said of the split.
+SPLIT, CUT_LAYER, CUT_RANK = "model.split", "model.split.layer", "model.split.rank"
 
 
 @dataclass
@@ -61,9 +63,7 @@ class Point:
 
 def identity(settings: Settings, without: Sequence[str] = ()) -> str:
     """A short hash of what decides the result. without: leave out these and what is below them."""
-    kept = {
-        key: value for key, value in settings.items() if _decides(key) and not _below(key, without)
-    }
+    kept = {key: value for key, value in _deciding(settings).items() if not _below(key, without)}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -78,31 +78,47 @@ def reference_key(settings: Settings) -> str:
     return identity(settings, without=["seed", "compression"])
 
 
+def workload_key(settings: Settings) -> str:
+    """The same for points that do the same work, whatever clouds do it."""
+    return identity(settings, without=["seed", "compression", "cluster"])
+
+
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """What decides the result and is not the same in both; missing is None."""
+    one, other = _deciding(one), _deciding(other)
     return {
         key: (one.get(key), other.get(key))
         for key in sorted({*one, *other})
-        if one.get(key) != other.get(key) and _decides(key)
+        if one.get(key) != other.get(key)
     }
 
 
 def varying(many: Sequence[Settings]) -> list[str]:
     """Settings that are not the same in all, in the order of the first that has them."""
+    many = [_deciding(settings) for settings in many]
     keys = dict.fromkeys(key for settings in many for key in settings)
-    return [key for key in keys if _decides(key) and len({repr(s.get(key)) for s in many}) > 1]
+    return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
+
+
+def is_unsplit(settings: Settings) -> bool:
+    """Whether a model that can be split is left whole."""
+    return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
 
 
 def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Overrides]:
     """The points asked for, and each once more with `also` in place of what it covers.
 
-    {"compression": "none"} for rates of compression times seeds gives one "none" for each seed.
+    {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
+    {"model.split.layer": None}, or the same nested, gives the unsplit model.
     """
     points = list(asked)
-    if also:
-        added = tuple(f"{key}={value}" for key, value in also.items())
+    words = dict(_words(also))
+    if words:
+        # What is said of a split beside its layer says nothing of the unsplit model.
+        covered = [SPLIT if words[key] == "null" and key == CUT_LAYER else key for key in words]
+        added = tuple(f"{key}={value}" for key, value in words.items())
         for overrides in asked:
-            kept = (o for o in overrides if not _below(_key(o).replace("/", "."), list(also)))
+            kept = (o for o in overrides if not _below(_key(o).replace("/", "."), covered))
             points.append((*kept, *added))
     return list(dict.fromkeys(points))
 
@@ -144,6 +160,8 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
         dotted = key.replace("/", ".")
         if _below(dotted, ["compression"]):
             parts.append(point.experiment.compression_in_force)
+        elif _below(dotted, [SPLIT]) and is_unsplit(point.settings):
+            parts.append("unsplit")
         elif key not in given:
             continue
         elif key == "exp" or (dotted not in point.settings or _is_group(dotted, point.settings)):
@@ -180,6 +198,27 @@ def _without_name(overrides: Sequence[str]) -> dict[str, str]:
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as an override spells them: null, true, 0.5."""
+    for key, value in also.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{prefix}{key}.")
+        elif value is None or isinstance(value, bool):
+            yield f"{prefix}{key}", "null" if value is None else str(value).lower()
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _deciding(settings: Settings) -> Settings:
+    """The settings that decide the result."""
+    silent = [SPLIT] if is_unsplit(settings) else []
+    return {
+        key: value
+        for key, value in settings.items()
+        if _decides(key) and (key in (SPLIT, CUT_LAYER) or not _below(key, silent))
+    }
 
 
 def _below(key: str, heads: Sequence[str]) -> bool:

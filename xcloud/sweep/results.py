@@ -4,6 +4,7 @@ Read from the run folders, or from MLflow when these are gone. Prints and draws 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -15,10 +16,21 @@ from xcloud.errors import ConfigError
 from xcloud.experiment import EXPERIMENT_FILE, flatten, read_config
 from xcloud.mlflow_store import Store
 from xcloud.monitor import SUMMARY_FILE
-from xcloud.sweep.points import Settings, identity, reference_key, setting_key, varying
+from xcloud.scores import LEAKS
+from xcloud.sweep.points import (
+    Settings,
+    identity,
+    reference_key,
+    setting_key,
+    varying,
+    workload_key,
+)
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points, read_summary
 
 UNCOMPRESSED = "none"
+ONE_CLOUD = "one_cloud"  # cluster.name of the ranks of several clouds in one
+_NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"
+RATES = ("samples_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -66,19 +78,30 @@ class Row:
     quality: dict[str, Spread] = field(default_factory=dict)
     step_time_s: Spread | None = None
     compression_ratio: Spread | None = None
+    rates: dict[str, Spread] = field(default_factory=dict)  # samples and tokens per second
     share: float | None = None  # step time / that of the uncompressed runs of the same sweep
+    # Of each rate: this row's / that of the runs in one cloud of the same sweep.
+    share_of_one_cloud: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        finished = [r.summary for r in self.results if r.status == "finished"]
-        names = dict.fromkeys(name for summary in finished for name in summary["quality"])
-        spreads = {name: Spread.of([s["quality"].get(name) for s in finished]) for name in names}
+        finished = self.finished
+        scores = [_scores(summary) for summary in finished]
+        names = dict.fromkeys(name for found in scores for name in found)
+        spreads = {name: Spread.of([found.get(name) for found in scores]) for name in names}
         self.quality = {name: spread for name, spread in spreads.items() if spread}
         self.step_time_s = Spread.of([s["step_time_s"]["median"] for s in finished])
         self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
+        rates = {name: Spread.of([s.get(name) for s in finished]) for name in RATES}
+        self.rates = {name: spread for name, spread in rates.items() if spread}
+
+    @property
+    def finished(self) -> list[dict[str, Any]]:
+        """The summaries of the runs that came to their end."""
+        return [result.summary for result in self.results if result.status == "finished"]
 
     @property
     def num_finished(self) -> int:
-        return sum(result.status == "finished" for result in self.results)
+        return len(self.finished)
 
     @property
     def sweep(self) -> str:
@@ -94,13 +117,22 @@ class Row:
         return str(next((name for name in found if name), "-"))
 
     @property
+    def cluster(self) -> str:
+        return str(self.settings.get("cluster.name", "-"))
+
+    @property
+    def num_ranks(self) -> int:
+        counts = (v for k, v in self.settings.items() if re.fullmatch(_NUM_RANKS, k))
+        return sum(count for count in counts if isinstance(count, int))
+
+    @property
     def score(self) -> Spread | None:
         """The first score of the task: BLEU, accuracy, …"""
         return next(iter(self.quality.values()), None)
 
     def parts_s(self, kind: str) -> dict[str, float]:
         """Mean over seeds of "compute_s", "codec_s", "waiting_s" or "sync_s", by cloud."""
-        finished = [r.summary.get(kind) or {} for r in self.results if r.status == "finished"]
+        finished = [summary.get(kind) or {} for summary in self.finished]
         clouds = dict.fromkeys(cloud for parts in finished for cloud in parts)
         means = {cloud: Spread.of([parts.get(cloud) for parts in finished]) for cloud in clouds}
         return {cloud: spread.mean for cloud, spread in means.items() if spread}
@@ -144,7 +176,22 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         reference_s = uncompressed.get((row.sweep, reference_key(row.settings)))
         if row.step_time_s and reference_s:
             row.share = row.step_time_s.mean / reference_s
+    _share_of_one_cloud(rows)
     return sorted(rows, key=_by_score)
+
+
+def _share_of_one_cloud(rows: Sequence[Row]) -> None:
+    """Compare with the same work in one cloud, however that was compressed: there it is off."""
+    alone: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.cluster == ONE_CLOUD:
+            key = (row.sweep, workload_key(row.settings))
+            alone.setdefault(key, []).extend(row.finished)
+    for row in rows:
+        found = alone.get((row.sweep, workload_key(row.settings)), [])
+        for name, rate in row.rates.items():
+            if reference := Spread.of([summary.get(name) for summary in found]):
+                row.share_of_one_cloud[name] = rate.mean / reference.mean
 
 
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
@@ -158,6 +205,12 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
         hint = f"there are: {', '.join(known[-10:])}" if known else "there is none there yet"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
+
+
+def _scores(summary: dict[str, Any]) -> dict[str, float | None]:
+    """Quality by name, and what leaks where that was measured."""
+    leaks = {name: summary[name] for name in LEAKS if isinstance(summary.get(name), int | float)}
+    return {**summary["quality"], **leaks}
 
 
 def _result(sweep: str, run_dir: Path, at_once: int) -> Result:

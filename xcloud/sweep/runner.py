@@ -22,14 +22,14 @@ from xcloud.errors import ConfigError, XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, write
 from xcloud.local_run import sigterm_as_interrupt
 from xcloud.progress import human_duration
-from xcloud.report_table import SCORE_NAMES, human_seconds
+from xcloud.report_table import human_seconds
+from xcloud.scores import score_name, score_text
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary
-from xcloud.sweep.table import score_text
 
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-MOST_REASONS = 10  # of points that are wrong; the others are counted
+MOST_REASONS = 10  # why points are wrong; the others are counted
 
 Compose = Callable[[Sequence[str]], Any]
 RunHere = Callable[[Point, Path], None]
@@ -83,7 +83,7 @@ class Sweep:
             else:
                 self._several(todo, state, clock)
         except (KeyboardInterrupt, SystemExit):
-            left = sum(state.status(decision.folder) != "finished" for decision in decisions)
+            left = len(todo) - clock.num_done + len(self.causes)
             _say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             usual = self.folder == Path("multirun", self.name).absolute()
             _say(f"continue it:    {self.command}")
@@ -95,7 +95,8 @@ class Sweep:
             _say(
                 f"{len(self.causes)} of {len(todo)} points failed"
                 + (f", {not_tried} not tried (stop_on_failure)" if not_tried else "")
-                + f"; to run those again, and only those:\n{self.command}"
+                + f"; to run {'all of these' if not_tried else 'them'} again, and nothing else:"
+                + f"\n{self.command}"
             )
         return SOME_FAILED if self.causes else FINISHED
 
@@ -186,7 +187,8 @@ class Sweep:
             text = f"FAILED after {human_duration(elapsed_s)}: {cause}"
             if clock.num_left:
                 text += "; no other starts" if self.stop_on_failure else "; the others go on"
-        left = f" ({clock.describe()})" if clock.num_left else ""
+        goes_on = clock.num_left and not (self.causes and self.stop_on_failure)
+        left = f" ({clock.describe()})" if goes_on else ""
         _say(f"{point.name}: {text}{left}")
 
     def _forget_folder(self) -> None:
@@ -256,11 +258,15 @@ def _composed(
 def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides]) -> list[str]:
     shared = set(asked[0]).intersection(*asked)
     lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
-    for overrides, reason in wrong[:MOST_REASONS]:
-        own = " ".join(word for word in overrides if word not in shared)
-        lines.append(f"  {own or ' '.join(overrides)}: {reason}")
-    if len(wrong) > MOST_REASONS:
-        lines.append(f"  and {len(wrong) - MOST_REASONS} more")
+    by_reason: dict[str, list[Overrides]] = {}  # every seed of a wrong setting has the same one
+    for overrides, reason in wrong:
+        by_reason.setdefault(reason, []).append(overrides)
+    for reason, alike in list(by_reason.items())[:MOST_REASONS]:
+        own = " ".join(word for word in alike[0] if word not in shared) or " ".join(alike[0])
+        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        lines.append(f"  {own}{more}: {reason}")
+    if len(by_reason) > MOST_REASONS:
+        lines.append(f"  and {len(by_reason) - MOST_REASONS} more reasons")
     return lines
 
 
@@ -268,7 +274,7 @@ def _figures(run_dir: Path) -> str:
     """The three figures of a point, in a few words."""
     summary = read_summary(run_dir)
     parts = [
-        f"{SCORE_NAMES.get(name, name)} {score_text(name, value)}"
+        f"{score_name(name)} {score_text(name, value)}"
         for name, value in list(summary.get("quality", {}).items())[:1]
         if value is not None
     ]

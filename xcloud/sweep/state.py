@@ -115,10 +115,6 @@ class SweepState:
     def write(self) -> None:
         write_summary(self.folder / STATE_FILE, {"name": self.folder.name, "points": self.points})
 
-    def status(self, folder: str) -> str:
-        """ "finished", "failed", or "unfinished" for one that was cut off."""
-        return str(read_summary(self.folder / folder).get("status", "unfinished"))
-
     def _asked_before(self, point: Point) -> str | None:
         for folder, entry in self.points.items():
             if same_overrides(entry["overrides"], point.overrides):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcloud.report_table import (
-    SCORE_NAMES,
-    UNKNOWN,
-    WIDTH_WITHOUT_TERMINAL,
-    human_seconds,
-)
+from xcloud.report_table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
+from xcloud.scores import score_name, score_text, shown_scores
 from xcloud.sweep.points import identity, varying
-from xcloud.sweep.published import DIFFERENCE_NOTE, NOTE, published_for
+from xcloud.sweep.published import Published, published_for
 from xcloud.sweep.results import Result, Row, Spread
 from xcloud.tracked_values import final_metrics
 
@@ -23,53 +20,95 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TABLE_FILE, POINTS_FILE = "table.csv", "points.csv"
+PAPER = "paper: "  # begins the headings of what was published
+WIDTH_OF_A_FILE = 200
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    if console is None:
-        width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-        console = Console(width=width)
-    several = len({row.sweep for row in rows}) > 1
-    published = [published_for(row) for row in rows]
-    shares = any(row.share is not None for row in rows)
-    scores = list(dict.fromkeys(name for row in rows for name in row.quality))[:1]
-
+    console = console or console_of_sweeps()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", overflow="fold")
-    if several:
-        table.add_column("sweep", overflow="fold")
-    table.add_column("runs", justify="right")
-    for name in scores:
-        table.add_column(SCORE_NAMES.get(name, name), justify="right", no_wrap=True)
-    if any(published):
-        table.add_column("paper", justify="right", style="dim")
-    table.add_column("step time", justify="right", no_wrap=True)
-    if shares:
-        table.add_column("share", justify="right")
-    if any(entry and entry.share for entry in published):
-        table.add_column("paper", justify="right", style="dim")
-    table.add_column("ratio", justify="right", no_wrap=True)
-    for row, known in zip(rows, published, strict=True):
-        cells: list[str] = [row.label]
-        cells += [row.sweep] if several else []
-        cells.append(_runs(row))
-        cells += [_score(name, row.quality.get(name)) for name in scores]
-        cells += [known.quality if known else ""] if any(published) else []
-        cells.append(_seconds(row.step_time_s))
-        cells += [_percent(row.share)] if shares else []
-        if any(entry and entry.share for entry in published):
-            cells.append(_percent(known.share) if known and known.share else "")
-        cells.append(f"{row.compression_ratio.mean:.2f}x" if row.compression_ratio else UNKNOWN)
+    for index, column in enumerate(_columns(rows)):
+        table.add_column(
+            column.heading,
+            justify="left" if index == 0 else "right",
+            no_wrap=index > 0,
+            overflow="fold",
+            style="dim" if column.heading.startswith(PAPER) else None,
+        )
+    for cells in zip(*(column.cells for column in _columns(rows)), strict=True):
         table.add_row(*(Text(cell) for cell in cells))
     console.print()
     console.print(table)
     for line in _remarks(rows):
-        console.print(Text(line, style="dim"))
+        console.print(Text(line, style="dim"), width=min(console.width, WIDTH_WITHOUT_TERMINAL))
+
+
+def console_of_sweeps() -> Console:
+    """A file takes lines of any length; a label broken in two cannot be searched for."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    cells: list[str]
+
+
+def _columns(rows: Sequence[Row]) -> list[_Column]:
+    """What there is to show: a column in which no row has anything is left out."""
+    published = [published_for(row) or Published() for row in rows]
+    columns = [_Column("setting", [row.label for row in rows])]
+    if len({row.sweep for row in rows}) > 1:
+        columns.append(_Column("sweep", [row.sweep for row in rows]))
+    columns.append(_Column("runs", [_runs(row) for row in rows]))
+    for index, name in enumerate(shown_scores(name for row in rows for name in row.quality)):
+        cells = [spread_text(name, row.quality.get(name)) for row in rows]
+        columns.append(_Column(score_name(name), cells))
+        if index == 0:
+            heading = f"{PAPER}{score_name(name)}"
+            columns += _known(heading, [known.quality or None for known in published])
+    columns.append(_Column("step time", [_seconds(row.step_time_s) for row in rows]))
+    if _tells_something(rows):
+        columns.append(_Column("share", [_percent(row.share) for row in rows]))
+    columns += _known(f"{PAPER}share", [_known_percent(known.share) for known in published])
+    if any(row.share_of_one_cloud for row in rows):
+        name, heading = _rate(rows)
+        columns.append(_Column(heading, [_rate_text(row.rates.get(name)) for row in rows]))
+        alone = [row.share_of_one_cloud.get(name) for row in rows]
+        columns.append(_Column("of one cloud", [_percent(share, 1) for share in alone]))
+        there = [_known_percent(known.of_one_cloud) for known in published]
+        columns += _known(f"{PAPER}of one cloud", there)
+    ratios = [row.compression_ratio for row in rows]
+    columns.append(_Column("ratio", [f"{r.mean:.2f}x" if r else UNKNOWN for r in ratios]))
+    there = [f"{known.ratio:g}x" if known.ratio else None for known in published]
+    columns += _known(f"{PAPER}ratio", there)
+    return columns
+
+
+def _known(heading: str, cells: Sequence[str | None]) -> list[_Column]:
+    return [_Column(heading, [cell or "" for cell in cells])] if any(cells) else []
+
+
+def _known_percent(share: float | None) -> str | None:
+    return None if share is None else _percent(share)
+
+
+def _tells_something(rows: Sequence[Row]) -> bool:
+    """Whether a row is compared with another than itself."""
+    return any(row.share is not None and row.share != 1.0 for row in rows)
+
+
+def _rate(rows: Sequence[Row]) -> tuple[str, str]:
+    """Tokens where every row counts them, else samples."""
+    compared = [row for row in rows if row.share_of_one_cloud]
+    tokens = all("tokens_per_s" in row.share_of_one_cloud for row in compared)
+    return ("tokens_per_s", "tokens/s") if tokens else ("samples_per_s", "samples/s")
 
 
 def write_csv(folder: Path, rows: Sequence[Row], results: Sequence[Result]) -> list[Path]:
@@ -116,29 +155,39 @@ def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
         yield name, round(spread.mean, 6) if spread else None
         yield f"{name}_std", round(spread.std, 6) if spread and spread.std is not None else None
     yield "share_of_uncompressed_step_time", round(row.share, 4) if row.share else None
+    for name, rate in row.rates.items():
+        yield name, round(rate.mean, 3)
+        yield f"{name}_std", round(rate.std, 3) if rate.std is not None else None
+        share = row.share_of_one_cloud.get(name)
+        yield f"{name}_share_of_one_cloud", round(share, 4) if share else None
     for kind in ("compute_s", "codec_s", "waiting_s", "sync_s"):
         for cloud, value in row.parts_s(kind).items():
             yield f"{kind}_{cloud}", round(value, 6)
-    known = published_for(row)
-    yield "paper_quality", known.quality if known else None
-    yield "paper_share", known.share if known else None
+    known = published_for(row) or Published()
+    yield "paper_quality", known.quality or None
+    yield "paper_share", known.share
+    yield "paper_ratio", known.ratio
+    yield "paper_share_of_one_cloud", known.of_one_cloud
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     results = [result for row in rows for result in row.results]
     if any(row.num_finished > 1 for row in rows):
         yield "± is the standard deviation over seeds."
-    if any(row.share is not None for row in rows):
+    if _tells_something(rows):
         yield "share: of the step time of the uncompressed runs of the same sweep."
+    if any(row.share_of_one_cloud for row in rows):
+        yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
+        counts = {row.cluster: row.num_ranks for row in rows if row.share_of_one_cloud}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
+            yield f"Their ranks are not as many, so the share is not of the link alone: {listed}."
     if (crowd := max((result.at_once for result in results), default=1)) > 1:
         yield f"{crowd} points ran at once: their step times hold that, compare none of them."
     if len(commits := {str(r.summary["commit"]) for r in results if "commit" in r.summary}) > 1:
         yield f"Runs of different code are side by side: {', '.join(sorted(commits))}."
     published = [known for row in rows if (known := published_for(row))]
-    if published:
-        yield NOTE
-    if any(known.quality.startswith("−") for known in published):
-        yield DIFFERENCE_NOTE
+    yield from dict.fromkeys(note for known in published for note in known.notes)
 
 
 def _runs(row: Row) -> str:
@@ -146,16 +195,18 @@ def _runs(row: Row) -> str:
     return f"{row.num_finished} of {len(row.results)}" if missing else str(row.num_finished)
 
 
-def score_text(name: str, value: float) -> str:
-    """41.92 for what goes to 100, 0.9223 for a share."""
-    return f"{value:.{2 if name in SCORE_NAMES else 4}f}"
-
-
-def _score(name: str, spread: Spread | None) -> str:
+def spread_text(name: str, spread: Spread | None) -> str:
+    """A score as 41.92 ± 0.31."""
     if spread is None:
         return UNKNOWN
     text = score_text(name, spread.mean)
     return text if spread.std is None else f"{text} ± {score_text(name, spread.std)}"
+
+
+def _rate_text(rate: Spread | None) -> str:
+    if rate is None:
+        return UNKNOWN
+    return f"{rate.mean:,.0f}" if rate.std is None else f"{rate.mean:,.0f} ± {rate.std:,.0f}"
 
 
 def _seconds(spread: Spread | None) -> str:
@@ -169,5 +220,5 @@ def _seconds(spread: Spread | None) -> str:
     return f"{number} ± {spread.std * (1000 if unit == 'ms' else 1):.{digits}f} {unit}"
 
 
-def _percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.0f} %"
+def _percent(share: float | None, digits: int = 0) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
-from xcloud.mlflow_view import page, prepared_view, sweep_key
+from xcloud.mlflow_view import artifacts_page, page, prepared_view, sweep_key
 from xcloud.project import project_root
-from xcloud.sweep.points import Settings, varying
+from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, varying
 from xcloud.tracking import MlflowTracker, Tracker
 
 MOST_PARAMS = 6  # columns; more do not fit a window
@@ -37,20 +38,30 @@ def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> di
             numbers += [key] if is_number else []
     shown = shown[:MOST_PARAMS]
     seed = ["seed"] if "seed" in varying(settings) else []
+    # The unsplit model has no layer of a cut; it is a band in the picture, and no line here.
+    cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
     everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
+    everywhere = [*cut, *(key for key in everywhere if key not in cut)]
     return prepared_view(
         sweep,
         params=["label", *shown, *seed],
         numbers=[key for key in numbers if key in shown],
-        axes=["label", *everywhere, *seed],
+        axes=[*([] if cut else ["label"]), *everywhere, *seed],
         score=score,
     )
 
 
 def prepare(
-    sweep: str, tracker: Tracker, settings: Sequence[Settings], score: str = "bleu"
+    sweep: str,
+    tracker: Tracker,
+    settings: Sequence[Settings],
+    score: str = "bleu",
+    report: Sequence[Path] = (),
 ) -> Callable[[], list[str]]:
-    """Start to write the page of a sweep; call what is returned to wait and get its links."""
+    """Start to write the page of a sweep; call what is returned to wait and get its links.
+
+    report: tables and pictures to keep as artefacts.
+    """
     store = store_of(tracker)
     if store is None:
         return list
@@ -60,7 +71,12 @@ def prepare(
         try:
             prepare_environment()
             experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
-            links.extend(_links(store, sweep, experiment_id, tracker))
+            found = _links(store, sweep, experiment_id, tracker)
+            if report:
+                run_id = store.keep_report(sweep, report)
+                place = artifacts_page(_server(store), experiment_id, run_id)
+                found.insert(2, f"MLflow report  {place}")
+            links.extend(found)
         except Exception as error:  # MLflow may be down or refuse; the sweep goes on.
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             links.append(f"MLflow: no page could be prepared: {reason}")
@@ -77,7 +93,7 @@ def prepare(
 
 
 def _links(store: Store, sweep: str, experiment_id: str, tracker: Tracker) -> list[str]:
-    server = store.uri or f"http://{UI_HOST}:{UI_PORT}"
+    server = _server(store)
     links = [
         f"MLflow table   {page(server, experiment_id, sweep_key(sweep))}",
         f"MLflow charts  {page(server, experiment_id, sweep_key(sweep), charts=True)}",
@@ -85,6 +101,10 @@ def _links(store: Store, sweep: str, experiment_id: str, tracker: Tracker) -> li
     if store.uri is None and isinstance(tracker, MlflowTracker):
         links.append(f"served by      {tracker.ui_command} --sweep {sweep}")
     return links
+
+
+def _server(store: Store) -> str:
+    return store.uri or f"http://{UI_HOST}:{UI_PORT}"
 
 
 def _is_number(value: object) -> bool:

@@ -1,0 +1,152 @@
+"""The same work in one cloud and across clouds: share of throughput, losses over each other."""
+
+import csv
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from tests.split_runs import split_run
+from tests.sweep_runs import write_run
+from tests.toy import toy_config
+from xcloud import report
+from xcloud.curves import read_curves
+from xcloud.events import append_event
+from xcloud.sweep.loss_picture import LOSS_CURVES, curves_of, write_loss_curves
+from xcloud.sweep.published import THROUGHPUT, published_for
+from xcloud.sweep.results import Row, from_folder, rows_of
+from xcloud.sweep.table import print_table, write_csv
+
+NUM_STEPS = 60
+
+
+@cache
+def composed(cluster: str, overrides: str) -> DictConfig:
+    return OmegaConf.create(toy_config(cluster, overrides.split()))
+
+
+def run(
+    folder: Path, cluster: str, overrides: str, rate: float, loss_offset: float | None = None
+) -> None:
+    """Two ranks; the second knows the loss. No events without an offset."""
+    rates = {"samples_per_s": rate, "tokens_per_s": 10 * rate}
+    write_run(folder, composed(cluster, overrides), **rates)
+    if loss_offset is None:
+        return
+    for step in range(1, NUM_STEPS + 1):
+        for rank in (0, 1):
+            loss = {"loss": 5 / step + loss_offset} if rank else {}
+            more = {"step": step, "step_s": 0.1, **loss}
+            append_event(folder / "events.jsonl", "step", rank=rank, cloud=f"c{rank}", **more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "multirun" / "fig5"
+    for seed, rate in ((1, 90.0), (2, 110.0)):
+        run(folder / f"one{seed}", "one_cloud", f"seed={seed}", rate, 0.1 * seed)
+        run(folder / f"two{seed}", "two_clouds", f"seed={seed}", 0.97 * rate, 0.1 * seed + 0.01)
+    return folder
+
+
+def printed(rows: list[Row]) -> str:
+    stream = StringIO()
+    print_table(rows, Console(file=stream, width=150))
+    return " ".join(stream.getvalue().split())
+
+
+def test_throughput_is_a_share_of_the_same_work_in_one_cloud(folder: Path) -> None:
+    rows = {row.cluster: row for row in rows_of(from_folder(folder))}
+
+    share = {"samples_per_s": pytest.approx(0.97), "tokens_per_s": pytest.approx(0.97)}
+    assert rows["two_clouds"].share_of_one_cloud == share
+    assert rows["one_cloud"].share_of_one_cloud["tokens_per_s"] == 1.0
+    text = printed(list(rows.values()))
+    assert "tokens/s of one cloud" in text and "970 ± 137 97.0 %" in text
+
+
+def test_compression_does_not_part_work_from_its_one_cloud_but_other_settings_do(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path / "a", "one_cloud", "compression=int8", 100.0)
+    run(tmp_path / "b", "two_clouds", "compression=int4", 50.0)
+    run(tmp_path / "c", "two_clouds", "compression=int4 training.max_steps=9", 40.0)
+
+    shares = [
+        row.share_of_one_cloud.get("samples_per_s") for row in rows_of(from_folder(tmp_path))
+    ]
+    assert sorted(shares, key=str) == [0.5, 1.0, None]
+
+
+def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
+    run(tmp_path / "a", "one_cloud", "", 100.0)
+    run(tmp_path / "b", "two_clouds_dp", "", 150.0)
+
+    assert "one_cloud has 2" in (text := printed(rows_of(from_folder(tmp_path))))
+    assert "two_clouds_dp has 4" in text
+
+
+def test_csv_has_rates_and_shares(folder: Path, tmp_path: Path) -> None:
+    results = from_folder(folder)
+    write_csv(tmp_path, rows_of(results), results)
+    with open(tmp_path / "table.csv", encoding="utf-8") as file:
+        table = {row["setting"]: row for row in csv.DictReader(file)}
+
+    row = next(row for row in table.values() if row["tokens_per_s_share_of_one_cloud"] != "1.0")
+    assert (row["samples_per_s"], row["samples_per_s_share_of_one_cloud"]) == ("97.0", "0.97")
+
+
+def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
+    curves = read_curves(folder / "one1" / "events.jsonl")
+
+    assert list(curves.step) == list(range(1, NUM_STEPS + 1))
+    assert curves.loss[0] == pytest.approx(5.1)
+    assert len(read_curves(folder / "nowhere").step) == 0
+
+
+def test_losses_of_clusters_lie_over_each_other(folder: Path) -> None:
+    curves = curves_of(rows_of(from_folder(folder)))
+
+    assert [curve.label for curve in curves] == ["one_cloud", "two_clouds"]
+    assert [curve.in_one_cloud for curve in curves] == [True, False]
+    step, loss = curves[1].by_seed[2]
+    assert len(step) == NUM_STEPS and np.allclose(loss, 5 / step + 0.21)
+    path = write_loss_curves(folder, curves, "sweep fig5")
+    pixels = matplotlib.image.imread(path)
+    assert pixels[..., :3].std() > 0.04 and pixels.shape[0] > 600  # with the difference below
+
+
+def test_one_cluster_alone_or_runs_without_events_draw_no_curves(tmp_path: Path) -> None:
+    run(tmp_path / "a", "one_cloud", "", 100.0, 0.1)
+    assert curves_of(rows_of(from_folder(tmp_path))) == []
+
+    run(tmp_path / "b", "two_clouds", "compression=int4", 50.0)
+    assert curves_of(rows_of(from_folder(tmp_path))) == []
+
+
+def test_the_report_draws_the_curves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent.parent)
+
+    assert report.main(["fig5"]) == 0
+    assert LOSS_CURVES in capsys.readouterr().out and (folder / LOSS_CURVES).exists()
+
+
+def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
+    rates = {"samples_per_s": 10.0}
+    runs = [
+        split_run(None, name="electra_multilingual", summary=rates, cluster__name=name)
+        for name in ("one_cloud", "clouds")
+    ]
+    rows = {row.cluster: row for row in rows_of(runs)}
+    found = published_for(rows["clouds"])
+
+    assert found is not None and found.of_one_cloud == 0.85 and found.notes == (THROUGHPUT,)
+    assert published_for(rows["one_cloud"]) is None
+    assert "85 %" in printed(list(rows.values()))

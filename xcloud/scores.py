@@ -1,0 +1,42 @@
+"""What scores are called for people, and with how many decimals they are quoted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SCORE_NAMES = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "exact_match": "exact match",
+    "matthews": "Matthews corr.",
+    "pearson": "Pearson corr.",
+    "spearman": "Spearman corr.",
+    "label_leak_auc": "label leak AUC",
+    "token_recovery": "token recovery",
+}
+UP_TO_100 = ("bleu", "chrf")  # the others are shares or correlations
+LEAKS = ("label_leak_auc", "token_recovery")  # less is better
+# Shown beside a task's first score. Not chrF, nor the languages of a task with many.
+BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
+
+
+def score_name(name: str) -> str:
+    return SCORE_NAMES.get(name, name)
+
+
+def score_digits(name: str) -> int:
+    return 2 if name in UP_TO_100 else 4
+
+
+def score_text(name: str, value: float) -> str:
+    """41.92 for what goes to 100, 0.9223 for a share."""
+    return f"{value:.{score_digits(name)}f}"
+
+
+def shown_scores(names: Iterable[str]) -> list[str]:
+    """The first score, and of the others those that a table has room for."""
+    known = list(dict.fromkeys(names))
+    return known[:1] + [name for name in known[1:] if name in BESIDE_THE_FIRST]
