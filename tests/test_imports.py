@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "xcloud"
 # A package may import those behind it, itself, and the plain modules below.
 ORDER = ("models", "tasks", "training", "parallel", "comm", "security", "cluster")
 SIBLINGS = {"models", "tasks", "training"}  # these do not import each other
-ANYWHERE = {"errors", "checks", "project", "hub_access"}
+ANYWHERE = {"errors", "checks", "project", "hub_access", "packaged_checkpoint"}
 HYDRA = {"experiment.py", "local_run.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
