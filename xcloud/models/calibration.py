@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
@@ -73,7 +73,8 @@ def measured_basis(
             f"the public text is cut into {ids.size} kinds of tokens, but the encoder knows "
             f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
         )
-    texts = _Texts.of(split, public.sentences(cache_dir), ids, max_length)
+    wanted = split.calibration_texts * (1 + split.calibration_pairs)
+    texts = _Texts.of(split, public.sentences(wanted, cache_dir), ids, max_length)
     drawn = context.seed if split.method == "identity" else None
     path = cache_dir / "cuts" / f"{_key(split, weights, texts, drawn)}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +104,7 @@ class _Texts:
         cls, split: Split, sentences: Sequence[Sequence[int]], ids: TokenIds, max_length: int
     ) -> _Texts:
         """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
-        given = [list(s) for s in sentences if len(s)]
-        wanted = split.calibration_texts * (1 + split.calibration_pairs)
-        if len(given) < 2:
-            raise DataError("model.public_text has no text to measure a cut on")
-        given = given[:wanted]
+        given = [list(s) for s in sentences]
         if not split.calibration_pairs:
             room = max_length - 2
             whole = [[ids.bos, *s[:room], ids.eos] for s in given]
@@ -181,9 +178,7 @@ def _measure(
     basis = Basis(encode, decode, anchor, anchor @ encode.T)
     if split.warm_start_steps:
         basis, before, after = _warm_start(split, encoder, basis, texts, max_length, device)
-        said += (
-            f"; warm start: error of the last rows {before:.3f} -> {after:.3f} of their variance"
-        )
+        said += f"; warm start: error of the last rows {before:.3f} -> {after:.3f} of variance"
     context.report(f"cut in block {split.block}: {said.removeprefix('; ')}")
     return basis
 

@@ -33,12 +33,12 @@ class Split:
         behind block 0, and nothing below acts.
     rank: features that cross; null: all of them cross behind the block, and nothing is lost.
     method:
-      svd: one linear layer of the block, W = U S V by truncated SVD, all three trained, cut between
-        S and V; the skip connection around that sub-layer is gone, for its rows stay behind.
+      svd: one linear layer of the block, W = U S V by truncated SVD, all three trained, cut
+        between S and V; the skip connection around that sub-layer is gone: its rows stay behind.
         As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4), section 2.2.2.
       identity: the block stays whole; its output h crosses as E h and goes on as D E h, E with
-        random orthonormal rows, D = E' at the start: a low-rank identity path across the cut, after
-        ResBM, arXiv:2604.11947. Difference: no gate and no non-linear branch.
+        random orthonormal rows, D = E' at the start: a low-rank identity path across the cut,
+        after ResBM, arXiv:2604.11947. Difference: linear, nothing beside that path.
       pca: as identity, but E and D are the principal components of h on public text.
       orthogonal: as pca, and E and D stay orthonormal while they are trained; the mean of h at
         each position is taken out before and put back behind, after MAPL, arXiv:2606.05484.

@@ -280,8 +280,8 @@ class LowRankSplit:
     ) -> HeadPart:
         if head is None:
             raise ConfigError(
-                "LowRankSplit answers what a task of text understanding asks, and this task has no "
-                "such answer: choose task=sst2, qnli, squad or glue"
+                "LowRankSplit answers what a task of text understanding asks, and this task has "
+                "no such answer: choose task=sst2, qnli, squad or glue"
             )
         wanted = "span" if head.kind == "span" else "sample"
         if self.output != wanted:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from xcloud.checks import check_int
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import OwnBackbone, Weights
 from xcloud.models.encoder import EncoderConfig
@@ -23,15 +24,18 @@ PUBLIC = "public text"
 class PublicBackbone:
     """An OwnBackbone made from public text and kept in the same cache; a Backbone.
 
-    text: what it is pretrained on; the task must cut its texts with the same tokenizer.
+    text, num_texts: what it is pretrained on, and how many of them; the task must cut its texts
+        with the same tokenizer.
     network: sizes and pretraining.
     """
 
     text: PublicTexts
+    num_texts: int = 20_000
     network: OwnBackbone = field(default_factory=OwnBackbone)
 
     def __post_init__(self) -> None:
         check_public_text("PublicBackbone.text", self.text)
+        check_int("PublicBackbone.num_texts", self.num_texts, 2)
         if not isinstance(self.network, OwnBackbone):
             raise ConfigError(
                 f"PublicBackbone.network must be an OwnBackbone, got {self.network!r}"
@@ -62,7 +66,7 @@ class PublicBackbone:
                 f"the encoder's public text has the special ids {ids}, the task's {name!r} has "
                 f"{seen}: give both the same tokenizer"
             )
-        sentences = self.text.sentences(context.cache_dir)
+        sentences = self.text.sentences(self.num_texts, context.cache_dir)
         public = replace(
             context, vocabularies={PUBLIC: ids}, sentences=lambda field_name: sentences
         )

@@ -20,8 +20,9 @@ class PublicTexts(Protocol):
     def token_ids(self, cache_dir: Path) -> TokenIds:
         """Size and special ids of the tokenizer."""
 
-    def sentences(self, cache_dir: Path) -> Sequence[Sequence[int]]:
-        """Token ids without special ids, in the same order everywhere. Raises DataError."""
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        """Token ids of `num` texts without special ids, the same everywhere. Raises DataError if
+        there are not so many."""
 
 
 def check_public_text(name: str, value: object) -> None:

@@ -30,8 +30,8 @@ def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
     if how == "first":
         return rows_RH.index_select(0, counts.cumsum(0) - counts)
     samples_R = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    sums = rows_RH.new_zeros(len(counts), rows_RH.shape[1]).index_add(0, samples_R, rows_RH)
-    return sums / counts[:, None].to(rows_RH.dtype)
+    empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
+    return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
 
 
 class Bottleneck(nn.Module):
@@ -68,7 +68,8 @@ def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Te
     """[K, H], random, the same for the same seed and names wherever it is drawn."""
     with seeded(seed, *names):
         drawn = torch.randn(hidden, rank, dtype=torch.float64)
-    return torch.linalg.qr(drawn)[0].T.float().contiguous()
+    columns: Tensor = torch.linalg.qr(drawn)[0]
+    return columns.T.float().contiguous()
 
 
 class TextHead(nn.Module):
