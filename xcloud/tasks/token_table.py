@@ -50,6 +50,14 @@ class TokenTable(Sequence[Sequence[int]]):
         """int64 [B], special ids not counted."""
         return self._offsets[ids + 1] - self._offsets[ids]
 
+    def gather(self, index_B: Tensor, position_BS: Tensor) -> Tensor:
+        """int64 [B, S]: the token at this position of these sentences; 0 outside of one."""
+        inside_BS = (position_BS >= 0) & (position_BS < self.lengths(index_B)[:, None])
+        if not len(self._flat_T):
+            return torch.zeros(inside_BS.shape, dtype=torch.int64)
+        flat_BS = (self._offsets[index_B][:, None] + position_BS) * inside_BS
+        return self._flat_T[flat_BS].long() * inside_BS
+
     def padded(self, ids: Tensor, special: TokenIds) -> Tensor:
         """int64 [B, S]: bos, the sentence, eos, then pad up to the longest of these samples."""
         lengths_B = self.lengths(ids)

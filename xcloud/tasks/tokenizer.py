@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError, DataError
+from xcloud.packaged_checkpoint import resolve
 from xcloud.parallel.stage import TokenIds
 
 # Ranks are processes that share the cores already, and a fork after parallel work warns.
@@ -34,19 +35,33 @@ class Tokenizer:
     special: all special ids, so also an unknown word's. rejoin: pieces are words and marks, and
     decode puts the marks back to their words ("Ve ." becomes "Ve."); without it
     decode(encode(text)) is `text` to the byte.
+    num_separators: eos ids between the two texts of a pair: 1 as in BERT, 2 as in RoBERTa.
     """
 
     def __init__(
-        self, backend: Any, token_ids: TokenIds, special: Iterable[int], rejoin: bool
+        self,
+        backend: Any,
+        token_ids: TokenIds,
+        special: Iterable[int],
+        rejoin: bool,
+        num_separators: int = 1,
     ) -> None:
         self._backend = backend
         self.token_ids = token_ids
         self._special = frozenset(special)
         self._rejoin = rejoin
+        self.num_separators = num_separators
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids, and for each its first and behind-last character in the text."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = []
@@ -64,6 +79,7 @@ class Tokenizer:
             "token_ids": asdict(self.token_ids),
             "special": sorted(self._special),
             "rejoin": self._rejoin,
+            "num_separators": self.num_separators,
             "tokenizer": json.loads(self._backend.to_str()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +98,8 @@ class Tokenizer:
                 raise ValueError(f"format {content['format']!r}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             token_ids = TokenIds(**content["token_ids"])
-            return Tokenizer(backend, token_ids, content["special"], content["rejoin"])
+            separators = content.get("num_separators", 1)  # older files have none
+            return Tokenizer(backend, token_ids, content["special"], content["rejoin"], separators)
         except OSError as error:
             raise DataError(f"{path}: no tokenizer file here ({error.strerror})") from error
         except Exception as error:  # tokenizers raises plain Exception
@@ -195,7 +212,8 @@ class TrainedTokenizer:
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """The tokenizer of a pretrained model: a hub id such as bert-base-cased, or a local folder.
+    """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
+    the name of a packaged checkpoint (minilm).
 
     Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) serve as bos and eos.
     """
@@ -211,7 +229,8 @@ class PretrainedTokenizer:
 
         from xcloud.hub_access import go_offline_if_unreachable
 
-        name, local = self.name_or_path, Path(self.name_or_path).expanduser().is_dir()
+        name = resolve(self.name_or_path)
+        local = Path(name).expanduser().is_dir()
         reached = local or go_offline_if_unreachable()
         try:
             pretrained = AutoTokenizer.from_pretrained(
@@ -247,7 +266,10 @@ class PretrainedTokenizer:
         backend.no_truncation()
         special = {*ids.values(), *pretrained.all_special_ids}
         rejoin = type(backend.model).__name__ == "WordPiece"
-        return Tokenizer(backend, TokenIds(len(pretrained), **ids), special, rejoin)
+        between = backend.encode("a", "b").ids[1:-1].count(ids["eos"])
+        return Tokenizer(
+            backend, TokenIds(len(pretrained), **ids), special, rejoin, max(1, between)
+        )
 
 
 def _first(*ids: int | None) -> int | None:

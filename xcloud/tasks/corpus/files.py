@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,6 +25,7 @@ EXPECTED = (
     "train.tsv (first line: column names), train.jsonl, or train.{source} and train.{target}"
 )
 DEV_NAMES = ("dev", "val", "valid", "validation")
+LANGUAGE_KEYS = "task.source and task.target"
 Names = str | Sequence[str] | None
 
 
@@ -69,7 +70,7 @@ class ParallelFiles:
         if not self.path:
             raise ConfigError("task.path must name the folder that holds the corpus")
         for name in ("train_file", "dev_file", "test_file"):
-            _patterns(getattr(self, name), f"task.{name}")
+            patterns_of(getattr(self, name), f"task.{name}")
 
     def describe(self) -> str:
         return f"files in {Path(self.path).expanduser().resolve().name}"
@@ -80,7 +81,11 @@ class ParallelFiles:
     def _chosen_files(self, source: str, target: str) -> dict[Split, list[TextFile]]:
         folder = Path(self.path).expanduser()
         files = list_corpus_files(folder, source, target)
-        return self._choose(folder, files, EXPECTED.format(source=source, target=target))
+        asked: dict[Split, Names] = {
+            "train": self.train_file, "dev": self.dev_file, "test": self.test_file
+        }  # fmt: skip
+        expected = EXPECTED.format(source=source, target=target)
+        return choose_files(folder, files, asked, is_usual_name, expected)
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         folder = Path(self.path).expanduser()
@@ -96,51 +101,59 @@ class ParallelFiles:
         agreed = {"files": names, "sampling": repr(self.sampling)}
         return Parallel(self.describe(), splits, remarks, agreed)
 
-    def _choose(
-        self, folder: Path, files: Sequence[TextFile], expected: str
-    ) -> dict[Split, list[TextFile]]:
-        there = ", ".join(file.label for file in files) or "none"
-        asked = {"train": self.train_file, "dev": self.dev_file, "test": self.test_file}
-        chosen: dict[Split, list[TextFile]] = {}
-        for split in SPLITS:
-            for pattern in _patterns(asked[split], f"task.{split}_file"):
-                found = [file for file in files if file.matches(pattern)]
-                if not found:
-                    raise DataError(
-                        f"{folder}: no file for task.{split}_file={pattern}; there are: {there}"
-                    )
-                new = [file for file in found if file not in chosen.get(split, [])]
-                chosen.setdefault(split, []).extend(new)
-        taken = [file for parts in chosen.values() for file in parts]
-        if twice := [file.label for file in taken if taken.count(file) > 1]:
-            raise DataError(f"{folder}: {twice[0]} is asked for in two splits; check task.*_file")
-        for split in SPLITS:
-            if split in chosen:
-                continue
-            found = [file for file in files if file not in taken and _is_split(file.name, split)]
-            if len(found) > 1:
+
+def choose_files(
+    folder: Path,
+    files: Sequence[TextFile],
+    asked: Mapping[Split, Names],
+    is_usual: Callable[[str, Split], bool],
+    expected: str,
+) -> dict[Split, list[TextFile]]:
+    """The files of each split: those asked for, else the one whose name is usual for it.
+
+    dev and test may stay without one. Raises DataError where a choice is missing or ambiguous.
+    """
+    there = ", ".join(file.label for file in files) or "none"
+    chosen: dict[Split, list[TextFile]] = {}
+    for split in SPLITS:
+        for pattern in patterns_of(asked[split], f"task.{split}_file"):
+            found = [file for file in files if file.matches(pattern)]
+            if not found:
                 raise DataError(
-                    f"{folder}: several files for {split}: {', '.join(f.label for f in found)}; "
-                    f"say which with task.{split}_file=NAME"
+                    f"{folder}: no file for task.{split}_file={pattern}; there are: {there}"
                 )
-            if found:
-                chosen[split] = found
-        if "train" not in chosen:
+            new = [file for file in found if file not in chosen.get(split, [])]
+            chosen.setdefault(split, []).extend(new)
+    taken = [file for parts in chosen.values() for file in parts]
+    if twice := [file.label for file in taken if taken.count(file) > 1]:
+        raise DataError(f"{folder}: {twice[0]} is asked for in two splits; check task.*_file")
+    for split in SPLITS:
+        if split in chosen:
+            continue
+        found = [file for file in files if file not in taken and is_usual(file.name, split)]
+        if len(found) > 1:
             raise DataError(
-                f"{folder}: no training file; expected {expected}; there are: {there}. "
-                "Another name: task.train_file=NAME (dev and test are then held out of it)"
+                f"{folder}: several files for {split}: {', '.join(f.label for f in found)}; "
+                f"say which with task.{split}_file=NAME"
             )
-        return chosen
+        if found:
+            chosen[split] = found
+    if "train" not in chosen:
+        raise DataError(
+            f"{folder}: no training file; expected {expected}; there are: {there}. "
+            "Another name: task.train_file=NAME (dev and test are then held out of it)"
+        )
+    return chosen
 
 
-def _patterns(names: Names, setting: str) -> list[str]:
+def patterns_of(names: Names, setting: str) -> list[str]:
     patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
     if not all(isinstance(name, str) and name for name in patterns):
         raise ConfigError(f"{setting} must be a file name or a list of them, got {names!r}")
     return patterns
 
 
-def _is_split(name: str, split: Split) -> bool:
+def is_usual_name(name: str, split: Split) -> bool:
     if split == "test":  # test, test_2016_flickr, test-2; but not testimony
         return name == "test" or (name.startswith("test") and not name[4:5].isalpha())
     return name in (DEV_NAMES if split == "dev" else ("train",))
@@ -195,13 +208,14 @@ def read_lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: cannot be read ({error})") from error
 
 
-def read_table(path: Path, visible: frozenset[str]) -> Rows:
+def read_table(path: Path, visible: frozenset[str], choose: str = LANGUAGE_KEYS) -> Rows:
+    """choose: the settings that name the columns, for the message of an error."""
     lines = read_lines(path)
     header = next(lines, "").split("\t")
     if missing := sorted(visible - set(header)):
         raise DataError(
             f"{path}: no column {', '.join(missing)}; its first line names these columns: "
-            f"{', '.join(header)}. Choose with task.source and task.target"
+            f"{', '.join(header)}. Choose with {choose}"
         )
     columns = {language: header.index(language) for language in visible}
     texts: dict[str, list[str]] = {language: [] for language in visible}
@@ -219,7 +233,13 @@ def read_table(path: Path, visible: frozenset[str]) -> Rows:
     return Rows(num_rows, texts)
 
 
-def read_json_lines(path: Path, visible: frozenset[str]) -> Rows:
+def read_json_lines(
+    path: Path,
+    visible: frozenset[str],
+    choose: str = LANGUAGE_KEYS,
+    numbers: frozenset[str] = frozenset(),
+) -> Rows:
+    """choose: as in read_table. numbers: keys that may also hold a number (a label)."""
     texts: dict[str, list[str]] = {language: [] for language in visible}
     num_rows = 0
     for number, line in enumerate(read_lines(path), start=1):
@@ -234,11 +254,13 @@ def read_json_lines(path: Path, visible: frozenset[str]) -> Rows:
         row = row.get("translation", row) if isinstance(row, dict) else {}
         for language in visible:
             text = row.get(language) if isinstance(row, dict) else None
+            if language in numbers and isinstance(text, int | float):
+                text = str(text)
             if not isinstance(text, str):
                 keys = ", ".join(row) if isinstance(row, dict) and row else "none"
                 raise DataError(
                     f"{path}, line {number}: no text under {language!r}; its keys: {keys}. "
-                    "Choose with task.source and task.target"
+                    f"Choose with {choose}"
                 )
             texts[language].append(text.strip())
         num_rows += 1

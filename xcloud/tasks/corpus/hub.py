@@ -47,13 +47,13 @@ class Hub:
             raise ConfigError("task.path must be a hub id such as owner/name, or a folder")
 
     def describe(self) -> str:
-        return Path(self.name).name if self._is_local() else self.name
+        return Path(self.name).name if is_local(self.name) else self.name
 
     def check(self, source: str, target: str) -> None:
         """The hub is asked when it is read, by the ranks."""
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
-        loaded = self._load()
+        loaded = load_hub(self.name, self.config, self.revision)
         columns = {source: self.source_column or source, target: self.target_column or target}
         splits: dict[Split, Rows] = {}
         for split, name in self._split_names(loaded).items():
@@ -66,31 +66,6 @@ class Hub:
             "sampling": repr(self.sampling),
         }
         return Parallel(self.describe(), splits, remarks, agreed)
-
-    def _is_local(self) -> bool:
-        return Path(self.name).expanduser().exists()
-
-    def _load(self) -> Mapping[str, Any]:
-        local = self._is_local()
-        # A rank must not ask the network about a folder that is there.
-        reached = local or go_offline_if_unreachable()
-        import datasets
-
-        path = str(Path(self.name).expanduser()) if local else self.name
-        try:
-            # Streaming reads local files in place: no copy of the other side in a cache.
-            loaded: Mapping[str, Any] = datasets.load_dataset(
-                path, self.config, revision=self.revision, streaming=local
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            if reached:
-                raise DataError(f"{self.name}: {reason}") from error
-            raise DataError(
-                f"{self.name}: the hub cannot be reached and no copy is in the cache; load it "
-                "once where there is network, or give a folder of parquet or jsonl files"
-            ) from error
-        return loaded
 
     def _split_names(self, loaded: Mapping[str, Any]) -> dict[Split, str]:
         there = list(loaded)
@@ -107,6 +82,46 @@ class Hub:
                 )
             names[split] = found
         return names
+
+
+def is_local(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def load_hub(name: str, config: str | None, revision: str | None, split: str | None = None) -> Any:
+    """Split name -> data set; or the one `split`. Raises DataError: missing, and how to get it."""
+    local = is_local(name)
+    # A rank must not ask the network about a folder that is there.
+    reached = local or go_offline_if_unreachable()
+    import datasets
+
+    path = str(Path(name).expanduser()) if local else name
+    try:
+        # Streaming reads local files in place: no copy of the other side in a cache.
+        return datasets.load_dataset(path, config, split=split, revision=revision, streaming=local)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_loaded(name, reached, error) from error
+
+
+def check_hub(name: str, config: str | None, revision: str | None) -> None:
+    """Raise DataError if the hub cannot be reached and its cache has no such data set."""
+    if is_local(name) or go_offline_if_unreachable():
+        return
+    import datasets
+
+    try:
+        datasets.load_dataset_builder(name, config, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_loaded(name, False, error) from error
+
+
+def _not_loaded(name: str, reached: bool, error: Exception) -> DataError:
+    if reached:
+        return DataError(f"{name}: {' '.join(str(error).split())[:300]}")
+    return DataError(
+        f"{name}: the hub cannot be reached and no copy is in the cache; load it "
+        "once where there is network, or give a folder of parquet or jsonl files"
+    )
 
 
 def _rows(dataset: Any, columns: Mapping[str, str], where: str) -> Rows:

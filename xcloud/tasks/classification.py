@@ -1,0 +1,311 @@
+"""A class or a value for one text or for two: what is read, cut into ids, and how it is scored.
+
+Where texts come from is in corpus/, what a label is in answers.py; no network lives here.
+Shapes: B samples, S positions, special ids included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xcloud.checks import check_choice, check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import Batch, Head, TokenIds
+from xcloud.project import project_root
+from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
+from xcloud.tasks.corpus.labelled import Kind, LabelledCorpus
+from xcloud.tasks.corpus.public_text import public_sentences
+from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
+from xcloud.tasks.label_scores import MEANINGS
+from xcloud.tasks.pair_table import PairTable
+from xcloud.tasks.sizes import Sizes, check_found, check_sizes
+from xcloud.tasks.task import Split
+from xcloud.tasks.tokenizer import (
+    PretrainedTokenizer,
+    Tokenizer,
+    TokenizerChoice,
+    TrainedTokenizer,
+)
+
+FIELDS = frozenset({"text", "types", "label"})
+MIN_LENGTH = 8  # room for the special ids of a pair and a little of both texts
+TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A class (kind classes) or a number (kind value) for each text or pair of `corpus`.
+
+    classes: their names in the order of their numbers; None: those of the training labels.
+    metrics: scores by name, the main one first.
+    max_length: most tokens, special ids included; what is longer is cut, the longer text first.
+    tokenizer: a public one. A TrainedTokenizer is trained on public_sentences, not on the task's
+    texts: a vocabulary tells of what it was made from.
+    sizes: see sizes.py. cache_dir: where trained tokenizers are kept; relative to the checkout.
+    """
+
+    corpus: LabelledCorpus
+    name: str = "classification"
+    kind: Kind = "classes"
+    classes: Sequence[str] | None = None
+    metrics: Sequence[str] = ("accuracy",)
+    tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))
+    max_length: int = 128
+    sizes: Sizes = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_int("task.max_length", self.max_length, MIN_LENGTH)
+        check_choice("task.kind", self.kind, ("classes", "value"))
+        check_sizes(self.sizes)
+        scores_of(self.kind, self.metrics)
+        if self.classes is None:
+            return
+        names = self.classes
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"task.classes must be a list of names, got {names!r}")
+        if self.kind == "value" or len(set(names)) != len(names) or len(names) < 2:
+            raise ConfigError(
+                f"task.classes must be two different names or more, and none where task.kind is "
+                f"value; got {list(names)}"
+            )
+
+    def describe(self) -> str:
+        named = self.corpus.describe()
+        return named if self.name in named else f"{self.name} ({named})"
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        self.corpus.check()
+
+    def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
+        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        if unknown := fields - FIELDS:
+            raise ConfigError(f"{self.name} has the fields text, types and label, not {unknown}")
+        visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
+        if not visible and self.sizes is not None:
+            unseen = {split: Rows(self.sizes[split], {}) for split in SPLITS}
+            corpus = Parallel(self.corpus.describe(), unseen)
+        else:
+            corpus = self.corpus.read(visible)
+        found = {split: corpus.splits[split].num_rows for split in SPLITS}
+        check_found(self.sizes, found, self.describe())
+        for split, count in found.items():
+            if not count:
+                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        tokenizer = public_tokenizer(self.tokenizer, self.cache_dir) if "text" in visible else None
+        answer = self._answer(corpus.splits["train"]) if "label" in visible else None
+        return ClassificationData(self, corpus, fields, tokenizer, answer)
+
+    def _answer(self, train: Rows) -> Answer:
+        if self.kind == "value":
+            return Value()
+        if self.classes is not None:
+            return Classes(tuple(self.classes))
+        return Classes.found_in(train.texts["label"], f"{self.describe()}, train")
+
+
+def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
+    """The tokenizer, trained on public sentences if it has to be."""
+    folder = Path(cache_dir).expanduser()
+    folder = folder if folder.is_absolute() else project_root() / folder
+    trained = isinstance(choice, TrainedTokenizer)
+    texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
+    return choice.prepare(texts, folder)
+
+
+class TextPairs:
+    """One text or two into ids, as a model reads them; needs no corpus."""
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        self.tokenizer, self._max_length = tokenizer, max_length
+
+    @staticmethod
+    def load(folder: Path, max_length: int) -> TextPairs:
+        """From what `save` wrote. Raises DataError if it is not there."""
+        return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(folder / "text_tokenizer.json")
+
+    def table(self, firsts: Sequence[str], seconds: Sequence[str] | None) -> PairTable:
+        encode = self.tokenizer.encode
+        return PairTable.of_samples(
+            encode(firsts), None if seconds is None else encode(seconds),
+            self._max_length, self.tokenizer.token_ids, self.tokenizer.num_separators,
+        )  # fmt: skip
+
+    def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
+        """ids, text and types of texts that are in no corpus."""
+        ids = torch.arange(len(firsts))
+        text, types = self.table(firsts, seconds).padded(ids)
+        return {"ids": ids, "text": text, "types": types}
+
+
+class ClassificationData:
+    """One rank's view (TaskData): what may not be seen here was never kept."""
+
+    def __init__(
+        self,
+        task: Classification,
+        corpus: Parallel,
+        fields: frozenset[str],
+        tokenizer: Tokenizer | None,
+        answer: Answer | None,
+    ) -> None:
+        self._task, self._fields, self._answer = task, fields, answer
+        self._corpus_name, self._remarks, self._agreed = (
+            corpus.name, corpus.remarks, corpus.agreed
+        )  # fmt: skip
+        self._rows = {split: corpus.splits[split].num_rows for split in SPLITS}
+        self.text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
+        self._tables: dict[Split, PairTable] = {}
+        self._labels: dict[Split, Tensor] = {}
+        self._parts: dict[Split, Sequence[str]] = {}
+        for split in SPLITS:
+            columns = corpus.splits[split].texts
+            if self.text is not None:
+                self._tables[split] = self.text.table(columns["first"], columns.get("second"))
+            if answer is not None:
+                where = f"{task.describe()}, {split}"
+                self._labels[split] = answer.parse(columns["label"], where)
+            if "part" in columns:
+                self._parts[split] = columns["part"]
+
+    def describe(self) -> str:
+        rows = ", ".join(f"{count:,} {split}" for split, count in self._rows.items())
+        return ", ".join([f"{self._task.describe()}: {rows}", *self._remarks])
+
+    def fingerprint(self) -> str:
+        """Of settings and sizes. A rank without files knows no file names, hence task.sizes."""
+        task = self._task
+        shared = {
+            "task": task.name,
+            "kind": task.kind,
+            "classes": None if task.classes is None else list(task.classes),
+            "metrics": list(task.metrics),
+            "max_length": task.max_length,
+            "tokenizer": repr(task.tokenizer),
+            "rows": self._rows,
+            "corpus": dict(self._agreed) if task.sizes is None else None,
+        }
+        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
+    def num_samples(self, split: Split) -> int:
+        return self._rows[split]
+
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return self._fields & {"text"}
+
+    @property
+    def head(self) -> Head | None:
+        return None if self._answer is None else self._answer.head
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return self._texts(field).tokenizer.token_ids
+
+    def sentences(self, field: str) -> Sequence[Sequence[int]]:
+        """First and second texts of the training pairs alike."""
+        self._texts(field)
+        table = self._tables["train"]
+        texts = [table.first(i) for i in range(len(table))]
+        if table.seconds is not None:
+            texts += [table.second(i) for i in range(len(table))]
+        return texts
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        if self._tables:
+            text, types = self._tables[split].padded(ids)
+            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
+        if self._labels:
+            batch["label"] = self._labels[split][ids]
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """The number of samples."""
+        return float(len(ids))
+
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+        """The task's metrics, in percent, of the samples in `predictions`.
+
+        Of a split with parts: the first metric's mean over the parts, then every metric of each
+        part (accuracy, accuracy_en, accuracy_de …).
+        """
+        labels, answer = self._known_labels(split)
+        if not predictions:
+            raise ValueError(f"no predictions to score on {split}")
+        if outside := [i for i in predictions if not 0 <= i < len(labels)]:
+            raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(labels) - 1})")
+        scores = scores_of(self._task.kind, self._task.metrics)
+        pairs = {i: (float(labels[i]), answer.read(predictions[i])) for i in sorted(predictions)}
+        if split not in self._parts:
+            return _scored(scores, list(pairs.values()))
+        by_part: dict[str, list[tuple[float, float]]] = {}
+        for ident, pair in pairs.items():
+            by_part.setdefault(self._parts[split][ident], []).append(pair)
+        values = {part: _scored(scores, found) for part, found in by_part.items()}
+        main = next(iter(scores))
+        mean = sum(found[main] for found in values.values()) / len(values)
+        return {main: round(mean, 4)} | {
+            f"{name}_{part}": found[name] for name in scores for part, found in values.items()
+        }
+
+    def signature(self) -> dict[str, str]:
+        main = self._task.metrics[0]
+        said = {name: MEANINGS[name] for name in self._task.metrics}
+        if self._parts:
+            parts = dict.fromkeys(self._parts["test"])
+            said |= {f"{n}_{part}": MEANINGS[n] for n in self._task.metrics for part in parts}
+            said[main] = f"mean over {', '.join(parts)} of: {MEANINGS[main]}"
+        return said
+
+    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
+        labels, answer = self._known_labels(split)
+        lines = []
+        for ident in sorted(predictions)[:count]:
+            if self.text is None or "text" not in self._fields:
+                lines.append(f"sample  {ident} of {split}; its text is not seen in this cloud")
+            else:
+                table, decode = self._tables[split], self.text.tokenizer.decode
+                lines.append(f"text    {decode(table.first(ident))}")
+                if table.seconds is not None:
+                    lines.append(f"        {decode(table.second(ident))}")
+            lines.append(f"label   {answer.show(float(labels[ident]))}")
+            lines.append(f"output  {answer.show(answer.read(predictions[ident]))}\n")
+        return "\n".join(lines)
+
+    def save_tokenizers(self, folder: Path) -> None:
+        """text_tokenizer.json where text is seen, labels.json where labels are."""
+        if self.text is not None:
+            self.text.save(folder)
+        if self._answer is not None:
+            names = self._answer.names if isinstance(self._answer, Classes) else None
+            content = {"kind": self._task.kind, "classes": names}
+            path = folder / "labels.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _texts(self, field: str) -> TextPairs:
+        if self.text is None or field not in self.text_fields:
+            visible = ", ".join(sorted(self._fields)) or "none"
+            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
+        return self.text
+
+    def _known_labels(self, split: Split) -> tuple[Tensor, Answer]:
+        if self._answer is None:
+            raise DataError("labels may not be seen here, so nothing can be scored")
+        return self._labels[split], self._answer
+
+
+def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    right, predicted = [a for a, _ in pairs], [b for _, b in pairs]
+    return {name: round(score(right, predicted), 4) for name, score in scores.items()}

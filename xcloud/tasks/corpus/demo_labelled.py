@@ -1,0 +1,190 @@
+"""The embedded corpora for understanding: made by seeded grammars, no download, no files.
+
+Labels are drawn sample by sample, not in turn: an order by label would show labels to a cloud
+that sees nothing but sample numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError
+from xcloud.tasks.corpus.demo.events import (
+    INFERENCES,
+    Language,
+    Story,
+    answering_pair,
+    inference,
+    story,
+)
+from xcloud.tasks.corpus.demo.phrases import Dice
+from xcloud.tasks.corpus.demo.reviews import review
+from xcloud.tasks.corpus.labelled import Sets, interleaved
+from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
+from xcloud.tasks.task import Split
+
+T = TypeVar("T")
+MAX_SAMPLES = 100_000
+LANGUAGES: tuple[Language, ...] = ("en", "es")
+
+
+@dataclass(frozen=True)
+class DemoSizes:
+    """Samples of each split, and the seed of all; the experiment's seed does not change them."""
+
+    num_train: int = 8_000
+    num_dev: int = 500
+    num_test: int = 1_000
+    seed: int = 7
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_dev", "num_test"):
+            check_int(f"task.{name}", getattr(self, name), 1, MAX_SAMPLES)
+        check_int("task.corpus_seed", self.seed, 0)
+
+    @property
+    def total(self) -> int:
+        return self.num_train + self.num_dev + self.num_test
+
+    def cut(self, samples: Sequence[T]) -> dict[Split, Sequence[T]]:
+        ends = (self.num_train, self.num_train + self.num_dev)
+        return {"train": samples[: ends[0]], "dev": samples[slice(*ends)],
+                "test": samples[ends[1] : self.total]}  # fmt: skip
+
+    def parallel(self, name: str, splits: Mapping[Split, Rows], samples: object) -> Parallel:
+        # The text is public, so its digest may show that two clouds run the same grammar.
+        digest = hashlib.sha256(repr(samples).encode()).hexdigest()
+        return Parallel(name, splits, [f"seed {self.seed}"], {"demo": digest, "seed": self.seed})
+
+
+def distinct(
+    make: Callable[[Dice], T], key: Callable[[T], object], num: int, seed: int
+) -> list[T]:
+    """`num` samples of which no two have the same key, so that splits share none."""
+    dice, found = Dice(seed), dict[object, T]()
+    while len(found) < num:
+        sample = make(dice)
+        found.setdefault(key(sample), sample)
+    return list(found.values())
+
+
+def rows_of(columns: Mapping[str, Sequence[str]], visible: frozenset[str]) -> Rows:
+    num_rows = len(next(iter(columns.values())))
+    shown = {
+        name: cells for name, cells in columns.items()
+        if ("label" if name == "label" else "text") in visible
+    }  # fmt: skip
+    return Rows(num_rows, shown)
+
+
+@dataclass(frozen=True)
+class DemoReviews:
+    """Film reviews of one sentence; label 1 praises, 0 does not."""
+
+    sizes: DemoSizes = DemoSizes()
+
+    def describe(self) -> str:
+        return "demo film reviews"
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def read(self, visible: frozenset[str]) -> Parallel:
+        samples = distinct(review, lambda s: s[0], self.sizes.total, self.sizes.seed)
+        splits = {
+            split: rows_of(
+                {"first": [text for text, _ in part], "label": [str(int(y)) for _, y in part]},
+                visible,
+            )
+            for split, part in self.sizes.cut(samples).items()
+        }
+        return self.sizes.parallel(self.describe(), splits, samples)
+
+
+@dataclass(frozen=True)
+class DemoAnswers:
+    """Question and sentence; entailment if the sentence answers the question."""
+
+    sizes: DemoSizes = DemoSizes()
+
+    def describe(self) -> str:
+        return "demo questions and sentences"
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def read(self, visible: frozenset[str]) -> Parallel:
+        samples = distinct(answering_pair, lambda s: s[:2], self.sizes.total, self.sizes.seed)
+        splits = {
+            split: rows_of(
+                {
+                    "first": [question for question, _, _ in part],
+                    "second": [sentence for _, sentence, _ in part],
+                    "label": ["entailment" if y else "not_entailment" for _, _, y in part],
+                },
+                visible,
+            )
+            for split, part in self.sizes.cut(samples).items()
+        }
+        return self.sizes.parallel(self.describe(), splits, samples)
+
+
+@dataclass(frozen=True)
+class DemoInference:
+    """Premise and hypothesis in English and Spanish: learned in one, tested in both. The test
+    set has num_test pairs in each language."""
+
+    sizes: DemoSizes = DemoSizes()
+    train_language: str = "en"
+    languages: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for language in (self.train_language, *(self.languages or ())):
+            if language not in LANGUAGES:
+                raise ConfigError(
+                    f"the demo has the languages {', '.join(LANGUAGES)}, got {language!r}; for "
+                    "others take profile=files and give task.path"
+                )
+        if self.languages is not None and not self.languages:
+            raise ConfigError("task.languages must name a language, or be null for all")
+
+    def describe(self) -> str:
+        return "demo inference"
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def read(self, visible: frozenset[str]) -> Parallel:
+        samples = distinct(inference, lambda s: s[0]["en"], self.sizes.total, self.sizes.seed)
+        cut = self.sizes.cut(samples)
+
+        def rows(split: Split, language: str) -> Rows:
+            pairs = [pair[language] for pair, _ in cut[split]]  # type: ignore[index]
+            columns = {
+                "first": [premise for premise, _ in pairs],
+                "second": [hypothesis for _, hypothesis in pairs],
+                "label": [INFERENCES[relation] for _, relation in cut[split]],
+            }
+            return rows_of(columns, visible)
+
+        here = self.train_language
+        tested = self.languages or sorted(LANGUAGES, key=lambda x: (x != here, x))
+        tests: Sets = {language: rows("test", language) for language in tested}
+        splits: dict[Split, Rows] = {
+            "train": rows("train", here), "dev": rows("dev", here), "test": interleaved(tests)
+        }  # fmt: skip
+        return self.sizes.parallel(self.describe(), splits, samples)
+
+
+def demo_stories(sizes: DemoSizes, questions_each: int) -> dict[Split, Sequence[Story]]:
+    """Paragraphs with `questions_each` questions; sizes count questions, rounded up."""
+    each = questions_each
+    counts = {split: -(-getattr(sizes, f"num_{split}") // each) for split in SPLITS}
+    make: Callable[[Dice], Story] = lambda dice: story(dice, num_questions=each)  # noqa: E731
+    samples = distinct(make, lambda s: s.text, sum(counts.values()), sizes.seed)
+    rounded = DemoSizes(counts["train"], counts["dev"], counts["test"], sizes.seed)
+    return rounded.cut(samples)

@@ -1,0 +1,172 @@
+"""What a corpus of labelled texts gives back, and which of its columns are what. Reads no file.
+
+Rows (text.py) have the columns "first" and perhaps "second" where text may be seen, "label" where
+labels may be seen, and in splits made of several sets "part", the name of a row's set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from xcloud.checks import check_choice, check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.files import Names, patterns_of
+from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, limit
+from xcloud.tasks.task import Split
+
+Kind = Literal["classes", "value"]
+
+PAIRS = (
+    ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
+    ("premise", "hypothesis"), ("#1 String", "#2 String"), ("text1", "text2"),
+    ("text_a", "text_b"),
+)  # fmt: skip
+SINGLES = ("sentence", "text", "question", "review", "comment", "content")
+LABELS: Mapping[str, Sequence[str]] = {
+    "classes": ("label", "gold_label", "is_duplicate", "Quality", "class", "category"),
+    "value": ("score", "similarity", "relatedness", "value", "label"),
+}
+
+
+class LabelledCorpus(Protocol):
+    """Where labelled texts come from. Frozen, checked when built, reads nothing before `read`."""
+
+    def describe(self) -> str:
+        """In a few words, without reading it."""
+
+    def check(self) -> None:
+        """Raise DataError at once if data is missing. Keeps no text and no label."""
+
+    def read(self, visible: frozenset[str]) -> Parallel:
+        """visible: a part of {"text", "label"}; nothing else is kept. Raises DataError."""
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Which columns hold text and label; None: by the usual names. num_texts None: 1 or 2."""
+
+    text_columns: Names = None
+    label_column: str | None = None
+    num_texts: int | None = None
+    kind: Kind = "classes"
+
+    def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("classes", "value"))
+        given = patterns_of(self.text_columns, "task.text_columns")
+        allowed = (1, 2) if self.num_texts is None else (self.num_texts,)
+        if given and len(given) not in allowed:
+            raise ConfigError(
+                f"task.text_columns must name {' or '.join(map(str, allowed))} columns here, "
+                f"got {given}"
+            )
+        if self.label_column is not None and not (
+            isinstance(self.label_column, str) and self.label_column
+        ):
+            raise ConfigError(f"task.label_column must name a column, got {self.label_column!r}")
+
+    def find(self, there: Sequence[str], where: str) -> Columns:
+        """The columns of a training set that has the columns `there`."""
+        said = f"{where} has the columns {', '.join(there) or 'none'}"
+        texts = tuple(patterns_of(self.text_columns, "task.text_columns"))
+        usual = [*PAIRS, *((name,) for name in SINGLES)]
+        if not texts:
+            fitting = [
+                names for names in usual
+                if set(names) <= set(there) and self.num_texts in (None, len(names))
+            ]  # fmt: skip
+            if not fitting:
+                what = {None: "one text or two", 1: "one text", 2: "two texts"}[self.num_texts]
+                raise DataError(
+                    f"{said}; of {what} none has a usual name. Say which: task.text_columns=[NAME]"
+                )
+            texts = fitting[0]
+        label = self.label_column or next((n for n in LABELS[self.kind] if n in there), None)
+        if label is None:
+            raise DataError(f"{said}; none is a usual label. Say which: task.label_column=NAME")
+        if missing := [name for name in (*texts, label) if name not in there]:
+            raise DataError(
+                f"{said}, but no {', '.join(missing)}; see task.text_columns, task.label_column"
+            )
+        return Columns(texts, label)
+
+
+@dataclass(frozen=True)
+class Columns:
+    texts: tuple[str, ...]
+    label: str
+
+    def visible(self, visible: frozenset[str]) -> dict[str, str]:
+        """first, second, label -> the column, as far as it may be seen."""
+        wanted = dict(zip(("first", "second"), self.texts, strict=False))
+        shown = wanted if "text" in visible else {}
+        return shown | ({"label": self.label} if "label" in visible else {})
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.texts)} → {self.label}"
+
+
+def renamed(rows: Rows, columns: Mapping[str, str]) -> Rows:
+    """columns: new name -> the one that `rows` has."""
+    return Rows(rows.num_rows, {new: rows.texts[old] for new, old in columns.items()})
+
+
+def sampling_of(
+    dev_share: int | float,
+    test_share: int | float,
+    max_train_samples: int | None,
+    max_eval_samples: int | None,
+    split_seed: int,
+) -> Sampling:
+    """Sampling, whose limits are called samples where the user sets them."""
+    for name, most in (("train", max_train_samples), ("eval", max_eval_samples)):
+        if most is not None:
+            check_int(f"task.max_{name}_samples", most, 1)
+    return Sampling(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+
+
+Sets = Mapping[str, Rows]
+"""The sets of a split by the name of their part; one with the name "" is the whole split."""
+
+
+def arranged(
+    splits: Mapping[Split, Sets], sampling: Sampling, where: str
+) -> tuple[dict[Split, Rows], list[str]]:
+    """All three splits: what is missing is held out of train, what is long is cut to a sample.
+
+    A corpus with a dev set and no labelled test set is tested on its dev set, and dev is held out
+    of train: so nothing is chosen by what is reported. Parts are sampled alike and interleaved,
+    so that any first samples of a split are of all parts.
+    """
+    splits, remarks = dict(splits), []
+    if "test" not in splits and "dev" in splits:
+        splits["test"] = splits.pop("dev")
+        remarks.append("test: the dev set, for no other labelled one is there")
+    parted = {split: sets for split, sets in splits.items() if list(sets) != [""]}
+    none = Rows(0, {})
+    plain: dict[Split, Rows] = {
+        split: none if split in parted else sets[""] for split, sets in splits.items()
+    }
+    result, more = sampling.apply(plain, where)
+    for split, sets in parted.items():
+        most = sampling.max_train_pairs if split == "train" else sampling.max_eval_pairs
+        cut = {name: limit(rows, most, sampling.seed) for name, rows in sets.items()}
+        result[split] = interleaved(cut)
+        if any(cut[name].num_rows < sets[name].num_rows for name in cut):
+            more.append(f"{split}: {most:,} rows of each part, seed {sampling.seed}")
+    return result, [*remarks, *more]
+
+
+def interleaved(sets: Sets) -> Rows:
+    """First rows of all sets, then second rows, and so on; with their name as "part"."""
+    order = sorted(
+        (row, number) for number, rows in enumerate(sets.values()) for row in range(rows.num_rows)
+    )
+    parts = list(sets.items())
+    keys = [key for key in ("first", "second", "label") if key in parts[0][1].texts]
+    texts: dict[str, Sequence[str]] = {
+        key: [parts[number][1].texts[key][row] for row, number in order] for key in keys
+    }
+    texts["part"] = [parts[number][0] for _, number in order]
+    return Rows(len(order), texts)

@@ -1,0 +1,90 @@
+"""How well predicted classes or values agree with the right ones, in percent. Pure arithmetic.
+
+All take two lists of the same length, the right ones first. A score that is not defined (one class
+only, equal values throughout) is 0, as the GLUE scorers have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+
+def accuracy(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Share of equal ones."""
+    return 100.0 * sum(a == b for a, b in zip(right, predicted, strict=True)) / len(right)
+
+
+def f1(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Harmonic mean of precision and recall of class 1."""
+    return _f1_of(1, right, predicted)
+
+
+def macro_f1(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Mean of the F1 of every class that occurs, as right one or as predicted."""
+    classes = sorted({*right, *predicted})
+    return sum(_f1_of(c, right, predicted) for c in classes) / len(classes)
+
+
+def _f1_of(label: float, right: Sequence[float], predicted: Sequence[float]) -> float:
+    hits = sum(a == b == label for a, b in zip(right, predicted, strict=True))
+    named = sum(a == label for a in right) + sum(b == label for b in predicted)
+    return 100.0 * 2 * hits / named if named else 0.0
+
+
+def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Correlation of the classes (Matthews 1975; for more than two Gorodkin 2004), -100..100.
+
+    With s samples, c of them right, t_k of class k and p_k predicted as k:
+    (c*s - sum t_k*p_k) / sqrt((s^2 - sum p_k^2) (s^2 - sum t_k^2))
+    """
+    s, c = len(right), sum(a == b for a, b in zip(right, predicted, strict=True))
+    t, p = Counter(right), Counter(predicted)
+    shared = sum(t[k] * p[k] for k in t)
+    spread = (s * s - sum(n * n for n in p.values())) * (s * s - sum(n * n for n in t.values()))
+    return 100.0 * (c * s - shared) / math.sqrt(spread) if spread else 0.0
+
+
+def pearson(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Linear correlation, -100..100."""
+    mean_r, mean_p = sum(right) / len(right), sum(predicted) / len(predicted)
+    above_r, above_p = [a - mean_r for a in right], [b - mean_p for b in predicted]
+    spread = math.sqrt(sum(a * a for a in above_r)) * math.sqrt(sum(b * b for b in above_p))
+    if spread == 0:
+        return 0.0
+    return 100.0 * sum(a * b for a, b in zip(above_r, above_p, strict=True)) / spread
+
+
+def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
+    """Pearson correlation of the ranks; equal values share their mean rank."""
+    return pearson(_ranks(right), _ranks(predicted))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    for stop in range(1, len(order) + 1):
+        if stop < len(order) and values[order[stop]] == values[order[start]]:
+            continue
+        for i in order[start:stop]:
+            ranks[i] = (start + stop - 1) / 2
+        start = stop
+    return ranks
+
+
+CLASS_SCORES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews
+}  # fmt: skip
+VALUE_SCORES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "pearson": pearson, "spearman": spearman
+}  # fmt: skip
+MEANINGS = {
+    "accuracy": "share of right classes, percent",
+    "f1": "F1 of class 1, percent",
+    "macro_f1": "mean F1 of the classes, percent",
+    "matthews": "Matthews correlation, times 100",
+    "pearson": "Pearson correlation, times 100",
+    "spearman": "Spearman rank correlation, times 100",
+}

@@ -1,0 +1,116 @@
+"""Token ids of one or two texts a sample, joined as a checkpoint expects them. Knows no text.
+
+    bos a eos            types 0 0 0
+    bos a eos b eos      types 0 0 0 1 1      (between a and b as many eos as the tokenizer says)
+
+Shapes: B samples, S positions, N samples in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xcloud.parallel.stage import TokenIds
+from xcloud.tasks.token_table import TokenTable
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Sample i is sentence `first_of[i]` of `firsts`, cut to `first_length[i]` tokens, and
+    `second_length[i]` tokens of sentence `second_of[i]` of `seconds`, from `second_start[i]` on.
+
+    Several samples may share a sentence (windows of one paragraph). seconds None: one text.
+    All tensors int64 [N].
+    """
+
+    special: TokenIds
+    num_separators: int
+    firsts: TokenTable
+    first_of: Tensor
+    first_length: Tensor
+    seconds: TokenTable | None
+    second_of: Tensor
+    second_start: Tensor
+    second_length: Tensor
+
+    def __len__(self) -> int:
+        return len(self.first_of)
+
+    @staticmethod
+    def of_samples(
+        firsts: Sequence[Sequence[int]],
+        seconds: Sequence[Sequence[int]] | None,
+        max_length: int,
+        special: TokenIds,
+        num_separators: int,
+    ) -> PairTable:
+        """One sample for each text or pair. A pair that is longer than max_length with its
+        special ids loses tokens at the end of its longer text, until both are cut alike."""
+        room = max_length - num_special(seconds is not None, num_separators)
+        table = TokenTable(firsts, max(0, room))
+        each = torch.arange(len(table))
+        first_length = table.lengths(each)
+        none = torch.zeros(len(table), dtype=torch.int64)
+        if seconds is None:
+            return PairTable(
+                special, num_separators, table, each, first_length, None, none, none, none
+            )
+        behind = TokenTable(seconds, max(0, room))
+        second_length = behind.lengths(each)
+        # The shorter text may use half of the room and whatever the longer one leaves.
+        half = room // 2
+        first_length = first_length.minimum((room - second_length).clamp(min=room - half))
+        second_length = second_length.minimum(room - first_length)
+        return PairTable(
+            special, num_separators, table, each, first_length, behind, each, none, second_length
+        )
+
+    def first(self, index: int) -> list[int]:
+        """Tokens of a sample's first text, as cut."""
+        return self.firsts[int(self.first_of[index])][: int(self.first_length[index])]
+
+    def second(self, index: int) -> list[int]:
+        """Tokens of a sample's second text, as cut; none where there is one text."""
+        if self.seconds is None:
+            return []
+        start, length = int(self.second_start[index]), int(self.second_length[index])
+        return self.seconds[int(self.second_of[index])][start : start + length]
+
+    def second_at(self, ids: Tensor) -> Tensor:
+        """int64 [B]: position of the first token of the second text."""
+        return self.first_length[ids] + 1 + self.num_separators
+
+    def padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, types), int64 [B, S] each, padded to the longest of these samples."""
+        paired = self.seconds is not None
+        first_B, second_B = self.first_length[ids], self.second_length[ids]
+        total_B = first_B + second_B + num_special(paired, self.num_separators)
+        position_S = torch.arange(int(total_B.max()) if len(ids) else 2)
+        end_B = total_B[:, None] - 1
+        tokens_BS = torch.full((len(ids), len(position_S)), self.special.pad, dtype=torch.int64)
+        types_BS = torch.zeros_like(tokens_BS)
+
+        tokens_BS[position_S <= end_B] = self.special.eos  # all but the texts and bos, for now
+        in_first_BS = (position_S >= 1) & (position_S <= first_B[:, None])
+        at_BS = (position_S - 1).expand_as(tokens_BS)
+        tokens_BS = torch.where(
+            in_first_BS, self.firsts.gather(self.first_of[ids], at_BS), tokens_BS
+        )
+        if self.seconds is not None:
+            begin_B = self.second_at(ids)[:, None]
+            in_second_BS = (position_S >= begin_B) & (position_S < end_B)
+            at_BS = position_S - begin_B + self.second_start[ids][:, None]
+            second_BS = self.seconds.gather(self.second_of[ids], at_BS)
+            tokens_BS = torch.where(in_second_BS, second_BS, tokens_BS)
+            types_BS[(position_S >= begin_B) & (position_S <= end_B)] = 1
+        tokens_BS[:, 0] = self.special.bos
+        return tokens_BS, types_BS
+
+
+def num_special(paired: bool, num_separators: int) -> int:
+    """Special ids of a sample: bos and eos, and in a pair those between."""
+    return 2 + (num_separators if paired else 0)

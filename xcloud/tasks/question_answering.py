@@ -1,0 +1,337 @@
+"""Answers to questions that stand in a paragraph (SQuAD 1.1): windows, spans, and their scores.
+
+A sample is a window: the question, and as much of the paragraph as fits. A long paragraph makes
+several, which overlap; the answer is the span with the best score over all windows of a question.
+Where paragraphs come from is in corpus/paragraphs.py.
+Shapes: B samples (windows), S positions, N windows of a split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import Batch, Head, TokenIds
+from xcloud.tasks.answer_scores import exact_match, word_f1
+from xcloud.tasks.classification import FIELDS, TextPairs, public_tokenizer
+from xcloud.tasks.corpus.demo_labelled import DemoSizes
+from xcloud.tasks.corpus.files import Names
+from xcloud.tasks.corpus.labelled import sampling_of
+from xcloud.tasks.corpus.paragraphs import (
+    DemoParagraphs,
+    Paragraph,
+    ParagraphCorpus,
+    ParagraphFiles,
+    ParagraphHub,
+    Question,
+    Reading,
+    num_questions,
+)
+from xcloud.tasks.corpus.text import SPLITS
+from xcloud.tasks.pair_table import num_special
+from xcloud.tasks.sizes import Sizes, check_found, check_sizes
+from xcloud.tasks.task import Split
+from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+from xcloud.tasks.windows import Windows
+
+LEAST_CONTEXT = 8  # tokens of the paragraph in a window
+
+
+@dataclass(frozen=True)
+class QuestionAnswering:
+    """Spans of a paragraph that answer a question.
+
+    max_length: tokens of a window, question and special ids included. max_question: what of a
+    question is kept. stride: tokens from the start of a window to that of the next.
+    tokenizer, cache_dir: as in Classification. sizes: windows of each split, see sizes.py.
+
+    An answer can neither be placed nor scored without its paragraph: a rank that reads labels must
+    read the text too, as in the layout where the first and the last stage have one owner.
+    """
+
+    corpus: ParagraphCorpus
+    name: str = "squad"
+    tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))
+    max_length: int = 384
+    max_question: int = 64
+    stride: int = 128
+    sizes: Sizes = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_int("task.max_question", self.max_question, 1)
+        check_int("task.stride", self.stride, 1)
+        least = self.max_question + num_special(True, 2) + LEAST_CONTEXT
+        if isinstance(self.max_length, int) and self.max_length < least:
+            raise ConfigError(
+                f"task.max_length is {self.max_length}, too short for a question of "
+                f"task.max_question={self.max_question} tokens and a piece of the paragraph; set "
+                f"it to at least {least}, or lower task.max_question"
+            )
+        check_int("task.max_length", self.max_length, 1)
+        check_sizes(self.sizes)
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.corpus.describe()})"
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        self.corpus.check()
+
+    def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
+        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        if unknown := fields - FIELDS:
+            raise ConfigError(f"{self.name} has the fields text, types and label, not {unknown}")
+        if "label" in fields and not fields & {"text", "types"}:
+            raise ConfigError(
+                f"{self.name}: a rank of this layout reads label and not text, but an answer is a "
+                "place in a text: it can be neither placed nor scored without. Give the first and "
+                "the last stage to one owner, as in cluster.clouds={owner: {stages: [0, 2]}, "
+                "other: {stages: [1]}}"
+            )
+        if not fields and self.sizes is not None:
+            return QuestionAnsweringData(self, fields, None, self.sizes)
+        reading = self.corpus.read()
+        for split in SPLITS:
+            if not num_questions(reading.splits[split]):
+                raise DataError(f"{self.describe()}: the {split} split has no questions")
+        tokenizer = public_tokenizer(self.tokenizer, self.cache_dir)
+        windows = {s: self._windows(reading.splits[s], tokenizer) for s in SPLITS}
+        found = {split: len(windows[split].table) for split in SPLITS}
+        check_found(self.sizes, found, self.describe())
+        if not fields:  # the counts are all that this rank keeps
+            bare = Reading(reading.name, {}, reading.remarks, reading.agreed)
+            return QuestionAnsweringData(self, fields, bare, found)
+        return QuestionAnsweringData(self, fields, reading, found, tokenizer, windows)
+
+    def _windows(self, paragraphs: Sequence[Paragraph], tokenizer: Tokenizer) -> Windows:
+        return Windows.of(paragraphs, tokenizer, self.max_length, self.max_question, self.stride)
+
+
+class QuestionAnsweringData:
+    """One rank's view (TaskData): all of it, or without any field the sizes alone."""
+
+    def __init__(
+        self,
+        task: QuestionAnswering,
+        fields: frozenset[str],
+        reading: Reading | None,
+        sizes: dict[Split, int] | Sizes,
+        tokenizer: Tokenizer | None = None,
+        windows: dict[Split, Windows] | None = None,
+    ) -> None:
+        assert sizes is not None
+        self._task, self._fields, self._sizes = task, fields, dict(sizes)
+        self._remarks = () if reading is None else reading.remarks
+        self._agreed = {} if reading is None else dict(reading.agreed)
+        self.text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
+        self._windows = windows or {}
+        self._paragraphs = reading.splits if windows and reading is not None else {}
+        self._labels: dict[Split, Tensor] = {}
+        if "label" in fields:
+            for split, found in self._windows.items():
+                asked = [q for p in self._paragraphs[split] for q in p.questions]
+                places = [
+                    found.label(window, asked[question].answers[0])
+                    for window, question in enumerate(found.question_of)
+                ]
+                self._labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
+
+    def describe(self) -> str:
+        sizes = ", ".join(f"{count:,} {split}" for split, count in self._sizes.items())
+        parts = [f"{self._task.describe()}: windows {sizes}"]
+        if self._paragraphs:
+            asked = {split: num_questions(found) for split, found in self._paragraphs.items()}
+            said = ", ".join(f"{count:,} {split}" for split, count in asked.items())
+            parts.append(f"questions {said}")
+        return "; ".join([*parts, *self._remarks])
+
+    def fingerprint(self) -> str:
+        task = self._task
+        shared = {
+            "task": task.name,
+            "max_length": task.max_length,
+            "max_question": task.max_question,
+            "stride": task.stride,
+            "tokenizer": repr(task.tokenizer),
+            "windows": self._sizes,
+            "corpus": self._agreed if task.sizes is None else None,
+        }
+        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
+    def num_samples(self, split: Split) -> int:
+        return self._sizes[split]
+
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return self._fields & {"text"}
+
+    @property
+    def head(self) -> Head | None:
+        return Head("span", 2) if "label" in self._fields else None
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return self._texts(field).tokenizer.token_ids
+
+    def sentences(self, field: str) -> Sequence[Sequence[int]]:
+        """The training questions and the pieces of paragraphs in their windows."""
+        self._texts(field)
+        windows = self._windows["train"]
+        questions = [list(tokens) for tokens in windows.table.firsts]
+        return questions + [windows.table.second(i) for i in range(len(windows.table))]
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        if self._windows:
+            text, types = self._windows[split].table.padded(ids)
+            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
+        if self._labels:
+            batch["label"] = self._labels[split][ids]
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """The number of windows."""
+        return float(len(ids))
+
+    def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
+        """F1 and exact match in percent, of the questions that have a window in `predictions`."""
+        if not predictions:
+            raise ValueError(f"no predictions to score on {split}")
+        answers = self._answers(split, predictions)
+        asked = self._questions(split)
+        references = {i: [text for text, _ in asked[i].answers] for i in answers}
+        f1 = sum(word_f1(text, references[i]) for i, text in answers.items())
+        exact = sum(exact_match(text, references[i]) for i, text in answers.items())
+        return {
+            "f1": round(f1 / len(answers), 4),
+            "exact_match": round(exact / len(answers), 4),
+        }
+
+    def signature(self) -> dict[str, str]:
+        compared = "lowercase, without punctuation and articles; the best reference counts"
+        return {
+            "f1": f"F1 of words, mean over questions, percent; {compared}",
+            "exact_match": f"share of exact answers, percent; {compared}",
+        }
+
+    def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
+        asked, lines = self._questions(split), []
+        for question, answer in list(self._answers(split, predictions).items())[:count]:
+            right = " | ".join(dict.fromkeys(text for text, _ in asked[question].answers))
+            lines.append(f"question   {asked[question].text}")
+            lines.append(f"reference  {right}\noutput     {answer}\n")
+        return "\n".join(lines)
+
+    def save_tokenizers(self, folder: Path) -> None:
+        if self.text is not None:
+            self.text.save(folder)
+
+    def _answers(self, split: Split, predictions: dict[int, list[int]]) -> dict[int, str]:
+        """Number of a question -> its best span over its windows, as text."""
+        self._questions(split)
+        windows = self._windows[split]
+        num_windows = self._sizes[split]
+        if outside := [i for i in predictions if not 0 <= i < num_windows]:
+            raise ValueError(f"window {outside[0]} is not in {split} (0..{num_windows - 1})")
+        best: dict[int, int] = {}  # question -> window
+        for window in sorted(predictions):
+            question = windows.question_of[window]
+            held = best.get(question)
+            if held is None or predictions[window][2] > predictions[held][2]:
+                best[question] = window
+        answers = {}
+        for question, window in best.items():
+            start, stop = windows.span(window, *predictions[window][:2])
+            context = self._paragraphs[split][windows.paragraph_of[question]].context
+            answers[question] = context[start:stop].strip()
+        return answers
+
+    def _questions(self, split: Split) -> list[Question]:
+        if "label" not in self._fields:
+            raise DataError("labels may not be seen here, so nothing can be scored")
+        return [q for paragraph in self._paragraphs[split] for q in paragraph.questions]
+
+    def _texts(self, field: str) -> TextPairs:
+        if self.text is None or field not in self.text_fields:
+            visible = ", ".join(sorted(self._fields)) or "none"
+            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
+        return self.text
+
+
+def squad_from_demo(
+    num_train: int = 3_000,
+    num_dev: int = 300,
+    num_test: int = 900,
+    corpus_seed: int = 7,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 128,
+    max_question: int = 32,
+    stride: int = 48,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> QuestionAnswering:
+    """Embedded stories with questions; sizes count questions."""
+    return QuestionAnswering(
+        DemoParagraphs(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "squad",
+        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
+        cache_dir,
+    )  # fmt: skip
+
+
+def squad_from_files(
+    path: str = "",
+    train_file: Names = None,
+    dev_file: Names = None,
+    test_file: Names = None,
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    split_seed: int = 0,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 384,
+    max_question: int = 64,
+    stride: int = 128,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> QuestionAnswering:
+    """Paragraphs in the folder `path`; see ParagraphFiles. max_*_samples: of the questions."""
+    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+    return QuestionAnswering(
+        ParagraphFiles(path, train_file, dev_file, test_file, sampling), "squad",
+        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
+        cache_dir,
+    )  # fmt: skip
+
+
+def squad_from_hub(
+    path: str = "rajpurkar/squad",
+    config: str | None = None,
+    revision: str | None = None,
+    dev_share: int | float = 0.02,
+    test_share: int | float = 0.02,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    split_seed: int = 0,
+    tokenizer: TokenizerChoice | None = None,
+    max_length: int = 384,
+    max_question: int = 64,
+    stride: int = 128,
+    sizes: Sizes = None,
+    cache_dir: str = ".cache",
+) -> QuestionAnswering:
+    """A data set of the hub in the form of SQuAD 1.1; see ParagraphHub."""
+    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+    return QuestionAnswering(
+        ParagraphHub(path, config, revision, sampling), "squad",
+        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
+        cache_dir,
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""How many samples there are, for a cloud that holds none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.text import SPLITS
+from xcloud.tasks.task import Split
+
+Sizes = Mapping[Split, int] | None
+"""task.sizes: samples of train, dev and test. Where they are given, a rank that sees no field
+opens no file; where they are not, it counts the samples itself and keeps nothing of them."""
+
+
+def check_sizes(sizes: Sizes) -> None:
+    if sizes is None:
+        return
+    if not isinstance(sizes, Mapping) or set(sizes) != set(SPLITS):
+        raise ConfigError(
+            "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
+            f"got {sizes!r}"
+        )
+    for split in SPLITS:
+        check_int(f"task.sizes.{split}", sizes[split], 1)
+
+
+def check_found(sizes: Sizes, found: Mapping[Split, int], what: str) -> None:
+    """Raise DataError if task.sizes are not those of the data."""
+    if sizes is not None and dict(sizes) != dict(found):
+        said = ", ".join(f"{split}: {found[split]}" for split in SPLITS)
+        raise DataError(f"{what}: task.sizes differ from the data, which has {{{said}}}")
