@@ -263,7 +263,7 @@ def _warm_start(
         for group in optimizer.param_groups:
             group["lr"] = WARM_START_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps)
         optimizer.step()
-        errors.append(float(error))
+        errors.append(float(error.detach()))
     parts = (bottom.encode.weight, top.decode.weight, top.anchor, bottom.get_buffer("offset"))
     basis = Basis(*(part.detach().cpu().contiguous() for part in parts))
     some = max(1, steps // 10)

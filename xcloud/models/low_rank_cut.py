@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import is_parametrized
 
 from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError
@@ -89,8 +90,9 @@ class Split:
         check_int("split.calibration_texts", self.calibration_texts, 1)
         check_int("split.warm_start_steps", self.warm_start_steps, 0)
         if self.method == "svd":
-            for name, usual in (("anchor", (None, "none")), ("whiten", (False,))):
-                if getattr(self, name) not in usual:
+            usual = {"anchor": (None, "none"), "whiten": (False,), "warm_start_steps": (0,)}
+            for name, allowed in usual.items():
+                if getattr(self, name) not in allowed:
                     raise ConfigError(
                         f"split.{name} belongs to the methods {', '.join(METHODS[1:])}; svd has "
                         f"none: leave it out, or choose one of them"
@@ -347,7 +349,7 @@ def start_bottom(
         v.weight.copy_(factors(linear.weight, split.rank)[2])
     elif isinstance(cut, ProjectionBottom):
         assert basis is not None
-        cut.encode.weight = nn.Parameter(basis.encode.clone())
+        _set_weight(cut.encode, basis.encode)
         cut.get_buffer("offset").copy_(basis.offset)
 
 
@@ -362,8 +364,15 @@ def start_top(cut: TopCut, split: Split, linear: nn.Linear | None, basis: Basis 
         cut.s.weight.copy_(s)
     elif isinstance(cut, ProjectionTop):
         assert basis is not None
-        cut.decode.weight = nn.Parameter(basis.decode.clone())
+        _set_weight(cut.decode, basis.decode)
         cut.anchor.copy_(basis.anchor)
+
+
+def _set_weight(linear: nn.Linear, weight: Tensor) -> None:
+    if is_parametrized(linear):
+        linear.weight = weight  # type: ignore[assignment]  # through the parametrization
+    else:
+        linear.weight.copy_(weight)
 
 
 def check_rank(split: Split, hidden: int) -> None:
