@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,12 +72,18 @@ def pipelines(
     backward: Compressor | None = None,
     border: Border = BORDER,
     record_from: int | None = None,
+    *,
+    borders: Mapping[int, Border] | None = None,
+    stages: Mapping[int, Stage] | None = None,
 ) -> list[Pipeline]:
-    """One pipeline per rank, joined by in-process links. record_from: as of StepClock."""
+    """One pipeline per rank, joined by in-process links. record_from: as of StepClock.
+    stages, with the borders behind them: instead of the toy's (one border for all).
+    """
     num_stages = layout.num_stages
     ports: list[dict[int, BorderPorts]] = [{} for _ in range(layout.num_ranks)]
     clocks = [StepClock(record_from) for _ in range(layout.num_ranks)]
     for stage in range(num_stages - 1):
+        border = borders[stage] if borders is not None else border
         before, behind = layout.ranks_of(stage), layout.ranks_of(stage + 1)
         for rank in {*before, *behind}:
             ports[rank][stage] = BorderPorts(border)
@@ -106,9 +112,9 @@ def pipelines(
             )
     made = []
     for rank in range(layout.num_ranks):
-        stages = layout.placement(rank).stages
-        lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in stages}
-        modules = {stage: ToyStage(stage, num_stages) for stage in stages}
+        held = layout.placement(rank).stages
+        lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in held}
+        modules = {s: stages[s] if stages else ToyStage(s, num_stages) for s in held}
         made.append(
             Pipeline(
                 rank, modules, num_stages, ports[rank], layout.owner, lanes, CPU, 7, clocks[rank]

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from xcloud.checks import check_int, check_number
 from xcloud.errors import ConfigError, DataError
-from xcloud.models.checkpoint import Checkpoint, read_config, read_weights
+from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
 from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
+from xcloud.packaged_checkpoint import resolve
 from xcloud.parallel.stage import TokenIds
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
@@ -64,6 +65,9 @@ class Backbone(Protocol):
     def weights(self, name: str, context: BuildContext) -> Weights:
         """The weights. Every lane calls it, and it may wait for lane 0 at context.barrier."""
 
+    def pooler(self) -> Mapping[str, Tensor] | None:
+        """ "weight" and "bias" of the dense layer over the first token's row, if there is one."""
+
 
 def check_backbone(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is one of the two kinds below."""
@@ -78,6 +82,7 @@ class OwnBackbone:
     texts, architecture, settings and CODE_VERSION, not the seed of the run (see pretraining.seed).
 
     dropout: while it is pretrained. max_positions follows the task's max_length.
+    type_vocab_size: 2 for tasks that tell a first text from a second; pretraining sees only first.
     """
 
     hidden: int = 192
@@ -86,9 +91,10 @@ class OwnBackbone:
     feed_forward: int = 768
     dropout: float = 0.1
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
+    type_vocab_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
+        for name in ("hidden", "num_layers", "num_heads", "feed_forward", "type_vocab_size"):
             check_int(f"OwnBackbone.{name}", getattr(self, name), 1)
         check_heads("OwnBackbone.num_heads", self.num_heads, self.hidden)
         check_number("OwnBackbone.dropout", self.dropout, 0, 1)
@@ -125,6 +131,7 @@ class OwnBackbone:
             feed_forward=self.feed_forward,
             max_positions=max_length,
             dropout=self.dropout,
+            type_vocab_size=self.type_vocab_size,
         )
 
     def weights(self, name: str, context: BuildContext) -> Weights:
@@ -147,6 +154,9 @@ class OwnBackbone:
                 "of a stage must share one cache folder"
             )
         return Weights(config, _read(path))
+
+    def pooler(self) -> Mapping[str, Tensor] | None:
+        return None
 
     def _make(
         self,
@@ -192,7 +202,8 @@ class OwnBackbone:
 @dataclass(frozen=True)
 class PretrainedBackbone:
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
-    electra with one width; a local folder or a name on the hub.
+    electra with one width; a local folder, a name on the hub, or one that
+    comes as a package ("minilm").
 
     The task must use the checkpoint's own tokenizer. hidden: give it where another cloud, which
     must know the width too, cannot read the checkpoint.
@@ -218,24 +229,27 @@ class PretrainedBackbone:
         return False
 
     def width(self) -> int:
-        return self.hidden or read_config(self.name_or_path).config.hidden
+        return self.hidden or read_config(resolve(self.name_or_path)).config.hidden
 
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
-        checkpoint = read_config(self.name_or_path)
+        checkpoint = read_config(resolve(self.name_or_path))
         self._check(checkpoint, vocabularies.get(name), max_length)
         return checkpoint.config
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         if context.lane == 0:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
-        checkpoint, tensors = read_weights(self.name_or_path)
+        checkpoint, tensors = read_weights(resolve(self.name_or_path))
         self._check(checkpoint, context.vocabularies.get(name), context.max_length)
         weights = Weights(checkpoint.config, tensors)
         if context.lane == 0 and not weights.have_head:
             context.report(f"backbone for {name!r}: it has no tied masked-language head")
         return weights
+
+    def pooler(self) -> Mapping[str, Tensor] | None:
+        return read_pooler(resolve(self.name_or_path))
 
     def _check(self, checkpoint: Checkpoint, ids: TokenIds | None, max_length: int) -> None:
         config, name = checkpoint.config, self.name_or_path

@@ -126,6 +126,23 @@ def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
     return checkpoint, {name: tensor.clone() for name, tensor in weights.items()}
 
 
+def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
+    """ "weight" and "bias" of the dense layer over the first token's row; None without one."""
+    from transformers import AutoModel
+
+    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
+        model, loading = _fetch(
+            name_or_path,
+            lambda name, **where: AutoModel.from_pretrained(
+                name, output_loading_info=True, dtype=torch.float32, **where
+            ),
+        )
+    pooler = getattr(model, "pooler", None)
+    if pooler is None or any(name.startswith("pooler.") for name in loading["missing_keys"]):
+        return None
+    return {kind: tensor.clone() for kind, tensor in pooler.dense.state_dict().items()}
+
+
 def _encoder_weights(given: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     types = given["embeddings.token_type_embeddings.weight"]
     if "embeddings.task_type_embeddings.weight" in given:

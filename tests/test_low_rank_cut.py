@@ -1,0 +1,145 @@
+"""The cut of one block: what the factors are, what full rank loses, which settings go together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from xcloud.errors import ConfigError
+from xcloud.models.attention import Packing
+from xcloud.models.encoder import EncoderConfig, EncoderLayer
+from xcloud.models.low_rank_cut import (
+    Basis,
+    Split,
+    factors,
+    make_bottom,
+    make_top,
+    replaced_linear,
+    start_bottom,
+    start_top,
+)
+
+H = 12
+PACKING = Packing(torch.tensor([5, 3, 1]))
+
+
+def block() -> EncoderLayer:
+    torch.manual_seed(0)
+    layer = EncoderLayer(EncoderConfig(20, H, 1, 2, 30, 8, dropout=0.0))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def halves(split: Split, basis: Basis | None = None) -> tuple[Any, Any]:
+    lower, upper = block(), block()
+    linear = copy.deepcopy(replaced_linear(split, lower))
+    bottom, top = make_bottom(split, lower, 8), make_top(split, upper, 8)
+    start_bottom(bottom, split, linear, basis)
+    start_top(top, split, linear, basis)
+    return bottom, top
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(9, H, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_full_rank_in_the_feed_forward_is_the_block_without_its_skip() -> None:
+    bottom, top = halves(Split(0, H))
+    whole = block()
+    attended = whole.attend(rows(), PACKING)
+    expected = whole.norm(whole.down(whole.activation(whole.up(attended))))
+
+    torch.testing.assert_close(top(bottom(rows(), PACKING), PACKING), expected)
+    with_skip = whole.norm(attended + whole.down(whole.activation(whole.up(attended))))
+    assert not torch.allclose(expected, with_skip, atol=0.1)
+
+
+@torch.no_grad()
+def test_full_rank_in_the_attention_is_the_block_without_its_skip() -> None:
+    bottom, top = halves(Split(0, H, linear="attention_output"))
+    whole = block()
+    expected = whole.feed(whole.attention_norm(whole.attention(rows(), PACKING)))
+
+    torch.testing.assert_close(top(bottom(rows(), PACKING), PACKING), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["identity", "orthogonal"])
+def test_a_projection_of_full_rank_is_the_whole_block(method: Any) -> None:
+    rotation = torch.linalg.qr(torch.randn(H, H))[0]
+    anchor = torch.randn(8, H)
+    basis = Basis(rotation, rotation.T.contiguous(), anchor, anchor @ rotation.T)
+    bottom, top = halves(Split(0, H, method, anchor="position"), basis)
+
+    torch.testing.assert_close(
+        top(bottom(rows(), PACKING), PACKING), block()(rows(), PACKING), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_factors_are_the_best_approximation_of_their_rank() -> None:
+    weight = torch.randn(10, 6) @ torch.randn(6, 14)
+    u, s, v = factors(weight, 6)
+    torch.testing.assert_close(u @ s @ v, weight, atol=1e-4, rtol=1e-4)
+    u, s, v = factors(weight, 2)
+    values = torch.linalg.svdvals(weight)
+    error = torch.linalg.norm(weight - u @ s @ v)
+    torch.testing.assert_close(error, values[2:].square().sum().sqrt(), atol=1e-3, rtol=1e-3)
+    assert (u.shape, s.shape, v.shape) == ((10, 2), (2, 2), (2, 14))
+
+
+def test_clouds_that_compute_the_factors_apart_agree_on_the_signs() -> None:
+    weight = torch.randn(10, 14)
+    first, again = factors(weight, 4), factors(weight.T.contiguous().T, 4)
+
+    for a, b in zip(first, again, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert (first[0].gather(0, first[0].abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@torch.no_grad()
+def test_orthonormal_projections_stay_so_while_they_are_trained() -> None:
+    rotation = torch.linalg.qr(torch.randn(H, 4))[0].T.contiguous()
+    nothing = torch.zeros(8, H)
+    basis = Basis(rotation, rotation.T.contiguous(), nothing, nothing @ rotation.T)
+    bottom, top = halves(Split(0, 4, "orthogonal"), basis)
+    torch.testing.assert_close(bottom.encode.weight, rotation, atol=1e-5, rtol=1e-5)
+    for parameter in (*bottom.parameters(), *top.parameters()):
+        parameter.add_(0.1 * torch.randn_like(parameter))
+
+    torch.testing.assert_close(
+        bottom.encode.weight @ bottom.encode.weight.T, torch.eye(4), atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(
+        top.decode.weight.T @ top.decode.weight, torch.eye(4), atol=1e-5, rtol=1e-5
+    )
+    assert not torch.allclose(bottom.encode.weight, rotation, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layer": -1}, "split.layer must be a whole number >= 0, got -1"),
+        ({"layer": "last"}, "split.layer must be"),
+        ({"rank": 0}, "split.rank must be"),
+        ({"head_rank": 0}, "split.head_rank must be"),
+        ({"method": "lora"}, "split.method must be one of svd, identity, pca, orthogonal"),
+        ({"linear": "query"}, "feed_forward_output, attention_output"),
+        ({"anchor": "token"}, "split.anchor must be one of None, none, mean, position"),
+        ({"freeze_bottom": "yes"}, "split.freeze_bottom must be one of True, False"),
+        ({"anchor": "mean"}, "split.anchor belongs to the methods identity, pca, orthogonal"),
+        ({"whiten": True}, "split.whiten belongs to the methods"),
+        ({"warm_start_steps": 5}, "split.warm_start_steps belongs to the methods"),
+        ({"method": "pca", "linear": "attention_output"}, "which linear layer"),
+        ({"method": "orthogonal", "whiten": True}, "split.whiten scales the principal"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Split(**({"layer": 0} | settings))

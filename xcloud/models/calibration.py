@@ -1,0 +1,285 @@
+"""The basis of a cut, measured on public text: principal components, anchor, warm start.
+Reads no private text, so every cloud that has the checkpoint can do it alone, and nothing crosses.
+
+Shapes: R rows (tokens that are not padding), H features, K = rank features, P places of an anchor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xcloud.errors import ConfigError
+from xcloud.models.attention import Packing
+from xcloud.models.backbone import Weights
+from xcloud.models.encoder import Encoder
+from xcloud.models.low_rank_cut import (
+    Basis,
+    ProjectionBottom,
+    ProjectionTop,
+    Split,
+    largest_entry_sign,
+    make_bottom,
+    make_top,
+    num_places,
+    start_bottom,
+    start_top,
+)
+from xcloud.models.public_text import PublicTexts
+from xcloud.models.seeding import seed_of, seeded
+from xcloud.models.split import BuildContext
+from xcloud.models.text_head import orthonormal_rows
+from xcloud.parallel.stage import TokenIds
+
+CODE_VERSION = 1  # part of the cache key: raise it when the same settings would give another basis
+BATCH_TEXTS = 32
+RARE_ROWS = 10.0  # a position seen so often lies halfway between its own mean and the common one
+WARM_START_RATE = 1e-3
+
+
+def random_basis(split: Split, hidden: int, seed: int) -> Basis:
+    """E of random orthonormal rows, D = E', no anchor: split.method=identity."""
+    assert split.rank is not None
+    encode = orthonormal_rows(split.rank, hidden, seed, "cut", split.block)
+    nothing = encode.new_zeros(0, hidden)
+    return Basis(encode, encode.T.contiguous(), nothing, nothing @ encode.T)
+
+
+def measured_basis(
+    split: Split,
+    weights: Weights,
+    public: PublicTexts,
+    context: BuildContext,
+) -> Basis:
+    """Basis and anchor on public text, kept as cache_dir/cuts/<hash>.safetensors. The hash covers
+    settings, weights and text; the run's seed too where the basis starts at random.
+
+    Raises ConfigError or DataError when the text does not fit the network.
+    """
+    assert weights.tensors is not None
+    cache_dir, max_length = context.cache_dir, context.max_length
+    ids = public.token_ids(cache_dir)
+    if ids.size > weights.config.vocab_size:
+        raise ConfigError(
+            f"the public text is cut into {ids.size} kinds of tokens, but the encoder knows "
+            f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
+        )
+    wanted = split.calibration_texts * (1 + split.calibration_pairs)
+    texts = _Texts.of(split, public.sentences(wanted, cache_dir), ids, max_length)
+    drawn = context.seed if split.method == "identity" else None
+    path = cache_dir / "cuts" / f"{_key(split, weights, texts, drawn)}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            context.report(
+                f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts "
+                f"({public.describe()})"
+            )
+            basis = _measure(split, weights, texts, context)
+            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+            save_file(asdict(basis), unfinished)
+            unfinished.replace(path)
+    return Basis(**load_file(path))
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Public texts with their special ids, and the number of tokens of type 0 in each."""
+
+    ids: Sequence[Sequence[int]]
+    first_tokens: Sequence[int]
+    pad: int
+
+    @classmethod
+    def of(
+        cls, split: Split, sentences: Sequence[Sequence[int]], ids: TokenIds, max_length: int
+    ) -> _Texts:
+        """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
+        given = [list(s) for s in sentences]
+        if not split.calibration_pairs:
+            room = max_length - 2
+            whole = [[ids.bos, *s[:room], ids.eos] for s in given]
+            return cls(whole, [len(t) for t in whole], ids.pad)
+        room = (max_length - 3) // 2
+        firsts = [[ids.bos, *s[:room], ids.eos] for s in given[0::2]]
+        pairs = [[*a, *b[:room], ids.eos] for a, b in zip(firsts, given[1::2], strict=False)]
+        return cls(pairs, [len(a) for a in firsts[: len(pairs)]], ids.pad)
+
+    def batches(self, order: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Packing]]:
+        """ids [R], types [R] and packing."""
+        for start in range(0, len(order), BATCH_TEXTS):
+            chosen = order[start : start + BATCH_TEXTS]
+            rows = [torch.tensor(self.ids[i]) for i in chosen]
+            types = [(torch.arange(len(self.ids[i])) >= self.first_tokens[i]) for i in chosen]
+            packing = Packing(torch.tensor([len(row) for row in rows]))
+            yield torch.cat(rows), torch.cat(types).long(), packing
+
+    def endless(self) -> Iterator[tuple[Tensor, Tensor, Packing]]:
+        """Batches of one shuffled epoch after the other; the same on every machine."""
+        draw = torch.Generator().manual_seed(seed_of(0, "warm start"))
+        while True:
+            yield from self.batches(torch.randperm(len(self.ids), generator=draw).tolist())
+
+
+def _key(split: Split, weights: Weights, texts: _Texts, seed: int | None) -> str:
+    settings = {
+        name: value
+        for name, value in asdict(split).items()
+        if name not in ("linear", "freeze_bottom", "head_rank", "anchor")
+    }
+    described = {
+        "code": CODE_VERSION,
+        "settings": settings | {"anchor": split.anchor_kind},
+        "config": asdict(weights.config),
+        "seed": seed,
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    assert weights.tensors is not None
+    for name, tensor in sorted(weights.tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    for text, first in zip(texts.ids, texts.first_tokens, strict=True):
+        digest.update(array("q", [len(text), first, *text]).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _measure(
+    split: Split,
+    weights: Weights,
+    texts: _Texts,
+    context: BuildContext,
+) -> Basis:
+    max_length, device = context.max_length, context.device
+    assert weights.tensors is not None and split.rank is not None
+    config = replace(weights.config, dropout=0.0, attention_dropout=0.0)
+    with seeded(0):
+        encoder = Encoder(config, head=False)
+    encoder.load_part(weights.tensors)
+    encoder.to(device).eval().requires_grad_(False)
+    places = num_places(split.anchor_kind, max_length)
+    moments = _Moments(encoder, split.block, texts, max_length, device)
+    anchor = moments.anchor(places)
+    if split.method == "identity":
+        encode = orthonormal_rows(split.rank, config.hidden, context.seed, "cut", split.block)
+        decode = encode.T.contiguous()
+        said = ""
+    else:
+        encode, decode, share = moments.components(anchor, split.rank, split.whiten)
+        said = f"{split.rank} features keep {100 * share:.1f} % of the variance"
+    basis = Basis(encode, decode, anchor, anchor @ encode.T)
+    if split.warm_start_steps:
+        basis, before, after = _warm_start(split, encoder, basis, texts, max_length, device)
+        said += f"; warm start: error of the last rows {before:.3f} -> {after:.3f} of variance"
+    context.report(f"cut in block {split.block}: {said.removeprefix('; ')}")
+    return basis
+
+
+class _Moments:
+    """Sums of the block's output rows and of their products, in float64."""
+
+    @torch.no_grad()
+    def __init__(
+        self, encoder: Encoder, block: int, texts: _Texts, max_length: int, device: torch.device
+    ) -> None:
+        hidden = encoder.config.hidden
+        self.count_P = torch.zeros(max_length, dtype=torch.float64)
+        self.sum_PH = torch.zeros(max_length, hidden, dtype=torch.float64)
+        self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
+        for ids, types, packing in texts.batches(range(len(texts.ids))):
+            there = Packing(packing.counts.to(device))
+            rows = _rows(encoder, ids, types, there, range(block + 1)).double().cpu()
+            self.count_P += torch.bincount(packing.positions, minlength=max_length)
+            self.sum_PH.index_add_(0, packing.positions, rows)
+            self.product_HH += rows.T @ rows
+
+    def anchor(self, places: int) -> Tensor:
+        """[P, H]: the mean row, or one for each position, drawn to the common mean where rare."""
+        mean_H = self.sum_PH.sum(0) / self.count_P.sum()
+        if places <= 1:
+            return mean_H.float().expand(places, -1).contiguous()
+        weighted = self.sum_PH + RARE_ROWS * mean_H
+        return (weighted / (self.count_P + RARE_ROWS)[:, None]).float()
+
+    def components(self, anchor: Tensor, rank: int, whiten: bool) -> tuple[Tensor, Tensor, float]:
+        """E [K, H], D [H, K] and the share of the variance around the anchor that they keep."""
+        product = self.product_HH
+        if len(anchor):
+            around = anchor.double().expand(len(self.count_P), -1)
+            mixed = self.sum_PH.T @ around
+            squares = around.T @ (self.count_P[:, None] * around)
+            product = product - mixed - mixed.T + squares
+        covariance = product / self.count_P.sum()
+        values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+        kept = values.flip(0)[:rank].clamp_min(0)
+        basis_HK = vectors.flip(1)[:, :rank]
+        basis_HK = basis_HK * largest_entry_sign(basis_HK)
+        share = float(kept.sum() / values.clamp_min(0).sum())
+        scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
+        encode = (basis_HK / scale).T.float().contiguous()
+        return encode, (basis_HK * scale).float().contiguous(), share
+
+
+def _warm_start(
+    split: Split,
+    encoder: Encoder,
+    basis: Basis,
+    texts: _Texts,
+    max_length: int,
+    device: torch.device,
+) -> tuple[Basis, float, float]:
+    """Adam on E, D and anchor alone, so that the last rows are those without a cut. Returns the
+    basis and the mean squared error, as a share of the rows' variance, at the start and the end.
+    """
+    block = encoder.layer(split.block)
+    bottom, top = make_bottom(split, block, max_length), make_top(split, block, max_length)
+    assert isinstance(bottom, ProjectionBottom) and isinstance(top, ProjectionTop)
+    start_bottom(bottom, split, None, basis)
+    start_top(top, split, None, basis)
+    bottom.to(device)
+    top.to(device)
+    trained = [p for part in (bottom, top) for p in part.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=WARM_START_RATE)
+    behind = range(split.block + 1, encoder.config.num_layers)
+    steps, errors = split.warm_start_steps, []
+    for step, (ids, types, packing) in zip(range(steps), texts.endless(), strict=False):
+        packing = Packing(packing.counts.to(device))
+        with torch.no_grad():
+            before = _rows(encoder, ids, types, packing, range(split.block))
+            wanted = _through(encoder, block(before, packing), packing, behind)
+        with torch.enable_grad():
+            found = _through(encoder, top(bottom(before, packing), packing), packing, behind)
+            error = (found - wanted).square().sum() / (wanted - wanted.mean(0)).square().sum()
+            optimizer.zero_grad()
+            torch.autograd.backward(error)
+        for group in optimizer.param_groups:
+            group["lr"] = WARM_START_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps)
+        optimizer.step()
+        errors.append(float(error.detach()))
+    parts = (bottom.encode.weight, top.decode.weight, top.anchor, bottom.get_buffer("offset"))
+    basis = Basis(*(part.detach().cpu().contiguous() for part in parts))
+    some = max(1, steps // 10)
+    return basis, errors[0], sum(errors[-some:]) / some
+
+
+def _rows(encoder: Encoder, ids: Tensor, types: Tensor, packing: Packing, blocks: range) -> Tensor:
+    """Rows behind these blocks, counted from the embeddings."""
+    assert encoder.embeddings is not None
+    device = packing.counts.device
+    known = types.to(device) if encoder.config.type_vocab_size > 1 else None
+    rows: Tensor = encoder.embeddings(ids.to(device), packing, known)
+    return _through(encoder, rows, packing, blocks)
+
+
+def _through(encoder: Encoder, rows: Tensor, packing: Packing, blocks: range) -> Tensor:
+    for i in blocks:
+        rows = encoder.layer(i)(rows, packing)
+    return rows

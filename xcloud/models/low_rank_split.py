@@ -1,0 +1,305 @@
+"""A BERT-type encoder fine-tuned for one answer per text, cut so that few features of a row cross.
+The cut is in low_rank_cut.py, the answer in text_head.py; this is who holds what.
+
+2 stages:  embeddings, lower blocks, V | S, U, upper blocks, head
+3 stages:  embeddings, lower blocks, V | S, U, upper blocks | head     ("U-shape": with the first
+           and the last stage in one cloud, text and labels both stay there)
+The network is the same either way. Source: Shi et al., arXiv:2211.16703; Pan et al., ZTE
+Technology Journal 2023(4), section 2.2.2.
+
+Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see parallel.stage.Head.
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features, K = rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.checks import check_choice, check_int, check_number
+from xcloud.errors import ConfigError
+from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
+from xcloud.models.calibration import measured_basis, random_basis
+from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.low_rank_cut import (
+    Basis,
+    Split,
+    check_rank,
+    make_bottom,
+    make_top,
+    replaced_linear,
+    start_bottom,
+    start_top,
+)
+from xcloud.models.public_backbone import PublicBackbone
+from xcloud.models.public_text import PublicTexts, check_public_text
+from xcloud.models.seeding import seeded
+from xcloud.models.split import BuildContext
+from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
+from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
+from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
+
+TEXT, TYPES, LABEL = "text", "types", "label"
+
+
+@dataclass(frozen=True)
+class LowRankSplit:
+    """A SplitModel of 2 or 3 stages; see the module.
+
+    backbone: the pretrained encoder, which every cloud must be able to make or read without the
+        text: a PretrainedBackbone, or a PublicBackbone.
+    split: where it is cut and how.
+    output: what the head needs: "sample", one row of each sample (classes, a value), or "span",
+        all rows. The middle cloud does not see the task, so it must be said here.
+    public_text: what a basis is measured on, where split asks for it (LowRankSplit says so).
+    pooling: the row of a sample is that of its first token, or the mean over its tokens.
+    dropout: in the backbone and in front of the classifier. attention_dropout: 0 keeps attention
+        on the fused kernel; BERT's own is 0.1.
+    max_answer_tokens: longest answer that a span may be.
+    """
+
+    backbone: Backbone
+    split: Split
+    output: Literal["sample", "span"] = "sample"
+    public_text: PublicTexts | None = None
+    pooling: Pooling = "first"
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    max_answer_tokens: int = 30
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backbone, PretrainedBackbone | PublicBackbone):
+            raise ConfigError(
+                "LowRankSplit.backbone must be a PretrainedBackbone or a PublicBackbone, which "
+                f"every cloud can build without seeing the text; got {self.backbone!r}"
+            )
+        if not isinstance(self.split, Split):
+            raise ConfigError(f"LowRankSplit.split must be a Split, got {self.split!r}")
+        check_choice("LowRankSplit.output", self.output, ("sample", "span"))
+        check_choice("LowRankSplit.pooling", self.pooling, ("first", "mean"))
+        check_number("LowRankSplit.dropout", self.dropout, 0, 0.99)
+        check_number("LowRankSplit.attention_dropout", self.attention_dropout, 0, 0.99)
+        check_int("LowRankSplit.max_answer_tokens", self.max_answer_tokens, 1)
+        if self.public_text is not None:
+            check_public_text("LowRankSplit.public_text", self.public_text)
+        elif self.split.needs_public_text:
+            raise ConfigError(
+                f"split.method={self.split.method} with anchor {self.split.anchor_kind} and "
+                f"{self.split.warm_start_steps} warm-start steps is measured on public text: set "
+                "model.public_text, or split.method=svd"
+            )
+        if isinstance(self.backbone, PublicBackbone):
+            self._check_network(self.backbone.network.num_layers, self.backbone.network.hidden)
+
+    def describe(self) -> str:
+        return f"{self.backbone.describe()}, {self.split.describe()}"
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        check_stage(stage, num_stages)
+        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
+        return read | {LABEL} if stage == num_stages - 1 else read
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        """Behind stage 0: counts and [R, K] rows, 4 K bytes a token; nothing comes back of a
+        frozen bottom. In front of a head of its own: [B, H or head_rank], or as many for a row.
+        """
+        check_stage(stage, num_stages)
+        counts = BorderField("counts", (), torch.int16)
+        if stage == 0:
+            width = self.split.rank if self.split.is_low_rank else None
+            rows = (width or self.backbone.width(),)
+            hidden = BorderField("hidden", rows, torch.float32, rows="counted")
+            return Border((counts, hidden), max_length, gradient_returns=not self._freezes_bottom)
+        features = (self.split.kept_head_rank or self.backbone.width(),)
+        if self.output == "sample":
+            return Border((BorderField("pooled", features, torch.float32),), 1)
+        hidden = BorderField("hidden", features, torch.float32, rows="counted")
+        return Border((counts, hidden), max_length)
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        check_stage(stage, num_stages)
+        weights = self.backbone.weights(TEXT, context)
+        self._check_network(weights.config.num_layers, weights.config.hidden)
+        holds_cut = stage < 2
+        basis = self._basis(weights, context) if holds_cut else None
+        built = self._stage(
+            stage,
+            num_stages,
+            weights,
+            basis,
+            context.vocabularies.get(TEXT),
+            context.head,
+            context.max_length,
+            context.seed,
+            with_pooler=True,
+        )
+        return built.to(context.device)
+
+    def empty_stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """The stage with weights that mean nothing yet, to be filled by load_state_dict.
+
+        architecture: what the trained stage's `architecture` said; the head is known from nothing
+        else. ConfigError without it.
+        """
+        check_stage(stage, num_stages)
+        if architecture is None:
+            raise ConfigError(
+                "a LowRankSplit stage is rebuilt from what its exported file says of its "
+                "architecture, and this file says nothing"
+            )
+        head = Head(**architecture["head"]) if architecture["head"] is not None else None
+        return self._stage(
+            stage,
+            num_stages,
+            Weights(EncoderConfig(**architecture["backbone"]), None),
+            None,
+            vocabularies.get(TEXT),
+            head,
+            int(architecture["max_length"]),
+            0,
+        )
+
+    @property
+    def _freezes_bottom(self) -> bool:
+        return self.split.layer is not None and self.split.freeze_bottom
+
+    def _check_network(self, num_layers: int, hidden: int) -> None:
+        if self.split.block >= num_layers:
+            raise ConfigError(
+                f"split.layer must be 0..{num_layers - 1} or null: {self.backbone.describe()} has "
+                f"{num_layers} blocks; got {self.split.layer}"
+            )
+        check_rank(self.split, hidden)
+
+    def _basis(self, weights: Weights, context: BuildContext) -> Basis | None:
+        """What the two sides of the cut start from, the same in both clouds; None for svd."""
+        if not self.split.is_low_rank or self.split.method == "svd":
+            return None
+        if not self.split.needs_public_text:
+            return random_basis(self.split, weights.config.hidden, context.seed)
+        assert self.public_text is not None
+        return measured_basis(self.split, weights, self.public_text, context)
+
+    def _stage(
+        self,
+        stage: int,
+        num_stages: int,
+        weights: Weights,
+        basis: Basis | None,
+        ids: TokenIds | None,
+        head: Head | None,
+        max_length: int,
+        seed: int,
+        *,
+        with_pooler: bool = False,
+    ) -> Stage:
+        is_last = stage == num_stages - 1
+        about = {
+            "backbone": asdict(weights.config),
+            "max_length": max_length,
+            "head": asdict(head) if head is not None and is_last else None,
+        }
+        if stage == 0:
+            assert ids is not None, "stage 0 reads the text"
+            return self._bottom(weights, basis, ids, max_length, about)
+        top = self._top(weights, basis, max_length, seed) if stage == 1 else None
+        if not is_last:
+            assert top is not None
+            return MiddleStage(top, about)
+        pooler = self.backbone.pooler() if with_pooler and self.output == "sample" else None
+        return HeadStage(top, self._head(head, weights.config.hidden, seed, pooler), about)
+
+    def _part(
+        self, weights: Weights, blocks: range, *, embeddings: bool, dropout: float
+    ) -> Encoder:
+        attention_dropout = self.attention_dropout if dropout else 0.0
+        config = replace(weights.config, dropout=dropout, attention_dropout=attention_dropout)
+        with seeded(0, "replaced by the backbone's weights"):
+            encoder = Encoder(config, blocks, embeddings=embeddings, head=False)
+        if weights.tensors is not None:
+            encoder.load_part(weights.tensors)
+        return encoder
+
+    def _bottom(
+        self,
+        weights: Weights,
+        basis: Basis | None,
+        ids: TokenIds,
+        max_length: int,
+        about: Mapping[str, Any],
+    ) -> BottomStage:
+        at = self.split.block
+        dropout = 0.0 if self._freezes_bottom else self.dropout
+        encoder = self._part(weights, range(at + 1), embeddings=True, dropout=dropout)
+        assert encoder.embeddings is not None
+        block = encoder.layer(at)
+        linear = replaced_linear(self.split, block)
+        cut = make_bottom(self.split, block, max_length)
+        if weights.tensors is not None:
+            start_bottom(cut, self.split, linear, basis)
+        return BottomStage(
+            encoder.embeddings,
+            {str(i): encoder.layer(i) for i in range(at)},
+            cut,
+            ids.pad,
+            self._freezes_bottom,
+            about,
+        )
+
+    def _top(self, weights: Weights, basis: Basis | None, max_length: int, seed: int) -> TopPart:
+        at, num_layers = self.split.block, weights.config.num_layers
+        encoder = self._part(
+            weights, range(at, num_layers), embeddings=False, dropout=self.dropout
+        )
+        block = encoder.layer(at)
+        linear = replaced_linear(self.split, block)
+        cut = make_top(self.split, block, max_length)
+        if weights.tensors is not None:
+            start_top(cut, self.split, linear, basis)
+        rank = self.split.kept_head_rank
+        return TopPart(
+            cut,
+            {str(i): encoder.layer(i) for i in range(at + 1, num_layers)},
+            self.pooling if self.output == "sample" else None,
+            Bottleneck(weights.config.hidden, rank, seed) if rank is not None else nn.Identity(),
+        )
+
+    def _head(
+        self, head: Head | None, hidden: int, seed: int, pooler: Mapping[str, Tensor] | None
+    ) -> HeadPart:
+        if head is None:
+            raise ConfigError(
+                "LowRankSplit answers what a task of text understanding asks, and this task has "
+                "no such answer: choose task=sst2, qnli, squad or glue"
+            )
+        wanted = "span" if head.kind == "span" else "sample"
+        if self.output != wanted:
+            raise ConfigError(
+                f"the task asks for {head.kind}, so set model.output={wanted} (now {self.output})"
+            )
+        rank = self.split.kept_head_rank
+        return HeadPart(
+            Widening(hidden, rank, seed) if rank is not None else nn.Identity(),
+            make_head(hidden, head, self.dropout, self.max_answer_tokens, seed, pooler),
+        )
+
+
+def check_stage(stage: int, num_stages: int) -> None:
+    """Raise ConfigError unless the model can be cut into so many stages."""
+    if num_stages not in (2, 3):
+        raise ConfigError(
+            f"LowRankSplit has 2 stages (bottom, top with head) or 3 (bottom, middle, head), got "
+            f"{num_stages}; see conf/cluster/two_clouds.yaml and u_shape.yaml"
+        )
+    assert 0 <= stage < num_stages

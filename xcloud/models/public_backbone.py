@@ -1,0 +1,76 @@
+"""A small encoder pretrained on the spot on public text, so that every cloud can make the same one
+without seeing anybody's private text. Not for a side's own text (backbone.OwnBackbone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError
+from xcloud.models.backbone import OwnBackbone, Weights
+from xcloud.models.encoder import EncoderConfig
+from xcloud.models.public_text import PublicTexts, check_public_text
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import TokenIds
+
+PUBLIC = "public text"
+
+
+@dataclass(frozen=True)
+class PublicBackbone:
+    """An OwnBackbone made from public text and kept in the same cache; a Backbone.
+
+    text, num_texts: what it is pretrained on, and how many of them; the task must cut its texts
+        with the same tokenizer.
+    network: sizes and pretraining.
+    """
+
+    text: PublicTexts
+    num_texts: int = 20_000
+    network: OwnBackbone = field(default_factory=OwnBackbone)
+
+    def __post_init__(self) -> None:
+        check_public_text("PublicBackbone.text", self.text)
+        check_int("PublicBackbone.num_texts", self.num_texts, 2)
+        if not isinstance(self.network, OwnBackbone):
+            raise ConfigError(
+                f"PublicBackbone.network must be an OwnBackbone, got {self.network!r}"
+            )
+
+    def describe(self) -> str:
+        return f"{self.network.describe()}, pretrained on {self.text.describe()}"
+
+    @property
+    def needs_sentences(self) -> bool:
+        """Of no private field."""
+        return False
+
+    def width(self) -> int:
+        return self.network.width()
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        """vocabularies: must hold the field, seen here or not; `weights` knows it by itself."""
+        return self.network.config(name, vocabularies, max_length)
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        ids = self.text.token_ids(context.cache_dir)
+        seen = context.vocabularies.get(name)
+        if seen not in (None, ids):
+            raise ConfigError(
+                f"the encoder's public text has the special ids {ids}, the task's {name!r} has "
+                f"{seen}: give both the same tokenizer"
+            )
+        sentences = self.text.sentences(self.num_texts, context.cache_dir)
+        public = replace(
+            context, vocabularies={PUBLIC: ids}, sentences=lambda field_name: sentences
+        )
+        return self.network.weights(PUBLIC, public)
+
+    def pooler(self) -> Mapping[str, Tensor] | None:
+        return None

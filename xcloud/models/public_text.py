@@ -1,0 +1,34 @@
+"""What a model asks of public text: text that every cloud may see. No text lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from xcloud.errors import ConfigError
+from xcloud.parallel.stage import TokenIds
+
+
+@runtime_checkable
+class PublicTexts(Protocol):
+    """Text that every cloud makes or reads alike, as token ids."""
+
+    def describe(self) -> str:
+        """In a few words, without reading it."""
+
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        """Size and special ids of the tokenizer."""
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        """Token ids of `num` texts without special ids, the same everywhere. Raises DataError if
+        there are not so many."""
+
+
+def check_public_text(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a source of public text."""
+    if not isinstance(value, PublicTexts):
+        raise ConfigError(
+            f"{name} must be a source of public text (xcloud.tasks.public_text.PublicText), got "
+            f"{value!r}"
+        )

@@ -1,0 +1,151 @@
+"""The stages of a cut encoder: run what they were given, send what crosses.
+Who holds what and where it comes from is low_rank_split.py's.
+
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features, K features that
+cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.models.attention import Packing
+from xcloud.models.encoder import Embeddings
+from xcloud.models.low_rank_cut import BottomCut, TopCut
+from xcloud.models.text_head import Pooling, TextHead, pool
+from xcloud.parallel.stage import Batch, Message, Stage, StageOutput
+
+
+class BottomStage(Stage):
+    """Embeddings, lower blocks, and the cut block up to the border. Reads "text" and "types".
+
+    frozen: no weight is trained and nothing is dropped out.
+    architecture: JSON values from which the stage can be built again without its backbone.
+    """
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        blocks: Mapping[str, nn.Module],
+        cut: BottomCut,
+        pad: int,
+        frozen: bool,
+        architecture: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.blocks = nn.ModuleDict(blocks)
+        self.cut = cut
+        self.pad, self.frozen = pad, frozen
+        self.architecture = dict(architecture)
+        if frozen:
+            self.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> BottomStage:
+        super().train(mode and not self.frozen)
+        return self
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        assert received is None
+        packing = Packing.of(batch["text"], self.pad)
+        # A network with one type (RoBERTa's kind) is told the two texts apart by their end ids.
+        has_types = self.embeddings.types.num_embeddings > 1
+        types = packing.pack(batch["types"]) if has_types else None
+        rows = self.embeddings(packing.pack(batch["text"]), packing, types)
+        for block in self.blocks.values():
+            rows = block(rows, packing)
+        sent = self.cut(rows, packing)
+        return StageOutput({"counts": packing.counts.to(torch.int16), "hidden": sent.float()})
+
+
+class TopPart(nn.Module):
+    """The cut block from the border on, upper blocks, pooling, and the way to the head.
+
+    pooling: None hands on all rows. narrow: what makes rows of H features few, or nn.Identity.
+    """
+
+    def __init__(
+        self,
+        cut: TopCut,
+        blocks: Mapping[str, nn.Module],
+        pooling: Pooling | None,
+        narrow: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.cut = cut
+        self.blocks = nn.ModuleDict(blocks)
+        self.pooling = pooling
+        self.narrow = narrow
+
+    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
+        """[R, K] -> [B, H or head_rank], or [R, H or head_rank] without pooling."""
+        rows = self.cut(sent_RK, packing)
+        for block in self.blocks.values():
+            rows = block(rows, packing)
+        if self.pooling is not None:
+            rows = pool(rows, packing, self.pooling)
+        narrow: Tensor = self.narrow(rows)
+        return narrow
+
+
+class HeadPart(nn.Module):
+    """What stands in front of the head, and the head. widen: the counterpart of TopPart.narrow."""
+
+    def __init__(self, widen: nn.Module, answer: TextHead) -> None:
+        super().__init__()
+        self.widen = widen
+        self.answer = answer
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scores: Tensor = self.answer(self.widen(rows))
+        return scores
+
+
+class MiddleStage(Stage):
+    """Everything between the cut and the head. Reads no field."""
+
+    def __init__(self, top: TopPart, architecture: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.top = top
+        self.architecture = dict(architecture)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        assert received is not None
+        rows = self.top(received["hidden"], Packing(received["counts"])).float()
+        if self.top.pooling is not None:
+            return StageOutput({"pooled": rows})
+        return StageOutput({"counts": received["counts"], "hidden": rows})
+
+
+class HeadStage(Stage):
+    """The head; with 2 stages, also what lies between it and the cut. Reads "label"."""
+
+    def __init__(
+        self, top: TopPart | None, head: HeadPart, architecture: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.top = top
+        self.head = head
+        self.architecture = dict(architecture)
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        scores, packing = self._scores(received)
+        return StageOutput(loss=self.head.answer.loss(scores, batch["label"], packing))
+
+    @torch.no_grad()
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        scores, packing = self._scores(received)
+        return self.head.answer.predict(scores, batch["label"], packing)
+
+    def _scores(self, received: Message | None) -> tuple[Tensor, Packing | None]:
+        assert received is not None
+        packing = Packing(received["counts"]) if "counts" in received else None
+        rows = received["pooled"] if packing is None else received["hidden"]
+        if self.top is not None:
+            assert packing is not None
+            rows = self.top(rows, packing)
+        return self.head(rows), packing

@@ -1,0 +1,187 @@
+"""From an encoder's last rows to an answer: pooling, the way to the head, head, loss, prediction.
+Holds no encoder and no stage (low_rank_split.py).
+
+Shapes: B samples, S positions of the longest sample, R rows (tokens that are not padding),
+H features, K features that cross to the head, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.models.attention import Packing
+from xcloud.models.seeding import seeded
+from xcloud.parallel.stage import Head
+
+VALUE_SCALE = 1_000_000  # predictions are whole numbers: see parallel.stage.Head
+SCORE_SCALE = 10_000
+
+Pooling = Literal["first", "mean"]
+
+
+def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
+    """One row of each sample, [B, H]: that of its first token, or the mean of all of them."""
+    counts = packing.counts
+    if how == "first":
+        return rows_RH.index_select(0, counts.cumsum(0) - counts)
+    samples_R = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    empty = rows_RH.new_zeros(len(counts), rows_RH.shape[1])
+    return empty.index_add(0, samples_R, rows_RH) / counts[:, None]
+
+
+class Bottleneck(nn.Module):
+    """H -> K on the way to the head, one linear map with orthonormal rows at the start; with its
+    counterpart `Widening`, the transposed at the start, a low-rank identity path."""
+
+    def __init__(self, hidden: int, rank: int, seed: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden, rank, bias=False)
+        with torch.no_grad():
+            self.down.weight.copy_(orthonormal_rows(rank, hidden, seed, "way to the head"))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        narrow: Tensor = self.down(rows)
+        return narrow
+
+
+class Widening(nn.Module):
+    """K -> H in front of the head."""
+
+    def __init__(self, hidden: int, rank: int, seed: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(rank, hidden)
+        with torch.no_grad():
+            self.up.weight.copy_(orthonormal_rows(rank, hidden, seed, "way to the head").T)
+            nn.init.zeros_(self.up.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        wide: Tensor = self.up(rows)
+        return wide
+
+
+def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
+    """[K, H], random, the same for the same seed and names wherever it is drawn."""
+    with seeded(seed, *names):
+        drawn = torch.randn(hidden, rank, dtype=torch.float64)
+    columns: Tensor = torch.linalg.qr(drawn)[0]
+    return columns.T.float().contiguous()
+
+
+class TextHead(nn.Module):
+    """One kind of answer: its scores, its loss, its prediction. forward: rows -> scores."""
+
+    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
+        """Sum over the samples."""
+        raise NotImplementedError
+
+    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        """As parallel.stage.Head says."""
+        raise NotImplementedError
+
+
+class SampleHead(TextHead):
+    """linear(dropout(tanh(dense(x)))), x one row of each sample [B, H] (BERT's pooler and
+    classifier, Devlin et al., arXiv:1810.04805). pooler: weights of `dense` from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        head: Head,
+        dropout: float,
+        seed: int,
+        pooler: Mapping[str, Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.is_value = head.kind == "value"
+        with seeded(seed, "pooler"):
+            self.dense = fresh_linear(hidden, hidden)
+        with seeded(seed, "classifier"):
+            self.classifier = fresh_linear(hidden, head.num_outputs)
+        if pooler is not None:
+            self.dense.load_state_dict(dict(pooler))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, rows_BH: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(self.dropout(torch.tanh(self.dense(rows_BH))))
+        return scores.float()
+
+    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
+        if self.is_value:
+            return F.mse_loss(scores[:, 0], label, reduction="sum")
+        return F.cross_entropy(scores, label, reduction="sum")
+
+    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        if self.is_value:
+            return [[round(VALUE_SCALE * value)] for value in scores[:, 0].tolist()]
+        return [[best] for best in scores.argmax(1).tolist()]
+
+
+class SpanHead(TextHead):
+    """Scores of being the first and the last token of the answer, [R, 2].
+
+    loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
+    predict: the span of the best sum of its two scores, of at most `max_answer_tokens`, that
+    starts no earlier than label[:, 2] and ends before the closing eos.
+    """
+
+    def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
+        super().__init__()
+        self.max_answer_tokens = max_answer_tokens
+        with seeded(seed, "classifier"):
+            self.classifier = fresh_linear(hidden, 2)
+
+    def forward(self, rows_RH: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(rows_RH)
+        return scores.float()
+
+    def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
+        assert packing is not None
+        grid_BS2 = packing.unpack(scores)
+        if packing.mask is not None:
+            grid_BS2 = grid_BS2.masked_fill(~packing.mask[:, 0, 0, :, None], -torch.inf)
+        first = F.cross_entropy(grid_BS2[..., 0], label[:, 0], reduction="sum")
+        last = F.cross_entropy(grid_BS2[..., 1], label[:, 1], reduction="sum")
+        return (first + last) / 2
+
+    def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
+        assert packing is not None
+        grid_BS2 = packing.unpack(scores)
+        places_S = torch.arange(packing.longest, device=scores.device)
+        allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
+        assert allowed_BS.any(1).all(), "a sample has no token that may be an answer"
+        grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
+        sums_BSS = grid_BS2[:, :, None, 0] + grid_BS2[:, None, :, 1]
+        length_SS = places_S[None, :] - places_S[:, None] + 1
+        fits_SS = (length_SS >= 1) & (length_SS <= self.max_answer_tokens)
+        best, cell = sums_BSS.masked_fill(~fits_SS, -torch.inf).flatten(1).max(1)
+        return [
+            [c // packing.longest, c % packing.longest, round(SCORE_SCALE * s)]
+            for c, s in zip(cell.tolist(), best.tolist(), strict=True)
+        ]
+
+
+def fresh_linear(in_features: int, out_features: int) -> nn.Linear:
+    """BERT's start of a new layer: normal with deviation 0.02, bias zero."""
+    linear = nn.Linear(in_features, out_features)
+    nn.init.normal_(linear.weight, std=0.02)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def make_head(
+    hidden: int,
+    head: Head,
+    dropout: float,
+    max_answer_tokens: int,
+    seed: int,
+    pooler: Mapping[str, Tensor] | None,
+) -> TextHead:
+    if head.kind == "span":
+        return SpanHead(hidden, max_answer_tokens, seed)
+    return SampleHead(hidden, head, dropout, seed, pooler)

@@ -1,0 +1,71 @@
+"""Public English text as token ids, for whatever several clouds must make alike without showing
+each other theirs: a pretrained start, the basis of a cut. No private corpus is read here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import TokenIds
+from xcloud.tasks.classification import public_tokenizer
+from xcloud.tasks.corpus.public_text import public_sentences
+from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
+
+
+@dataclass(frozen=True)
+class PublicText:
+    """Sentences of the package's own grammar, or the lines of a file that every cloud has.
+
+    tokenizer: as the task's, and the encoder's. path: one text a line, UTF-8, .gz allowed; null
+    for the grammar. seed: which sentences, or which lines.
+    """
+
+    tokenizer: TokenizerChoice
+    path: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("public_text.seed", self.seed, 0)
+        if self.path is not None and (not isinstance(self.path, str) or not self.path):
+            raise ConfigError(f"public_text.path must be a file or null, got {self.path!r}")
+
+    def describe(self) -> str:
+        return "public sentences of the demo grammar" if self.path is None else self.path
+
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        return self._tokenizer(cache_dir).token_ids
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        return self._tokenizer(cache_dir).encode(self._texts(num))
+
+    def _tokenizer(self, cache_dir: Path) -> Tokenizer:
+        return public_tokenizer(self.tokenizer, str(cache_dir))
+
+    def _texts(self, num: int) -> list[str]:
+        if self.path is None:
+            return public_sentences(num, self.seed)
+        lines = self._lines(Path(self.path).expanduser())
+        if len(lines) < num:
+            raise DataError(
+                f"public_text.path {self.path} has {len(lines)} lines, but {num} are asked for: "
+                "lower model.split.calibration_texts (twice as many lines are read with "
+                "calibration_pairs) or num_texts of the backbone, or give a longer file"
+            )
+        return random.Random(self.seed).sample(lines, num)
+
+    def _lines(self, path: Path) -> list[str]:
+        try:
+            raw = path.read_bytes()
+            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+        except (OSError, UnicodeDecodeError, EOFError) as error:
+            raise DataError(
+                f"public_text.path {self.path} cannot be read ({error}); give a UTF-8 file with "
+                "one text a line, the same in every cloud, or null for the demo grammar"
+            ) from error
+        return [line.strip() for line in text.splitlines() if line.strip()]
