@@ -38,7 +38,7 @@ LABELS = {
     "topk_ef": "ef(fp16(topk(0.1)))+ef(fp16(topk(0.1)))",
     "randomk": "fp16(randomk(0.1))+fp16(randomk(0.1))",
     "svd_fp16_int8": "fp16(svd(0.6))+int8",
-    "int4_toprows_int2": "int4+int2(toprows(0.15))",
+    "low_rank_few_bits": "int4+int2(toprows(0.15)), border 1: int8+int8",
     "delta_int4": "delta(int4)+int8",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }
@@ -135,7 +135,8 @@ def test_every_compression_file_is_listed_here() -> None:
 @pytest.mark.parametrize("name", LABELS)
 def test_every_compression_file_builds_what_its_name_says(name: str) -> None:
     path = CONF / f"{name}.yaml"
-    built = instantiate(OmegaConf.load(path), _convert_="all")
+    whole = {"compression": OmegaConf.load(path), "model": {"split": {"rank": 112}}}
+    built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
 
     assert path.read_text().startswith("# ")
     assert built.label == LABELS[name]

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from xcloud.checks import check_int
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
+from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError, DataError
 from xcloud.models.split import SplitModel
@@ -47,7 +48,7 @@ class Experiment:
     model: SplitModel
     cluster: ClusterLayout
     schedule: Schedule
-    compression: Compression | Phased
+    compression: Compression | Phased | PerBorder
     training: Training
     tracker: Tracker
     security: Visibility = field(default_factory=Visibility)
@@ -74,6 +75,13 @@ class Experiment:
                 f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
             )
         layout = self.cluster
+        if isinstance(self.compression, PerBorder):
+            for border in self.compression.borders:
+                if border >= layout.num_stages - 1:
+                    raise ConfigError(
+                        f"compression.border_{border}: there is no such border; this cluster has "
+                        f"{layout.num_stages} stages, so borders 0 to {layout.num_stages - 2}"
+                    )
         stages = range(layout.num_stages)
         self.security.check(
             tuple(layout.clouds),

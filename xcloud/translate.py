@@ -70,7 +70,8 @@ class Translator:
         crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
         if not (self.compressed and crosses):
             return None
-        return self.experiment.compression.at(self.experiment.training.max_steps).forward
+        compression = self.experiment.compression.at_border(stage)
+        return compression.at(self.experiment.training.max_steps).forward
 
     def _through(self, message: Message, border: Border, compressor: Compressor) -> Message:
         return {

@@ -26,6 +26,7 @@ from xcloud.cluster.machine import machine_id
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError
@@ -67,7 +68,7 @@ def wire(
     rank: int,
     layout: ClusterLayout,
     borders: dict[int, Border],
-    compression: Compression | Phased,
+    compression: Compression | Phased | PerBorder,
     max_samples: int,
     device: torch.device,
     clock: StepClock,
@@ -88,7 +89,9 @@ def wire(
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
-        builder.join_border(stage, border, compression, max_samples, device, clock)
+        builder.join_border(
+            stage, border, compression.at_border(stage), max_samples, device, clock
+        )
     return wiring
 
 

@@ -6,6 +6,7 @@ a border; D features of a row.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,12 +26,20 @@ class BorderField:
 
     rows "samples": the tensor is [B, *features]. rows "counted": it is [sum(counts), *features],
     where `counts` is the message's integer field of that name, [B], which must stand first.
+    replaces: values of a row of the uncut model that this row stands for (H where K < H features
+    of it cross); what the compression ratio is counted against. None: as many as cross.
     """
 
     name: str
     features: tuple[int, ...]
     dtype: torch.dtype
     rows: Literal["samples", "counted"] = "samples"
+    replaces: int | None = None
+
+    def raw_bytes(self, num_rows: int) -> int:
+        """FP32 bytes of what the uncut model would hand on."""
+        values = math.prod(self.features) if self.replaces is None else self.replaces
+        return 4 * num_rows * values
 
     def spec(self, num_rows: int) -> TensorSpec:
         return TensorSpec((num_rows, *self.features), self.dtype)

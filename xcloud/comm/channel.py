@@ -78,7 +78,8 @@ def num_rows(field: BorderField, num_samples: int, counts: Tensor | None) -> int
 
 
 class SendChannel:
-    """Compresses and sends. `raw_bytes` grows by the FP32 size of the floating fields."""
+    """Compresses and sends. `raw_bytes` grows by the FP32 size of what the floating
+    fields stand for (BorderField.replaces)."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SendChannel:
                     parts.append(tensor)
                     continue
                 if training:
-                    self.raw_bytes += 4 * spec.numel
+                    self.raw_bytes += field.raw_bytes(spec.shape[0])
                 codec = self.codecs[field.name].at(key.step)
                 parts.extend(self._encode(codec, tensor, spec, ids, counts, training))
             self.link.send(key, tuple(parts))

@@ -29,6 +29,9 @@ class Compression:
     def at(self, step: int) -> Compression:
         return self
 
+    def at_border(self, stage: int) -> Compression:
+        return self
+
     @property
     def label(self) -> str:
         """Forward + backward, a memory around what it watches: "fp16(svd(0.6))+ef(int8)"."""
@@ -87,6 +90,9 @@ class Phased:
                 )
             previous = until
         self.phases = dict(phases)
+
+    def at_border(self, stage: int) -> Phased:
+        return self
 
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():

@@ -111,13 +111,17 @@ class LowRankSplit:
         counts = BorderField("counts", (), torch.int16)
         if stage == 0:
             width = self.split.rank if self.split.is_low_rank else None
-            rows = (width or self.backbone.width(),)
-            hidden = BorderField("hidden", rows, torch.float32, rows="counted")
+            whole = self.backbone.width()
+            hidden = BorderField(
+                "hidden", (width or whole,), torch.float32, rows="counted", replaces=whole
+            )
             return Border((counts, hidden), max_length, gradient_returns=not self._freezes_bottom)
-        features = (self.split.kept_head_rank or self.backbone.width(),)
+        whole = self.backbone.width()
+        features = (self.split.kept_head_rank or whole,)
         if self.output == "sample":
-            return Border((BorderField("pooled", features, torch.float32),), 1)
-        hidden = BorderField("hidden", features, torch.float32, rows="counted")
+            pooled = BorderField("pooled", features, torch.float32, replaces=whole)
+            return Border((pooled,), 1)
+        hidden = BorderField("hidden", features, torch.float32, rows="counted", replaces=whole)
         return Border((counts, hidden), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
