@@ -75,11 +75,13 @@ class Experiment:
             )
         layout = self.cluster
         stages = range(layout.num_stages)
-        self.security.check(
-            tuple(layout.clouds),
-            {stage: self.model.fields(stage, layout.num_stages) for stage in stages},
-            {stage: layout.stage_cloud(stage) for stage in stages},
-        )
+        fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
+        stage_cloud = {stage: layout.stage_cloud(stage) for stage in stages}
+        self.security.check(tuple(layout.clouds), fields, stage_cloud)
+        if self.security.weights:
+            parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
+            self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
+        self.security.defences.check(fields[layout.num_stages - 1])
 
     @property
     def compression_in_force(self) -> str:
@@ -87,6 +89,16 @@ class Experiment:
         if not self.cluster.crosses_clouds:
             return "off"
         return "none" if self.compression.is_identity else self.compression.label
+
+    @property
+    def defences_in_force(self) -> str:
+        """The defences' label; "off" where no border is one that they act on, "none" if none."""
+        defences = self.security.defences
+        if not defences.label:
+            return "none"
+        last = self.cluster.num_stages - 1
+        acts = any(defences.at(stage, self.cluster.stage_cloud, last) for stage in range(last))
+        return defences.label if acts else "off"
 
     @property
     def run_name(self) -> str:
@@ -102,10 +114,15 @@ class Experiment:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        return (
+        line = (
             f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
             f"{self.cluster.describe()}; compression: {compression}"
         )
+        if defences := self.security.defences.label:
+            line += f"; defences: {defences}"
+            if self.defences_in_force == "off":
+                line += " (off: nothing they protect leaves its cloud)"
+        return line
 
     @property
     def borders(self) -> dict[int, Border]:
@@ -120,6 +137,13 @@ class Experiment:
         """Samples of the largest micro-batch, in training or evaluation."""
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+
+    def fields_of_cloud(self, cloud: str) -> frozenset[str]:
+        """Batch fields that any rank of the cloud reads."""
+        stages = self.cluster.clouds[cloud].stages or ()
+        return frozenset[str]().union(
+            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
+        )
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""
