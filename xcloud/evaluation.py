@@ -17,7 +17,6 @@ from xcloud.tasks.task import Split, TaskData
 from xcloud.training.settings import Training
 from xcloud.training.trainer import Lanes
 
-
 SAMPLES_FILE = "samples.txt"
 
 

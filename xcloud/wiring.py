@@ -226,9 +226,7 @@ class _Builder:
             there = self.layout.placement(peer).cloud
             record = LinkRecord(there, peer, None if border == CONTROL else border)
             self.wiring.wan_records.append(record)
-        link = GlooOutLink(
-            group, peer, self._name(peer), capacity, clock, log=log, record=record
-        )
+        link = GlooOutLink(group, peer, self._name(peer), capacity, clock, log=log, record=record)
         self.wiring.outs.append(link)
         if leaves_cloud:
             self.wiring.wan_outs.append(link)

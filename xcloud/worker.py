@@ -180,8 +180,9 @@ def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
         extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
         if extra:
             raise DataError(
-                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; its "
-                f"load() must keep to the fields it is given: {', '.join(sorted(fields)) or 'none'}"
+                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
+                "its load() must keep to the fields it is given: "
+                f"{', '.join(sorted(fields)) or 'none'}"
             )
 
 

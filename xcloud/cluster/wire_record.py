@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind
 
+
 @dataclass
 class _Entry:
     """All messages of one kind and make-up on one link."""

@@ -64,8 +64,8 @@ class Pipeline:
     """One rank's stages and ports.
 
     owner(stage, micro_batch): the rank that computes it. lanes: stage -> (lane, number of lanes)
-    for the stages of this rank. autocast: makes the context that stages compute in. observer: notes
-    what this rank sees of other clouds in training, for the leak meter.
+    for the stages of this rank. autocast: makes the context that stages compute in.
+    observer: notes what this rank sees of other clouds in training, for the leak meter.
     """
 
     def __init__(

@@ -83,7 +83,8 @@ class GaussianNoise:
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
         clip = self.clip * (float(norms.max()) if self.unit == "largest" else 1.0)
         scale = (clip / norms).clamp(max=1.0).view(-1, *[1] * (tensor.dim() - 1))
-        return tensor * scale + self.sigma * clip * _normal(tensor, generator)
+        noised: Tensor = tensor * scale + self.sigma * clip * _normal(tensor, generator)
+        return noised
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,8 @@ class MaxNorm:
             noise = _normal(tensor, generator) * (squares == 0)[owner].view(_column(tensor))
             noise_squares = _squares(noise, owner, num_samples)
             noise_scale = (longest / noise_squares.clamp(min=_TINY)).sqrt()
-        return (
-            tensor * factor[owner].view(_column(tensor))
-            + noise * noise_scale[owner].view(_column(tensor))
-        )  # fmt: skip
+        scaled: Tensor = tensor * factor[owner].view(_column(tensor)).to(tensor.dtype)
+        return scaled + (noise * noise_scale[owner].view(_column(tensor))).to(tensor.dtype)
 
 
 class NoiseShape(NamedTuple):
@@ -175,7 +174,11 @@ class Marvell:
         generator: torch.Generator,
     ) -> Tensor:
         assert labels is not None
-        if labels.dim() != 1 or labels.is_floating_point() or bool(((labels - 0.5).abs() > 1).any()):
+        if (
+            labels.dim() != 1
+            or labels.is_floating_point()
+            or bool(((labels - 0.5).abs() > 1).any())
+        ):
             raise ConfigError(
                 "Marvell hides a binary label, so it needs integers 0 and 1, got "
                 f"{str(labels.dtype).removeprefix('torch.')} labels such as "
@@ -199,7 +202,8 @@ class Marvell:
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
-            return _normal(flat, generator) * variance**0.5
+            isotropic: Tensor = _normal(flat, generator) * variance**0.5
+            return isotropic
         mean_0, mean_1 = flat[~is_1].mean(0), flat[is_1].mean(0)
         difference = mean_1 - mean_0
         gap = float(difference.square().sum())
@@ -210,14 +214,16 @@ class Marvell:
             float((flat[is_1] - mean_1).square().mean()),
             size, gap, share, self.power * gap,
         )  # fmt: skip
-        along = torch.where(is_1, shape.along_1, shape.along_0)
-        across = torch.where(is_1, shape.across_1, shape.across_0)
+        variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
+        along, across = variances.unbind(1)
         one = _normal(flat[:, 0], generator) * (along - across).clamp(min=0).sqrt()
-        noise = one[:, None] * difference / gap**0.5
+        noise: Tensor = one[:, None] * difference / gap**0.5
         return noise + across.sqrt()[:, None] * _normal(flat, generator)
 
 
-def noise_shape(u: float, v: float, size: int, gap: float, share: float, power: float) -> NoiseShape:
+def noise_shape(
+    u: float, v: float, size: int, gap: float, share: float, power: float
+) -> NoiseShape:
     """The variances of Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1,
     power: mean square length of the noise.
 
@@ -281,7 +287,9 @@ class Defences:
         """ "gaussian(0.1)+marvell(4)", forward first; "" without any."""
         if self.forward is None and self.backward is None:
             return ""
-        return "+".join(d.label if d is not None else "none" for d in (self.forward, self.backward))
+        return "+".join(
+            d.label if d is not None else "none" for d in (self.forward, self.backward)
+        )
 
     def at(self, stage: int, cloud_of: Callable[[int], str], last: int) -> dict[str, Defence]:
         """Those that act on the border behind `stage`, by direction. cloud_of: stage -> cloud."""
@@ -314,6 +322,11 @@ def sample_of_row(tensor: Tensor, counts: Tensor | None) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(wide), device=tensor.device), wide)
 
 
+def _is_binary(labels: Tensor) -> bool:
+    is_class = labels.dim() == 1 and not labels.is_floating_point()
+    return is_class and bool(((labels == 0) | (labels == 1)).all())
+
+
 def _place_in_sample(owner: Tensor) -> Tensor:
     """0, 1, 2 ... for the rows of each sample."""
     counts = torch.bincount(owner)
@@ -324,7 +337,9 @@ def _place_in_sample(owner: Tensor) -> Tensor:
 def _squares(tensor: Tensor, owner: Tensor, num_samples: int) -> Tensor:
     """Squared norm of each sample over all its rows, float64 [B]."""
     rows = tensor.detach().flatten(1).double().square().sum(1)
-    return torch.zeros(num_samples, dtype=rows.dtype, device=rows.device).index_add_(0, owner, rows)
+    return torch.zeros(num_samples, dtype=rows.dtype, device=rows.device).index_add_(
+        0, owner, rows
+    )
 
 
 def _column(tensor: Tensor) -> tuple[int, ...]:

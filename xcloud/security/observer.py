@@ -1,4 +1,4 @@
-"""What an honest-but-curious cloud sees of others, written down by its own ranks for the leak meter.
+"""What an honest-but-curious cloud sees of others, noted by its own ranks for the leak meter.
 Attacks nothing (leak_meter.py does) and sends nothing: every rank writes a file beside its run.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
@@ -83,8 +83,8 @@ class _Rows:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         joined = [torch.cat(parts) for parts in zip(*self._messages, strict=True)]
-        return {f"{name}/{part}": value.contiguous()
-                for part, value in zip(("ids", "counts", "rows"), joined, strict=True)}  # fmt: skip
+        named = zip(("ids", "counts", "rows"), joined, strict=True)
+        return {f"{name}/{part}": value.contiguous() for part, value in named}
 
 
 class Observer:
@@ -104,9 +104,14 @@ class Observer:
         token_fields: Mapping[str, tuple[int, tuple[int, ...]]],
         holds: Iterable[str],
     ) -> None:
-        self._about = {"rank": rank, "cloud": cloud, "num_ranks": num_ranks,
-                       "holds": sorted(holds),
-                       "special_ids": {f: ids for f, (_, ids) in token_fields.items()}}  # fmt: skip
+        special_ids = {field: ids for field, (_, ids) in token_fields.items()}
+        self._about = {
+            "rank": rank,
+            "cloud": cloud,
+            "num_ranks": num_ranks,
+            "holds": sorted(holds),
+            "special_ids": special_ids,
+        }
         self._pads = {field: pad for field, (pad, _) in token_fields.items()}
         self._from_step = last_step - meter.last_steps + 1
         self._max_rows = meter.max_rows
