@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -86,8 +87,6 @@ def test_a_rank_is_given_its_own_fields_only() -> None:
     for experiment, rank in ((two, 0), (two, 1), (u_shape, 1)):
         fields = experiment.fields_of(rank)
         data = ToyTextTask().load(fields, 1)
-        import torch
-
         assert data.batch("train", torch.arange(3)).keys() == fields | {"ids"}
         assert (data.classes is not None) == ("label" in fields)
 

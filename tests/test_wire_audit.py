@@ -16,6 +16,7 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 from xcloud.local_run import run
 from xcloud.security.wire_audit import compact, join_audit, main
+from xcloud.training.batch_plan import BatchPlan
 
 OFFSET = 70_001  # labels whose bytes can be told from others
 DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)
@@ -50,8 +51,6 @@ def secrets_in(tape: list[Tapped]) -> Counter[str]:
         found["label"] += any(code in blob for code in encodings(torch.tensor([label])))
     labels = data.batch("train", torch.arange(128))["label"] - OFFSET
     for step in range(1, 17):
-        from xcloud.training.batch_plan import BatchPlan
-
         ids = BatchPlan(128, 16, 1).ids(step)
         found["ids"] += any(code in blob for code in encodings(ids[:4]))
         # Classes alone are 0 and 1: only a whole batch of them can be told from other bytes.
@@ -115,9 +114,8 @@ def test_the_tap_finds_text_that_does_cross(tmp_path: Path) -> None:
 
     assert found["text"] > 100
     assert found["ids"] == found["label"] == 0
-    carries = {p["carries"] for m in json.loads(
-        (tmp_path / "run" / "wire_audit.json").read_text())["messages"] for p in m["parts"]}  # fmt: skip
-    assert "tokens int32 [R]" in carries
+    audit = json.loads((tmp_path / "run" / "wire_audit.json").read_text())
+    assert "tokens int32 [R]" in {p["carries"] for m in audit["messages"] for p in m["parts"]}
 
 
 def test_sizes_of_messages_of_one_make_up_are_a_span() -> None:

@@ -195,7 +195,9 @@ class ToyTextStage(Stage):
             send = {"counts": counts, "hidden": hidden}
             return StageOutput(send={**send, **({"tokens": tokens} if self.model.tell else {})})
         label = batch["label"] - self.model.label_offset
-        return StageOutput(loss=F.cross_entropy(self._scores(hidden, counts), label, reduction="sum"))
+        return StageOutput(
+            loss=F.cross_entropy(self._scores(hidden, counts), label, reduction="sum")
+        )
 
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         assert received is not None
