@@ -190,6 +190,15 @@ def test_settings_that_make_no_sense_are_refused_in_words(make, said: str) -> No
         make()
 
 
+def test_labels_that_marvell_cannot_hide_are_refused_when_they_are_known() -> None:
+    marvell = Defences(backward=Marvell(1.0))
+    marvell.check_head("classes", 2)
+    Defences(backward=MaxNorm()).check_head("span", 2)
+    for kind, num_outputs in (("classes", 3), ("value", 1), ("span", 2)):
+        with pytest.raises(ConfigError, match=f"of kind '{kind}' with {num_outputs} outputs"):
+            marvell.check_head(kind, num_outputs)
+
+
 def test_a_defence_acts_where_what_it_protects_leaves_its_cloud() -> None:
     both = Defences(forward=GaussianNoise(1, 1), backward=MaxNorm())
 

@@ -128,11 +128,20 @@ def test_defences_and_meter_are_chosen_by_name() -> None:
     assert found.security.meter is not None and found.security.meter.last_steps == 50
 
 
+@pytest.mark.parametrize("group", ["defences/forward", "defences/backward", "meter"])
+def test_every_option_of_security_builds(group: str) -> None:
+    options = sorted(path.stem for path in (CONF / "security" / group).glob("*.yaml"))
+    assert "none" in options and len(options) > 1
+    for option in options:
+        built("two_owners", "security=two_owners", f"security/{group}={option}")
+
+
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:
-    found = built("local", "security/defences/backward=max_norm")
+    found = built("local", "security/defences/backward=max_norm", "security/meter=attack")
 
     assert found.defences_in_force == "off"
     assert "defences: none+max_norm (off" in found.headline
+    assert "leak meter: off (one cloud)" in found.headline
 
 
 def test_a_weak_device_is_slower_and_says_so() -> None:

@@ -122,6 +122,8 @@ class Experiment:
             line += f"; defences: {defences}"
             if self.defences_in_force == "off":
                 line += " (off: nothing they protect leaves its cloud)"
+        if self.security.meter is not None and not self.cluster.crosses_clouds:
+            line += "; leak meter: off (one cloud)"
         return line
 
     @property

@@ -107,6 +107,8 @@ def _train(
     fields = experiment.fields_of(rank)
     data = experiment.task.load(fields, experiment.seed)
     _check_fields(data, fields)
+    if data.head is not None:
+        experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
     if rank == 0:
         reporter.note(data.describe())
     if control is not None:

@@ -301,6 +301,17 @@ class Defences:
             found["backward"] = self.backward
         return found
 
+    def check_head(self, kind: str, num_outputs: int) -> None:
+        """Raise ConfigError if a defence cannot hide such labels. kind, num_outputs: as of the
+        task's head, known where labels are."""
+        if self.backward is not None and self.backward.needs_labels:
+            if (kind, num_outputs) != ("classes", 2):
+                raise ConfigError(
+                    f"security.defences.backward: {self.backward.label} hides labels of two "
+                    f"classes, but this task's are of kind {kind!r} with {num_outputs} outputs; "
+                    "choose security/defences/backward=max_norm or gaussian_noise"
+                )
+
     def check(self, last_reads: frozenset[str]) -> None:
         """Raise ConfigError if a defence needs labels that the last stage does not read."""
         if self.backward is not None and self.backward.needs_labels and LABEL not in last_reads:
