@@ -268,3 +268,15 @@ def test_gradients_of_noised_activations_fit_what_was_sent() -> None:
     for stage in (0, 1):
         for name, parameter in one.stages[stage].named_parameters():
             torch.testing.assert_close(found[f"{stage}.{name}"], parameter.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("defence", DEFENCES, ids=lambda d: d.label)
+def test_defences_work_where_the_tensor_is(defence: Defence) -> None:
+    rows = torch.randn(10, 6, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    sent = defence.protect(rows, COUNTS, LABELS, generator)
+
+    assert sent.device == rows.device and bool(sent.isfinite().all())
+    assert not torch.equal(sent, rows)

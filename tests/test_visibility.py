@@ -136,6 +136,18 @@ def test_every_option_of_security_builds(group: str) -> None:
         built("two_owners", "security=two_owners", f"security/{group}={option}")
 
 
+def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None:
+    """Both upper stages lie with the labels' owner, but the rank behind the border has none."""
+    config = text_config("two_owners", ["security/defences/backward=marvell"])
+    owner = config["cluster"]["clouds"]["label_owner"]
+    owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}
+
+    with pytest.raises(ConfigError, match="needs labels in rank 1 of cloud 'label_owner'"):
+        experiments.from_config(OmegaConf.create(config))
+    owner["one_stage_per_rank"] = False
+    experiments.from_config(OmegaConf.create(config))
+
+
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:
     found = built("local", "security/defences/backward=max_norm", "security/meter=attack")
 

@@ -24,6 +24,7 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError, DataError
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
+from xcloud.security.defences import LABEL
 from xcloud.security.visibility import Visibility
 from xcloud.tasks.task import Task
 from xcloud.tracking import Tracker
@@ -81,7 +82,24 @@ class Experiment:
         if self.security.weights:
             parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
             self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
-        self.security.defences.check(fields[layout.num_stages - 1])
+        self._check_defences(fields[layout.num_stages - 1])
+
+    def _check_defences(self, last_reads: frozenset[str]) -> None:
+        """A defence that reads labels must act in ranks that load them."""
+        defences, layout = self.security.defences, self.cluster
+        defences.check(last_reads)
+        for stage in range(layout.num_stages - 1):
+            acting = defences.at(stage, layout.stage_cloud, layout.num_stages - 1).get("backward")
+            if acting is None or not acting.needs_labels:
+                continue
+            for rank in layout.ranks_of(stage + 1):
+                if LABEL not in self.fields_of(rank):
+                    raise ConfigError(
+                        f"security.defences.backward: {acting.label} needs labels in rank {rank} "
+                        f"of cloud {layout.placement(rank).cloud!r}, which sends gradients away "
+                        f"but reads none; let its ranks hold the last stage too "
+                        "(one_stage_per_rank: false)"
+                    )
 
     @property
     def compression_in_force(self) -> str:
