@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.toy_text import text_config
 from xcloud.errors import DataError
 from xcloud.local_run import run
-from xcloud.security.leak_meter import main, measure
+from xcloud.security.leak_meter import FIGURES, main, measure
 from xcloud.security.observer import OBSERVATIONS_DIR, LeakMeter, Observer, Stream
 from xcloud.tracked_values import final_metrics
 
@@ -100,8 +100,7 @@ def test_labels_of_one_class_and_spans_are_no_leak(tmp_path: Path) -> None:
     other.write(tmp_path / "span")
 
     assert measure(tmp_path / "span") == {
-        "label_leak_auc": None, "token_recovery": None, "token_recovery_baseline": None,
-        "label": {}, "text": {},
+        **dict.fromkeys(FIGURES), "label": {}, "text": {}
     }  # fmt: skip
 
 
@@ -163,6 +162,7 @@ def test_a_run_of_two_owners_leaks_and_a_defence_lessens_it(
 
     assert plain["label_leak_auc"] > 0.95  # cross-entropy's gradient points away from the label
     assert noised["label_leak_auc"] < plain["label_leak_auc"] - 0.1
+    assert plain["label_leak_auc_activation"] is None  # the text's owner could learn that alone
     assert plain["token_recovery"] > 0.9 > 0.4 > noised["token_recovery"]
     assert plain["defences"] == "none" and noised["defences"] == "gaussian(3)+marvell(25)"
     assert set(plain["leakage"]["label"]) == {"text_owner"}
@@ -190,4 +190,19 @@ def test_the_middle_of_a_u_shape_is_asked_for_both_text_and_labels(tmp_path: Pat
         "text from hidden activation of border 0, received"
     }
     assert summary["token_recovery"] > 0.9
+    by_kind = [summary[f"label_leak_auc_{kind}"] for kind in ("gradient", "activation")]
+    assert summary["label_leak_auc"] == max(by_kind) and min(by_kind) > 0.5
     assert "4x slower" in summary["link"]
+
+
+@pytest.mark.slow
+def test_notes_of_several_ranks_of_a_cloud_are_joined(tmp_path: Path) -> None:
+    config = text_config("two_owners", ["security=two_owners", "security/meter=attack"])
+    config["cluster"]["clouds"]["text_owner"]["num_ranks"] = 2
+    summary = run(OmegaConf.create(config), tmp_path)
+
+    (attacks,) = summary["leakage"]["label"]["text_owner"].values()
+    assert attacks["num_samples"] == 128
+    audit = json.loads((tmp_path / "wire_audit.json").read_text())
+    activations = [m for m in audit["messages"] if m["kind"] == "activation"]
+    assert len(activations) == 1 and activations[0]["num_messages"] == 16 * 4

@@ -2,7 +2,8 @@
 the notes of observer.py. Runs after training and changes nothing of it.
 
 Labels, for every cloud that may not see them, from each kind of message it received or made:
-    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. `label_leak_auc` = the largest.
+    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. `label_leak_auc` = the largest,
+    `label_leak_auc_gradient` and `_activation` = the largest of those alone.
     Several classes: one against the rest, the mean. A number as label: above its median or not.
     A cloud that holds the text is judged by gradients only: what activations tell, it could learn
     from its text.
@@ -51,6 +52,13 @@ from xcloud.security.attacks import (
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, TRUTH, Stream
 
+FIGURES = (
+    "label_leak_auc",
+    "label_leak_auc_gradient",
+    "label_leak_auc_activation",
+    "token_recovery",
+    "token_recovery_baseline",
+)
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
@@ -87,8 +95,8 @@ class _Notes:
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """label_leak_auc, token_recovery, token_recovery_baseline (None where there is nothing to
-    recover), and under "label" and "text" every attack by cloud and message.
+    """The figures of FIGURES (None where there is nothing to recover), and under "label" and
+    "text" every attack by cloud and message.
 
     Raises DataError if notes are missing, saying of which ranks.
     """
@@ -105,15 +113,23 @@ def measure(run_dir: Path) -> dict[str, Any]:
         entry for by_message in text.values() for entry in by_message.values() if "linear" in entry
     ]
     best = max(recoveries, key=lambda e: max(e["linear"], e["network"]), default=None)
-    aucs = [value for by_message in label.values() for entry in by_message.values()
-            for name, value in entry.items() if name != "num_samples"]  # fmt: skip
+    gradient, activation = _largest(label, "gradient"), _largest(label, "activation")
     return {
-        "label_leak_auc": max(aucs, default=None),
+        "label_leak_auc": max((a for a in (gradient, activation) if a is not None), default=None),
+        "label_leak_auc_gradient": gradient,
+        "label_leak_auc_activation": activation,
         "token_recovery": max(best["linear"], best["network"]) if best else None,
         "token_recovery_baseline": best["baseline"] if best else None,
         "label": label,
         "text": text,
     }
+
+
+def _largest(label: dict[str, dict[str, dict[str, float]]], kind: str) -> float | None:
+    aucs = [value for by_message in label.values() for message, entry in by_message.items()
+            if f" {kind} of " in message
+            for name, value in entry.items() if name != "num_samples"]  # fmt: skip
+    return max(aucs, default=None)
 
 
 def forget(run_dir: Path) -> None:
@@ -285,9 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def flat(leakage: dict[str, Any]) -> dict[str, Any]:
     """What summary.json gets: the figures by themselves, and all that lies behind them."""
-    names = ("label_leak_auc", "token_recovery", "token_recovery_baseline")
     return {
-        **{name: leakage[name] for name in names},
+        **{name: leakage[name] for name in FIGURES},
         "leakage": {name: leakage[name] for name in ("label", "text")},
     }
 
