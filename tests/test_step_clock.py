@@ -1,3 +1,4 @@
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -54,6 +55,21 @@ def test_what_happens_between_steps_is_not_recorded() -> None:
             pass
 
     assert [[s.what for s in step.spans] for step in clock.recorded] == [["backward"]] * 2
+
+
+def test_a_slow_device_stretches_computing_and_nothing_else() -> None:
+    clock = StepClock(slowdown=4.0)
+    clock.begin_step(1)
+    for what in ("forward", "optimizer", "compress", "wait"):
+        with clock.during(what):
+            time.sleep(0.01)
+    step_s = clock.end_step()
+
+    # Sums of the spans as they were stretched; 0.01 s each before.
+    assert clock.compute_s >= 2 * 4 * 0.01
+    assert clock.codec_s >= 0.01 and clock.waiting_s >= 0.01
+    assert clock.codec_s + clock.waiting_s < clock.compute_s
+    assert step_s >= clock.compute_s + clock.codec_s + clock.waiting_s
 
 
 def test_a_block_that_raises_is_counted_too() -> None:

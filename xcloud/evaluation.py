@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,12 @@ from xcloud.tasks.task import Split, TaskData
 from xcloud.training.settings import Training
 from xcloud.training.trainer import Lanes
 
+SAMPLES_FILE = "samples.txt"
+
 
 class Evaluator:
-    """Scores a split through the pipeline. All ranks take part; the last stage's leader tells."""
+    """Scores a split through the pipeline. All ranks take part; the last stage's leader tells the
+    scores to rank 0 and writes samples, which are text, beside its own run only."""
 
     def __init__(
         self,
@@ -29,7 +33,9 @@ class Evaluator:
         data: TaskData,
         fetch: Callable[[Split, Tensor], Batch],
         reporter: Reporter,
+        run_dir: Path,
     ) -> None:
+        self._samples_file = run_dir / SAMPLES_FILE
         self._training, self._rank, self._pipeline = training, rank, pipeline
         self._lanes, self._data, self._fetch, self._reporter = lanes, data, fetch, reporter
 
@@ -48,6 +54,8 @@ class Evaluator:
             predictions = gather_predictions(predictions, lanes.group)
         if lanes.leader == self._rank:
             values = self._data.score(split, predictions)
+            samples = self._data.sample_outputs(split, predictions, 5)
+            self._samples_file.write_text(samples, encoding="utf-8")
             self._reporter.event(
                 "quality",
                 now=True,
@@ -56,7 +64,6 @@ class Evaluator:
                 values=values,
                 signature=self._data.signature(),
                 evaluation_s=round(time.perf_counter() - started, 3),
-                samples_text=self._data.sample_outputs(split, predictions, 5),
             )
 
 

@@ -25,6 +25,7 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError, DataError
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
+from xcloud.security.defences import LABEL
 from xcloud.security.visibility import Visibility
 from xcloud.tasks.task import Task
 from xcloud.tracking import Tracker
@@ -83,11 +84,30 @@ class Experiment:
                         f"{layout.num_stages} stages, so borders 0 to {layout.num_stages - 2}"
                     )
         stages = range(layout.num_stages)
-        self.security.check(
-            tuple(layout.clouds),
-            {stage: self.model.fields(stage, layout.num_stages) for stage in stages},
-            {stage: layout.stage_cloud(stage) for stage in stages},
-        )
+        fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
+        stage_cloud = {stage: layout.stage_cloud(stage) for stage in stages}
+        self.security.check(tuple(layout.clouds), fields, stage_cloud)
+        if self.security.weights:
+            parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
+            self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
+        self._check_defences(fields[layout.num_stages - 1])
+
+    def _check_defences(self, last_reads: frozenset[str]) -> None:
+        """A defence that reads labels must act in ranks that load them."""
+        defences, layout = self.security.defences, self.cluster
+        defences.check(last_reads)
+        for stage in range(layout.num_stages - 1):
+            acting = defences.at(stage, layout.stage_cloud, layout.num_stages - 1).get("backward")
+            if acting is None or not acting.needs_labels:
+                continue
+            for rank in layout.ranks_of(stage + 1):
+                if LABEL not in self.fields_of(rank):
+                    raise ConfigError(
+                        f"security.defences.backward: {acting.label} needs labels in rank {rank} "
+                        f"of cloud {layout.placement(rank).cloud!r}, which sends gradients away "
+                        f"but reads none; let its ranks hold the last stage too "
+                        "(one_stage_per_rank: false)"
+                    )
 
     @property
     def compression_in_force(self) -> str:
@@ -95,6 +115,16 @@ class Experiment:
         if not self.cluster.crosses_clouds:
             return "off"
         return "none" if self.compression.is_identity else self.compression.label
+
+    @property
+    def defences_in_force(self) -> str:
+        """The defences' label; "off" where no border is one that they act on, "none" if none."""
+        defences = self.security.defences
+        if not defences.label:
+            return "none"
+        last = self.cluster.num_stages - 1
+        acts = any(defences.at(stage, self.cluster.stage_cloud, last) for stage in range(last))
+        return defences.label if acts else "off"
 
     @property
     def run_name(self) -> str:
@@ -110,10 +140,17 @@ class Experiment:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        return (
+        line = (
             f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
             f"{self.cluster.describe()}; compression: {compression}"
         )
+        if defences := self.security.defences.label:
+            line += f"; defences: {defences}"
+            if self.defences_in_force == "off":
+                line += " (off: nothing they protect leaves its cloud)"
+        if self.security.meter is not None and not self.cluster.crosses_clouds:
+            line += "; leak meter: off (one cloud)"
+        return line
 
     @property
     def borders(self) -> dict[int, Border]:
@@ -128,6 +165,13 @@ class Experiment:
         """Samples of the largest micro-batch, in training or evaluation."""
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+
+    def fields_of_cloud(self, cloud: str) -> frozenset[str]:
+        """Batch fields that any rank of the cloud reads."""
+        stages = self.cluster.clouds[cloud].stages or ()
+        return frozenset[str]().union(
+            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
+        )
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""

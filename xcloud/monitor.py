@@ -19,20 +19,23 @@ from typing import Any
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.curves import RunCurves
 from xcloud.errors import XcloudError
+from xcloud.evaluation import SAMPLES_FILE
 from xcloud.events import EventReader
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, flatten, from_config, read_config
 from xcloud.export import MODEL_DIR
 from xcloud.progress import ProgressLine
 from xcloud.project import commit
 from xcloud.report_table import print_report
+from xcloud.security import leak_meter
+from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 from xcloud.summary import RunStatistics, write_summary
 from xcloud.timeline import timeline_of, write_trace
 from xcloud.tracked_values import quality_metrics, step_metrics
 
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
-SAMPLES_FILE = "samples.txt"
 TRACE_FILE = "timeline.json"
+RECORD_WITHIN_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class Monitor:
         self.finished_ranks: set[int] = set()
 
     def start(self) -> None:
+        for stale in self.run_dir.glob("rank*.wire.json"):  # of an earlier run in this folder
+            stale.unlink()
         experiment = self.experiment
         tags = {
             "profile": experiment.profile,
@@ -68,6 +73,9 @@ class Monitor:
         """Take in what the ranks have said since the last time."""
         tracker = self.experiment.tracker
         for event in self._reader.poll():
+            if event["event"] == "quality" and (self.run_dir / SAMPLES_FILE).is_file():
+                # Never in the event: a report may leave the cloud that the samples belong to.
+                event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
             self._progress.show(event)
             totals = self._statistics.feed(event)
             self._curves.feed(event, totals)
@@ -76,7 +84,6 @@ class Monitor:
                 tracker.log(step_metrics(totals), totals.step)
             if event["event"] == "quality":
                 tracker.log(quality_metrics(event), event["step"])
-                (self.run_dir / SAMPLES_FILE).write_text(event["samples_text"], encoding="utf-8")
             elif event["event"] == "finish":
                 self.finished_ranks.add(event["rank"])
 
@@ -95,9 +102,14 @@ class Monitor:
         )
         summary["compression"] = experiment.compression_in_force
         summary["link"] = experiment.cluster.describe()
+        summary["defences"] = experiment.defences_in_force
+        summary |= self._audit_wire()
+        if cause is None:
+            summary |= self._measure_leaks()
         summary_path = self.run_dir / SUMMARY_FILE
         write_summary(summary_path, summary)
-        kept = [self.run_dir / name for name in (SUMMARY_FILE, SAMPLES_FILE)] + self._draw()
+        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE)
+        kept = [self.run_dir / name for name in files] + self._draw()
         for path in kept:
             if path.exists():
                 tracker.artifact(path)
@@ -107,6 +119,28 @@ class Monitor:
             places["model"] = self.run_dir / MODEL_DIR
         print_report(summary, {**places, **tracker.places()})
         return summary
+
+    def _audit_wire(self) -> dict[str, Any]:
+        """What left each cloud, of the ranks whose record lies here (all, on one machine)."""
+        try:
+            return {"wire": compact(join_audit(self.run_dir))}
+        except (XcloudError, OSError, ValueError, KeyError) as error:
+            if any(self.run_dir.glob("rank*.wire.json")):
+                log.warning("%s is without its %s: %r", self.run_dir, AUDIT_FILE, error)
+            return {}  # no rank came as far as writing one
+
+    def _measure_leaks(self) -> dict[str, Any]:
+        meter = self.experiment.security.meter
+        if meter is None or not self.experiment.cluster.crosses_clouds:
+            return {}
+        try:
+            leakage = leak_meter.flat(leak_meter.measure(self.run_dir))
+        except Exception as error:
+            log.warning("%s is without its leak figures: %s", self.run_dir, error)
+            return {}
+        if not meter.keep:
+            leak_meter.forget(self.run_dir)
+        return leakage
 
     def _draw(self) -> list[Path]:
         """Timeline and pictures, as far as the run came; what cannot be drawn is one warning."""
@@ -161,6 +195,13 @@ def main() -> int:
     num_ranks = monitor.experiment.cluster.num_ranks
     while os.getppid() == arguments.parent and len(monitor.finished_ranks) < num_ranks:
         monitor.poll()
+        time.sleep(0.1)
+    # Rank 0 writes its record of what left its cloud once its links have closed.
+    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
+    record = arguments.run_dir / "rank0.wire.json"
+    while os.getppid() == arguments.parent and not record.exists():
+        if time.monotonic() > give_up_at_s:
+            break
         time.sleep(0.1)
     monitor.poll()
     lost = sorted(set(range(num_ranks)) - monitor.finished_ranks)

@@ -106,8 +106,19 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
     remark = f"forward {_ratio(ratio['forward'])}, backward {_ratio(ratio['backward'])}"
     yield "compression ratio", _ratio(ratio["total"]), remark
+    if summary.get("label_leak_auc") is not None:
+        yield "label leak, AUC", _number(summary["label_leak_auc"], ".3f"), _leak_remark(summary)
+    if summary.get("token_recovery") is not None:
+        remark = f"{100 * summary['token_recovery_baseline']:.1f} % without looking"
+        yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
     yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
+
+
+def _leak_remark(summary: Mapping[str, Any]) -> str:
+    parts = [(kind, summary.get(f"label_leak_auc_{kind}")) for kind in ("gradient", "activation")]
+    known = [f"{kind}s {value:.3f}" for kind, value in parts if value is not None]
+    return ", ".join([*known, "0.5 = nothing leaks"])
 
 
 def _number(value: float | None, form: str) -> str:

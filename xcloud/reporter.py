@@ -40,6 +40,7 @@ class Reporter:
     def __init__(self, rank: int, cloud: str, sink: Callable[[bytes], None]) -> None:
         self._rank, self._cloud, self._sink = rank, cloud, sink
         self._pending: list[bytes] = []
+        self.contents: dict[str, set[str]] = {}  # kind of event -> names of what it told
         self._flushed_at_s = time.monotonic()
 
     def event(self, event: str, *, now: bool = False, **fields: Any) -> None:
@@ -50,6 +51,7 @@ class Reporter:
             "cloud": self._cloud,
             "t": round(time.time(), 3),
         }
+        self.contents.setdefault(event, set()).update(head, fields)
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )

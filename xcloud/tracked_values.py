@@ -49,6 +49,10 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "compression_ratio_forward": ratio.get("forward"),
         "compression_ratio_backward": ratio.get("backward"),
     }
+    for name in ("", "_gradient", "_activation"):
+        metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
+    for name in ("token_recovery", "token_recovery_baseline"):
+        metrics[name] = summary.get(name)
     for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
         metrics[name] = summary.get(name)
     for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):

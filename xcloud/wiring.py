@@ -24,6 +24,7 @@ from xcloud.cluster.link import InLink, LinkStats, OutLink
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
+from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.per_border import PerBorder
@@ -32,6 +33,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control
 from xcloud.parallel.pipeline import BorderPorts
+from xcloud.security.defences import Defences
 from xcloud.training.trainer import Lanes
 
 _FRAME_SLACK_BYTES = 4096
@@ -48,6 +50,7 @@ class Wiring:
     outs: list[OutLink] = field(default_factory=list)
     ins: list[InLink] = field(default_factory=list)
     wan_outs: list[OutLink] = field(default_factory=list)
+    wan_records: list[LinkRecord] = field(default_factory=list)
     wan_forward: list[SendChannel] = field(default_factory=list)
     wan_backward: list[SendChannel] = field(default_factory=list)
     is_emulated: bool = False
@@ -74,11 +77,13 @@ def wire(
     clock: StepClock,
     run_dir: Path,
     on_report: Callable[[Frame], None],
+    defences: Defences | None = None,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
     borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
-    rank 0, in a background thread, for each report of another rank.
+    rank 0, in a background thread, for each report of another rank. defences: noise on what leaves
+    a cloud that holds the first stage (forward) or the last one (backward).
     """
     wiring = Wiring()
     if layout.num_ranks == 1:
@@ -92,6 +97,10 @@ def wire(
         builder.join_border(
             stage, border, compression.at_border(stage), max_samples, device, clock
         )
+    for stage, ports in wiring.ports.items():
+        ports.crosses_clouds = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+        if defences is not None:
+            ports.defences = defences.at(stage, layout.stage_cloud, layout.num_stages - 1)
     return wiring
 
 
@@ -214,9 +223,15 @@ class _Builder:
         clock = self.clocks.to(peer)
         self.wiring.is_emulated |= clock is not None
         log = self._log(LinkName(border, self.rank, peer))
-        link = GlooOutLink(group, peer, self._name(peer), capacity, clock, log=log)
+        leaves_cloud = self.layout.wan_between(self.rank, peer) is not None
+        record = None
+        if leaves_cloud:
+            there = self.layout.placement(peer).cloud
+            record = LinkRecord(there, peer, None if border == CONTROL else border)
+            self.wiring.wan_records.append(record)
+        link = GlooOutLink(group, peer, self._name(peer), capacity, clock, log=log, record=record)
         self.wiring.outs.append(link)
-        if self.layout.wan_between(self.rank, peer) is not None:
+        if leaves_cloud:
             self.wiring.wan_outs.append(link)
         return link
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import ConfigError, LinkError, XcloudError
+from xcloud.errors import ConfigError, DataError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, read
 from xcloud.export import export_stage
@@ -35,6 +35,9 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
+from xcloud.security.observer import Observer
+from xcloud.security.wire_audit import write_rank_audit
+from xcloud.tasks.task import TaskData
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
@@ -54,13 +57,17 @@ def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
     layout = experiment.cluster
     placement = layout.placement(rank)
     device = _device(layout.clouds[placement.cloud].device)
-    clock = StepClock(record_from=max(1, experiment.training.max_steps - KEEP_STEPS + 1))
+    clock = StepClock(
+        record_from=max(1, experiment.training.max_steps - KEEP_STEPS + 1),
+        slowdown=layout.clouds[placement.cloud].slowdown,
+    )
     events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
 
     wiring = wire(
         rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
         device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
+        defences=experiment.security.defences,
     )  # fmt: skip
     control = wiring.control
     if events is not None:
@@ -75,9 +82,11 @@ def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
         with contextlib.suppress(LinkError):
             reporter.flush()
             time.sleep(LAST_WORDS_S)
+        write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
         raise
     reporter.flush()
     wiring.close(CLOSE_TIMEOUT_S)
+    write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
 
 
 def _train(
@@ -97,6 +106,9 @@ def _train(
     # 1. Load what this cloud may see, and agree on the rest.
     fields = experiment.fields_of(rank)
     data = experiment.task.load(fields, experiment.seed)
+    _check_fields(data, fields)
+    if data.head is not None:
+        experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
     if rank == 0:
         reporter.note(data.describe())
     if control is not None:
@@ -125,6 +137,7 @@ def _train(
         rank, stages, layout.num_stages, wiring.ports, layout.owner,
         {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in stages},
         device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
+        observer := _observer(experiment, rank, data),
     )  # fmt: skip
     if layout.num_ranks > 1:
         dist.barrier()  # nobody starts the clock while another cloud still prepares
@@ -139,7 +152,7 @@ def _train(
     )  # fmt: skip
     evaluator = Evaluator(
         experiment.training, rank, pipeline, wiring.lanes, data,
-        lambda split, ids: _on(device, data.batch(split, ids)), reporter,
+        lambda split, ids: _on(device, data.batch(split, ids)), reporter, run_dir,
     )  # fmt: skip
     meter = WanMeter(wiring)
     reporter.event("phase", now=True, name="training")
@@ -150,6 +163,8 @@ def _train(
         if every and step % every == 0:
             evaluator.evaluate("dev", step)
             meter.forget()
+    if observer is not None:
+        observer.write(run_dir)
     report_typical_step(clock, layout.num_ranks, reporter)
 
     # 4. Evaluate through the same link, export, say goodbye.
@@ -159,6 +174,32 @@ def _train(
         if wiring.lanes[stage].leader == rank:
             export_stage(run_dir, stage, module, data)
     reporter.event("finish", num_steps=experiment.training.max_steps)
+
+
+def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
+    """Before anything is computed: a task that reads more than it was asked for is refused."""
+    if data.num_samples("train"):
+        extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
+        if extra:
+            raise DataError(
+                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
+                "its load() must keep to the fields it is given: "
+                f"{', '.join(sorted(fields)) or 'none'}"
+            )
+
+
+def _observer(experiment: Experiment, rank: int, data: TaskData) -> Observer | None:
+    """Who takes notes for the leak meter, if it is on and there is another cloud to see."""
+    meter, layout = experiment.security.meter, experiment.cluster
+    if meter is None or not layout.crosses_clouds:
+        return None
+    cloud = layout.placement(rank).cloud
+    vocabularies = {name: data.vocabulary(name) for name in data.text_fields}
+    token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
+    return Observer(
+        rank, cloud, layout.num_ranks, meter, experiment.training.max_steps, token_fields,
+        experiment.fields_of_cloud(cloud),
+    )  # fmt: skip
 
 
 def _wait_for_lanes(lanes: Lanes) -> None:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from xcloud.cluster.emulated_link import LinkClock, Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link import LinkStats, Parts, expect
 from xcloud.cluster.message_log import LinkLog
+from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 
 NUM_POSTED = 3
@@ -46,6 +47,7 @@ class GlooOutLink:
     clock: the emulated link; None leaves the network alone.
     max_queued: frames that may wait here before `send` blocks (bounds memory in evaluation).
     log: where to note when each message was sent; None notes nothing.
+    record: where to note what was sent; None where the peer is in the same cloud.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class GlooOutLink:
         clock: LinkClock | None = None,
         max_queued: int = 64,
         log: LinkLog | None = None,
+        record: LinkRecord | None = None,
     ) -> None:
         self.peer_name = peer_name
         self.stats = LinkStats()
+        self._record = record
         self._group, self._peer, self._clock, self._log = group, peer, clock, log
         self._capacity_bytes = capacity_bytes
         self._sequence = 0
@@ -68,7 +72,7 @@ class GlooOutLink:
         self._thread = threading.Thread(target=self._run, name=f"to-{peer_name}", daemon=True)
         self._thread.start()
 
-    def send(self, key: MessageKey, parts: Parts) -> None:
+    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
         frame = encode_frame(key, parts, self._sequence)
         if frame.numel() > self._capacity_bytes:
             raise FrameError(
@@ -80,6 +84,8 @@ class GlooOutLink:
         if key.kind is not Kind.GOODBYE:
             line_s = slot.sent_s - slot.start_s if slot is not None else 0.0
             self.stats.count(key.kind, frame.numel(), line_s)
+        if self._record is not None:
+            self._record.note(key.kind, parts, carries, frame.numel())
         self._put(_Outgoing(key, self._sequence, frame, queued_at_s, slot))
         self._sequence += 1
 

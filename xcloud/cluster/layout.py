@@ -8,10 +8,10 @@ of unequal size (8 ranks feeding 64) need no special case.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int
+from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 
@@ -25,17 +25,21 @@ class Cloud:
 
     stages: numbers of the stages that live here; None = the cloud's own position in the layout.
     device: "auto" takes a GPU where there is one.
+    slowdown: 4 = the cloud's ranks compute four times as long as this machine needs (a user's own
+        weak device, emulated: they sleep after each piece of work). Compressing is not slowed.
     """
 
     num_ranks: int = 1
     stages: Sequence[int] | None = None
     one_stage_per_rank: bool = False
     device: str = "auto"
+    slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         check_int("cloud.num_ranks", self.num_ranks, 1)
         check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("cloud.one_stage_per_rank", self.one_stage_per_rank, (True, False))
+        check_number("cloud.slowdown", self.slowdown, 1, 1000)
         if self.stages is not None:
             if not isinstance(self.stages, list | tuple) or not self.stages:
                 raise ConfigError(
@@ -82,9 +86,7 @@ class ClusterLayout:
                     f"cluster.clouds.{name}: {cloud.num_ranks} ranks cannot be dealt evenly to "
                     f"{len(stages)} stages; make num_ranks a multiple of {len(stages)}"
                 )
-            resolved[str(name)] = Cloud(
-                cloud.num_ranks, stages, cloud.one_stage_per_rank, cloud.device
-            )
+            resolved[str(name)] = replace(cloud, stages=stages)
         object.__setattr__(self, "clouds", resolved)
         held = [stage for cloud in resolved.values() for stage in cloud.stages or ()]
         if sorted(held) != list(range(len(held))):
@@ -165,6 +167,7 @@ class ClusterLayout:
         clouds = ", ".join(
             f"{name}: {cloud.num_ranks} rank{'s' * (cloud.num_ranks > 1)}, "
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
+            + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
             for name, cloud in self.clouds.items()
         )
         if not self.crosses_clouds:

@@ -38,7 +38,8 @@ class OutLink(Protocol):
 
     stats: LinkStats
 
-    def send(self, key: MessageKey, parts: Parts) -> None: ...
+    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+        """carries: what each part is, in words, for the record of what left the cloud."""
 
     def close(self, timeout_s: float) -> None:
         """Deliver what is under way and say goodbye."""
@@ -66,7 +67,7 @@ class InProcessLink:
         self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._sequence = 0
 
-    def send(self, key: MessageKey, parts: Parts) -> None:
+    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
         frame = encode_frame(key, parts, self._sequence)
         seal_frame(frame, 0.0)
         self._sequence += 1

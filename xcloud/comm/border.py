@@ -44,6 +44,12 @@ class BorderField:
     def spec(self, num_rows: int) -> TensorSpec:
         return TensorSpec((num_rows, *self.features), self.dtype)
 
+    @property
+    def in_words(self) -> str:
+        """ "hidden float32 [R, 8]": R tokens, B samples."""
+        axes = ", ".join(["R" if self.rows == "counted" else "B", *map(str, self.features)])
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} [{axes}]"
+
 
 @dataclass(frozen=True)
 class Border:

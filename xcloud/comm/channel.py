@@ -97,18 +97,22 @@ class SendChannel:
         with self.clock.during("compress"):
             training = key.kind is not Kind.EVALUATION
             parts: list[Tensor] = []
+            carries: list[str] = []
             for field in self.fields:
                 tensor = message[field.name].detach()
                 spec = field.spec(num_rows(field, len(ids), counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
                 if not spec.is_floating:
                     parts.append(tensor)
+                    carries.append(field.in_words)
                     continue
                 if training:
                     self.raw_bytes += field.raw_bytes(spec.shape[0])
                 codec = self.codecs[field.name].at(key.step)
-                parts.extend(self._encode(codec, tensor, spec, ids, counts, training))
-            self.link.send(key, tuple(parts))
+                encoded = self._encode(codec, tensor, spec, ids, counts, training)
+                parts.extend(encoded)
+                carries.extend([field.in_words] * len(encoded))
+            self.link.send(key, tuple(parts), carries)
 
     def _encode(
         self,

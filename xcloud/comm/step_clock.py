@@ -54,9 +54,12 @@ class StepClock:
     record_from: steps from this one on stay in `recorded`, span by span, and their messages in
     `messages`: meant for the last few of a run, as nothing is ever dropped. None records nothing.
     What happens between steps (evaluation) is never recorded.
+    slowdown: every span of computing, in evaluation too, is stretched to so many times its own
+    length, by sleeping at its end (an emulated slow device).
     """
 
-    def __init__(self, record_from: int | None = None) -> None:
+    def __init__(self, record_from: int | None = None, slowdown: float = 1.0) -> None:
+        self.slowdown = slowdown
         self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
         self.place = NOWHERE  # set by the pipeline before each action
         self.recorded: list[RecordedStep] = []
@@ -105,4 +108,8 @@ class _During:
         self._started_at_s = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self._clock.count(self._what, self._started_at_s, time.monotonic())
+        clock, ended_at_s = self._clock, time.monotonic()
+        if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
+            time.sleep((clock.slowdown - 1) * (ended_at_s - self._started_at_s))
+            ended_at_s = time.monotonic()
+        clock.count(self._what, self._started_at_s, ended_at_s)

@@ -37,6 +37,7 @@ from xcloud.models.encoder_decoder import (
     check_stage,
     fields_of,
     layers_of,
+    parts_of,
 )
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
@@ -181,6 +182,10 @@ class AbNet:
         if 0 < stage < num_stages - 1 and self.encoder.needs_sentences:
             return frozenset({SOURCE})
         return fields_of(stage, num_stages)
+
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        check_stage(stage, num_stages, "AbNet")
+        return parts_of(stage, num_stages)
 
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         check_stage(stage, num_stages, "AbNet")

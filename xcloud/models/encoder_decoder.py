@@ -45,6 +45,13 @@ def fields_of(stage: int, num_stages: int) -> frozenset[str]:
     return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
 
 
+def parts_of(stage: int, num_stages: int) -> frozenset[str]:
+    """Parts whose weights a stage holds."""
+    if stage == num_stages - 1:
+        return frozenset({"target_embeddings", "decoder", "head"})
+    return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
+
+
 def border_of(hidden: int, max_length: int) -> Border:
     """Token counts and the encoder's rows [R, H]: 4 * R * H bytes, and as many back."""
     return Border(

@@ -44,6 +44,10 @@ class SplitModel(Protocol):
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         """Batch fields that this stage reads. Decides what a cloud must be allowed to see."""
 
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Names of the parts whose weights this stage holds (embeddings, layers, head …), for
+        the rule about who may hold them."""
+
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """What crosses from `stage` to `stage + 1`, known without building anything."""
 

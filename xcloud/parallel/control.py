@@ -44,7 +44,7 @@ class Control:
             mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 mine[stage] = value
-            self.out[0].send(key, (mine,))
+            self.out[0].send(key, (mine,), ("squared gradient norm of each stage",))
             return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
         collected = dict(values)
         for leader in others:
@@ -54,7 +54,8 @@ class Control:
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
         for leader in others:
-            self.out[leader].send(key, (torch.tensor([total], dtype=torch.float64),))
+            summed = torch.tensor([total], dtype=torch.float64)
+            self.out[leader].send(key, (summed,), ("sum of the squared gradient norms",))
         return total
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -64,13 +65,14 @@ class Control:
         fields that only some ranks hold are left out by those that do not hold them.
         """
         key = MessageKey(Kind.AGREEMENT)
+        carries = (f"digests of: {', '.join(sorted(facts))}",)
         if self.rank == 0:
             for peer, link in self.incoming.items():
                 theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S)[0])
-                self.out[peer].send(key, (encode_facts(facts),))
+                self.out[peer].send(key, (encode_facts(facts),), carries)
                 compare_facts(facts, theirs, peer)
         else:
-            self.out[0].send(key, (encode_facts(facts),))
+            self.out[0].send(key, (encode_facts(facts),), carries)
             theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
             compare_facts(facts, theirs, 0)
 
@@ -78,7 +80,7 @@ class Control:
         """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
         assert len(lines) <= REPORT_CAPACITY_BYTES
         data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-        self.out[0].send(MessageKey(Kind.REPORT), (data,))
+        self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
 
 
 def encode_facts(facts: Mapping[str, str]) -> Tensor:

@@ -20,6 +20,8 @@ from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule
 from xcloud.parallel.simulate import rank_actions
 from xcloud.parallel.stage import Batch, Stage, StageOutput
+from xcloud.security.defences import LABEL, Defence
+from xcloud.security.observer import Observer, Stream
 
 
 @dataclass
@@ -28,6 +30,7 @@ class BorderPorts:
 
     A rank before the border has forward_out and backward_in, a rank behind it the other two; a
     rank on both sides has neither for itself: messages are handed over in memory.
+    defences: noise on what this border carries away, by direction; empty inside a cloud.
     """
 
     border: Border
@@ -35,15 +38,26 @@ class BorderPorts:
     forward_in: dict[int, ReceiveChannel] = field(default_factory=dict)
     backward_out: dict[int, SendChannel] = field(default_factory=dict)
     backward_in: dict[int, ReceiveChannel] = field(default_factory=dict)
+    crosses_clouds: bool = False
+    defences: Mapping[str, Defence] = field(default_factory=dict)
+
+    def counts_of(self, name: str, counts: Tensor | None) -> Tensor | None:
+        """Rows of each sample in this field; None where every sample has one row."""
+        counted = {entry.name for entry in self.border.fields if entry.rows == "counted"}
+        return counts if name in counted else None
 
 
 @dataclass
 class _InFlight:
     """A micro-batch between its forward and its backward at one stage."""
 
-    ids: Tensor
+    batch: Batch
     received: Message | None
     output: StageOutput
+
+    @property
+    def ids(self) -> Tensor:
+        return self.batch["ids"]
 
 
 class Pipeline:
@@ -51,6 +65,7 @@ class Pipeline:
 
     owner(stage, micro_batch): the rank that computes it. lanes: stage -> (lane, number of lanes)
     for the stages of this rank. autocast: makes the context that stages compute in.
+    observer: notes what this rank sees of other clouds in training, for the leak meter.
     """
 
     def __init__(
@@ -65,7 +80,9 @@ class Pipeline:
         seed: int,
         clock: StepClock,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        observer: Observer | None = None,
     ) -> None:
+        self.observer = observer
         self.rank, self.stages, self.num_stages = rank, stages, num_stages
         self.ports, self.owner, self.lanes = ports, owner, lanes
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
@@ -91,6 +108,9 @@ class Pipeline:
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
         self._first = first_micro_batch
+        if self.observer is not None and self.observer.wants(step):
+            for batch in batches.values():
+                self.observer.truth(batch)
         in_flight: dict[tuple[int, int], _InFlight] = {}
         loss = torch.zeros((), device=self.device)
         for action in self._actions(schedule):
@@ -153,8 +173,12 @@ class Pipeline:
                 output = self.stages[action.stage](received, batch)
             self._wait_for_device()
         if output.send is not None:
-            self._send_forward(action, output.send, ids, step, kind)
-        return _InFlight(ids, received, output)
+            counts = output.send.get("counts")
+            # Inside the graph: what comes back is the gradient of what was sent.
+            sent = self._defended(action, "forward", output.send, counts, batch, step, kind)
+            output = StageOutput(sent, output.loss)
+            self._send_forward(action, sent, ids, step, kind)
+        return _InFlight(batch, received, output)
 
     def _backward(self, action: Action, work: _InFlight, step: int, weight: float) -> None:
         received, output = work.received, work.output
@@ -175,7 +199,7 @@ class Pipeline:
                     torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
                 self._wait_for_device()
         if received is not None:
-            self._send_backward(action, received, work.ids, step)
+            self._send_backward(action, received, work.batch, step)
 
     def _receive_forward(
         self, action: Action, ids: Tensor, step: int, kind: Kind
@@ -186,7 +210,10 @@ class Pipeline:
         if peer == self.rank:
             return self._handed_on.pop((action.stage, action.micro_batch))
         channel = self.ports[action.stage - 1].forward_in[peer]
-        return channel.recv(self._key(kind, step, action), ids)
+        message = channel.recv(self._key(kind, step, action), ids)
+        if kind is Kind.ACTIVATION:
+            self._observe(action.stage - 1, "received", message, ids, message.get("counts"), step)
+        return message
 
     def _send_forward(
         self, action: Action, message: Message, ids: Tensor, step: int, kind: Kind
@@ -199,6 +226,8 @@ class Pipeline:
         key = self._key(kind, step, action)
         channel = self.ports[action.stage].forward_out[peer]
         channel.send(key, message, ids, message.get("counts"))
+        if kind is Kind.ACTIVATION:
+            self._observe(action.stage, "sent", message, ids, message.get("counts"), step)
 
     def _receive_backward(self, action: Action, work: _InFlight, step: int) -> Message:
         assert work.output.send is not None
@@ -207,9 +236,13 @@ class Pipeline:
             return self._handed_back.pop((action.stage, action.micro_batch))
         key = self._key(Kind.GRADIENT, step, action)
         channel = self.ports[action.stage].backward_in[peer]
-        return channel.recv(key, work.ids, work.output.send.get("counts"))
+        counts = work.output.send.get("counts")
+        message = channel.recv(key, work.ids, counts)
+        self._observe(action.stage, "received", message, work.ids, counts, step, "backward")
+        return message
 
-    def _send_backward(self, action: Action, received: Message, ids: Tensor, step: int) -> None:
+    def _send_backward(self, action: Action, received: Message, batch: Batch, step: int) -> None:
+        ids, counts = batch["ids"], received.get("counts")
         fields = self.ports[action.stage - 1].border.gradient_fields
         if not fields:
             return
@@ -222,9 +255,60 @@ class Pipeline:
         if peer == self.rank:
             self._handed_back[action.stage - 1, action.micro_batch] = message
             return
+        message = self._defended(action, "backward", message, counts, batch, step, Kind.GRADIENT)
         key = self._key(Kind.GRADIENT, step, action)
         channel = self.ports[action.stage - 1].backward_out[peer]
-        channel.send(key, message, ids, received.get("counts"))
+        channel.send(key, message, ids, counts)
+        self._observe(action.stage - 1, "sent", message, ids, counts, step, "backward")
+
+    def _defended(
+        self,
+        action: Action,
+        direction: str,
+        message: Message,
+        counts: Tensor | None,
+        batch: Batch,
+        step: int,
+        kind: Kind,
+    ) -> Message:
+        """The message with its floating fields protected, where this border has a defence."""
+        border = action.stage if direction == "forward" else action.stage - 1
+        defence = self.ports[border].defences.get(direction)
+        if defence is None:
+            return message
+        protected = dict(message)
+        with self.clock.during("compress"):
+            for position, (name, value) in enumerate(message.items()):
+                if not value.is_floating_point():
+                    continue
+                # Chance depends on the message alone, as in dropout.
+                generator = torch.Generator(value.device).manual_seed(
+                    random_seed(self.seed, step, self._first + action.micro_batch, action.stage,
+                                int(kind), position)
+                )  # fmt: skip
+                counted = self.ports[border].counts_of(name, counts)
+                labels = batch[LABEL] if defence.needs_labels else None
+                protected[name] = defence.protect(value, counted, labels, generator)
+        return protected
+
+    def _observe(
+        self,
+        border: int,
+        how: str,
+        message: Message,
+        ids: Tensor,
+        counts: Tensor | None,
+        step: int,
+        direction: str = "forward",
+    ) -> None:
+        seen = self.observer is not None and self.observer.wants(step)
+        if seen and self.ports[border].crosses_clouds:
+            assert self.observer is not None
+            for name, value in message.items():
+                if value.is_floating_point():
+                    rows = self.ports[border].counts_of(name, counts)
+                    stream = Stream(direction, border, how, name)
+                    self.observer.message(stream, ids, rows, value)
 
     def _key(self, kind: Kind, step: int, action: Action) -> MessageKey:
         return MessageKey(kind, step, self._first + action.micro_batch)

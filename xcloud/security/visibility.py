@@ -1,8 +1,9 @@
-"""Which cloud may hold which field of a batch. Checked before anything is read.
+"""Which cloud may hold which field of a batch and which part of the model. Checked before anything
+is read; besides, what is done and measured against what messages give away.
 
 A rank loads exactly the fields that its own stages read, so text that a stage does not need never
-enters its cloud. What this rule adds: a field may be tied to named clouds, and a layout that would
-put a stage which reads it anywhere else is refused.
+enters its cloud. What this rule adds: a field or a part may be tied to named clouds, and a layout
+that would put a stage which reads or holds it anywhere else is refused.
 """
 
 from __future__ import annotations
@@ -11,21 +12,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xcloud.errors import ConfigError
+from xcloud.security.defences import Defences
+from xcloud.security.observer import LeakMeter
 
 
 @dataclass(frozen=True)
 class Visibility:
     """holders: field name -> the clouds that may hold it. A field not named here may be held
-    wherever a stage reads it."""
+        wherever a stage reads it.
+    weights: the same for parts of the model by name, such as embeddings, layers, head.
+    defences: noise on what crosses. meter: measure after training what others could recover.
+    """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    defences: Defences = field(default_factory=Defences)
+    meter: LeakMeter | None = None
 
     def __post_init__(self) -> None:
-        for name, clouds in self.holders.items():
-            if isinstance(clouds, str) or not all(isinstance(cloud, str) for cloud in clouds):
-                raise ConfigError(
-                    f"security.holders.{name} must be a list of cloud names, got {clouds!r}"
-                )
+        for setting in ("holders", "weights"):
+            rule = getattr(self, setting)
+            if not isinstance(rule, Mapping):
+                raise ConfigError(f"security.{setting} must map names to clouds, got {rule!r}")
+            for name, clouds in rule.items():
+                listed = isinstance(clouds, Sequence) and not isinstance(clouds, str)
+                if not listed or not all(isinstance(cloud, str) for cloud in clouds):
+                    raise ConfigError(
+                        f"security.{setting}.{name} must be a list of cloud names, got {clouds!r}"
+                    )
+        if not isinstance(self.defences, Defences):
+            raise ConfigError(f"security.defences must be Defences, got {self.defences!r}")
+        if self.meter is not None and not isinstance(self.meter, LeakMeter):
+            raise ConfigError(
+                f"security.meter must be a LeakMeter or null, got {self.meter!r}; it is switched "
+                "on with security/meter=attack"
+            )
 
     def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
               stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
@@ -33,25 +54,45 @@ class Visibility:
 
         needs: stage -> fields that it reads. stage_cloud: stage -> its cloud.
         """
-        known = frozenset().union(*needs.values())
-        for name, holders in self.holders.items():
-            if name not in known:
+        _check(
+            "holders", "reads", "no stage reads that field; the fields are",
+            self.holders, clouds, needs, stage_cloud,
+        )  # fmt: skip
+
+    def check_weights(self, clouds: Sequence[str], parts: Mapping[int, frozenset[str]],
+                      stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
+        """The same for parts of the model. parts: stage -> names of the parts that it holds."""
+        _check(
+            "weights", "holds the weights of", "the model has no such part; its parts are",
+            self.weights, clouds, parts, stage_cloud,
+        )  # fmt: skip
+
+
+def _check(
+    setting: str,
+    verb: str,
+    unknown: str,
+    rule: Mapping[str, Sequence[str]],
+    clouds: Sequence[str],
+    needs: Mapping[int, frozenset[str]],
+    stage_cloud: Mapping[int, str],
+) -> None:
+    known = frozenset[str]().union(*needs.values())
+    for name, holders in rule.items():
+        if name not in known:
+            raise ConfigError(f"security.{setting}.{name}: {unknown} {', '.join(sorted(known))}")
+        for holder in holders:
+            if holder not in clouds:
                 raise ConfigError(
-                    f"security.holders.{name}: no stage reads that field; the fields are "
-                    f"{', '.join(sorted(known))}"
+                    f"security.{setting}.{name} names cloud {holder!r}; the clouds are "
+                    f"{', '.join(clouds)}"
                 )
-            for holder in holders:
-                if holder not in clouds:
-                    raise ConfigError(
-                        f"security.holders.{name} names cloud {holder!r}; the clouds are "
-                        f"{', '.join(clouds)}"
-                    )
-        for stage, fields in needs.items():
-            for name in sorted(fields & self.holders.keys()):
-                if stage_cloud[stage] not in self.holders[name]:
-                    raise ConfigError(
-                        f"stage {stage} reads {name!r} but lies in cloud {stage_cloud[stage]!r}; "
-                        f"security.holders allows {name!r} only in "
-                        f"{', '.join(self.holders[name]) or 'no cloud'}. Move the stage "
-                        "(cluster.clouds) or the rule."
-                    )
+    for stage, names in needs.items():
+        for name in sorted(names & rule.keys()):
+            if stage_cloud[stage] not in rule[name]:
+                raise ConfigError(
+                    f"stage {stage} {verb} {name!r} but lies in cloud {stage_cloud[stage]!r}; "
+                    f"security.{setting} allows {name!r} only in "
+                    f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
+                    "(cluster.clouds) or the rule."
+                )

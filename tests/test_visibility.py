@@ -1,0 +1,168 @@
+"""Who may hold what: fields, labels, weights; refused before anything runs, and not loadable."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.toy_text import ToyTextModel, ToyTextTask, text_config
+from xcloud import experiment as experiments
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.errors import ConfigError, RunFailed
+from xcloud.experiment import Experiment
+from xcloud.local_run import run
+
+CONF = Path(__file__).parent.parent / "conf"
+FITTING = [
+    ("u_shape", "owner_keeps_text_and_labels"),
+    ("weak_device", "owner_keeps_text_and_labels"),
+    ("bottom_only", "owner_keeps_text"),
+    ("two_owners", "two_owners"),
+]
+
+
+def built(cluster: str, *overrides: str) -> Experiment:
+    return experiments.from_config(OmegaConf.create(text_config(cluster, list(overrides))))
+
+
+@pytest.mark.parametrize(("cluster", "security"), FITTING)
+def test_every_layout_goes_with_its_rules(cluster: str, security: str) -> None:
+    found = built(cluster, f"security={security}")
+
+    assert found.cluster.name == cluster
+    for rank in range(found.cluster.num_ranks):
+        cloud = found.cluster.placement(rank).cloud
+        for name in found.fields_of(rank):
+            assert cloud in found.security.holders.get(name, [cloud])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "security", "said"),
+    [
+        ("bottom_only", "owner_keeps_text_and_labels", "stage 1 reads 'label' but lies in"),
+        ("u_shape", "two_owners", "names cloud 'text_owner'; the clouds are owner, other"),
+        ("two_clouds", "owner_keeps_text", "the clouds are cloud_a, cloud_b"),
+    ],
+)
+def test_a_layout_that_breaks_the_rules_is_refused(cluster: str, security: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        built(cluster, f"security={security}")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+security.weights.head=[owner]", "stage 1 holds the weights of 'head' but lies in"),
+        ("+security.weights.heads=[other]", "no such part; its parts are embeddings, head, layer"),
+        ("+security.weights.head=owner", "security.weights.head must be a list of cloud names"),
+        ("+security.weights.head=[cloud_x]", "the clouds are owner, other"),
+        ("+security.holders.label=[owner]", "stage 1 reads 'label' but lies in cloud 'other'"),
+        ("security.defences.forward=3", "security.defences.forward must be a defence"),
+        ("security.meter=true", "security.meter must be a LeakMeter or null"),
+        ("security/meter=attack security.meter.last_steps=0", "security.meter.last_steps"),
+    ],
+)
+def test_a_wrong_rule_is_named(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        built("bottom_only", *override.split())
+    assert "\n" not in str(raised.value)
+
+
+def test_an_owner_of_both_ends_may_keep_both_ends_of_the_model() -> None:
+    rule = "+security.weights={embeddings: [owner], head: [owner], layers: [owner, other]}"
+    built("u_shape", rule.replace(": [", ":[").replace(", ", ","))
+
+
+def test_a_rank_is_given_its_own_fields_only() -> None:
+    """Also the label: what it does not load it cannot lose."""
+    two = built("two_owners", "security=two_owners")
+    u_shape = built("u_shape")
+
+    assert two.fields_of(0) == {"text", "types"} and two.fields_of(1) == {"label"}
+    assert u_shape.fields_of(0) == {"text", "types", "label"} and u_shape.fields_of(1) == set()
+    assert u_shape.fields_of_cloud("other") == set()
+    for experiment, rank in ((two, 0), (two, 1), (u_shape, 1)):
+        fields = experiment.fields_of(rank)
+        data = ToyTextTask().load(fields, 1)
+        assert data.batch("train", torch.arange(3)).keys() == fields | {"ids"}
+        assert (data.classes is not None) == ("label" in fields)
+
+
+@pytest.mark.slow
+def test_a_task_that_reads_what_it_may_not_is_stopped_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    config = text_config("two_owners", ["security=two_owners"])
+    config["task"] = {"_target_": "tests.toy_text.GreedyTextTask"}
+
+    with pytest.raises(RunFailed, match="rank 0 of cloud 'text_owner': the task gave label"):
+        run(OmegaConf.create(config), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 0
+
+
+def test_translation_models_name_their_parts() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for model in ("abnet", "transformer"):
+            rule = "+security.weights={source_embeddings:[cloud_a],head:[cloud_b]}"
+            config = compose("config", overrides=["+exp=abnet_iwslt", f"model={model}", rule])
+            found = experiments.from_config(config)
+            assert found.model.parts(0, 2) == {"source_embeddings", "encoder"}
+            assert found.model.parts(1, 2) == {"target_embeddings", "decoder", "head"}
+            assert found.model.parts(1, 3) == {"encoder"}
+    assert ToyTextModel().parts(1, 3) == {"layers"}
+
+
+def test_defences_and_meter_are_chosen_by_name() -> None:
+    found = built(
+        "two_owners", "security=two_owners", "security/defences/backward=marvell",
+        "security.defences.backward.power=2", "security/defences/forward=gaussian_noise",
+        "security/meter=attack",
+    )  # fmt: skip
+
+    assert found.security.defences.label == "gaussian(0.1)+marvell(2)"
+    assert found.defences_in_force == found.security.defences.label
+    assert "defences: gaussian(0.1)+marvell(2)" in found.headline
+    assert found.security.meter is not None and found.security.meter.last_steps == 50
+
+
+@pytest.mark.parametrize("group", ["defences/forward", "defences/backward", "meter"])
+def test_every_option_of_security_builds(group: str) -> None:
+    options = sorted(path.stem for path in (CONF / "security" / group).glob("*.yaml"))
+    assert "none" in options and len(options) > 1
+    for option in options:
+        built("two_owners", "security=two_owners", f"security/{group}={option}")
+
+
+def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None:
+    """Both upper stages lie with the labels' owner, but the rank behind the border has none."""
+    config = text_config("two_owners", ["security/defences/backward=marvell"])
+    owner = config["cluster"]["clouds"]["label_owner"]
+    owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}
+
+    with pytest.raises(ConfigError, match="needs labels in rank 1 of cloud 'label_owner'"):
+        experiments.from_config(OmegaConf.create(config))
+    owner["one_stage_per_rank"] = False
+    experiments.from_config(OmegaConf.create(config))
+
+
+def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:
+    found = built("local", "security/defences/backward=max_norm", "security/meter=attack")
+
+    assert found.defences_in_force == "off"
+    assert "defences: none+max_norm (off" in found.headline
+    assert "leak meter: off (one cloud)" in found.headline
+
+
+def test_a_weak_device_is_slower_and_says_so() -> None:
+    layout = built("weak_device").cluster
+
+    assert layout.clouds["owner"].slowdown == 4 and layout.clouds["other"].slowdown == 1
+    assert layout.ranks_of(0) == layout.ranks_of(2) == (0,)
+    assert "owner: 1 rank, stages 0+2, 4x slower, other: 1 rank, stage 1" in layout.describe()
+    assert ClusterLayout({"a": Cloud(slowdown=2.5)}).clouds["a"].slowdown == 2.5
+    for wrong in (0.5, "fast"):
+        with pytest.raises(ConfigError, match=r"cloud\.slowdown"):
+            Cloud(slowdown=wrong)

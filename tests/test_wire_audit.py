@@ -1,0 +1,170 @@
+"""What really crosses: real processes with every byte on tape, beside what the audit says."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from tests.toy_text import FIELDS, ToyTextTask, text_config
+from tests.wiretap import Tapped, read_tape
+from xcloud.cluster.frame import Kind, MessageKey, decode_frame
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.errors import DataError
+from xcloud.local_run import run
+from xcloud.security.wire_audit import compact, join_audit, main
+from xcloud.training.batch_plan import BatchPlan
+
+OFFSET = 70_001  # labels whose bytes can be told from others
+DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float32)
+
+
+def tapped_run(folder: Path, cluster: str, security: str, *more: str, **model: object) -> dict:
+    overrides = [f"security={security}", "training.evaluate_every=8", *more]
+    config = text_config(cluster, overrides, label_offset=OFFSET, **model)
+    tape = folder / "tape"
+    tape.mkdir(parents=True)
+    config["task"] = {"_target_": "tests.wiretap.TappedTask", "label_offset": OFFSET,
+                      "tape": str(tape)}  # fmt: skip
+    return run(OmegaConf.create(config), folder / "run")
+
+
+def encodings(values: Tensor) -> list[bytes]:
+    """Plain bytes of a few numbers, in every width they fit."""
+    fits = [d for d in DTYPES if d.is_floating_point or int(values.max()) <= torch.iinfo(d).max]
+    return [values.to(dtype).numpy().tobytes() for dtype in fits]
+
+
+def secrets_in(tape: list[Tapped]) -> Counter[str]:
+    """How often text, labels and sample ids of any sample are found on the tape."""
+    data = ToyTextTask(label_offset=OFFSET).load(frozenset(FIELDS), 1)
+    everything = data.batch("train", torch.arange(128))
+    found: Counter[str] = Counter()
+    blob = b"|".join(entry.data for entry in tape)
+    for text in everything["text"]:
+        for piece in text[text != 0].unfold(0, 3, 1):
+            found["text"] += any(code in blob for code in encodings(piece))
+    for label in (OFFSET, OFFSET + 1):
+        found["label"] += any(code in blob for code in encodings(torch.tensor([label])))
+    labels = data.batch("train", torch.arange(128))["label"] - OFFSET
+    for step in range(1, 17):
+        ids = BatchPlan(128, 16, 1).ids(step)
+        found["ids"] += any(code in blob for code in encodings(ids[:4]))
+        # Classes alone are 0 and 1: only a whole batch of them can be told from other bytes.
+        found["label"] += any(code in blob for code in encodings(labels[ids]))
+    return found
+
+
+LAYOUTS = [("u_shape", "owner_keeps_text_and_labels"), ("two_owners", "two_owners")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cluster", "security"), LAYOUTS)
+def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_does(
+    cluster: str, security: str, tmp_path: Path
+) -> None:
+    summary = tapped_run(tmp_path, cluster, security, "training.optimizer.clip_norm=1.0")
+    tape = read_tape(tmp_path / "tape")
+    frames = [entry for entry in tape if entry.call == "isend"]
+    assert len(frames) > 100
+
+    assert secrets_in(tape) == {"text": 0, "label": 0, "ids": 0}
+    assert not any(b"SECRET" in entry.data for entry in tape)
+
+    seen: Counter[tuple[int, str, tuple]] = Counter()
+    sizes: Counter[tuple[int, str, tuple]] = Counter()
+    for entry in frames:
+        frame = decode_frame(torch.frombuffer(bytearray(entry.data), dtype=torch.uint8), "tape")
+        make_up = tuple((str(p.dtype).removeprefix("torch."), p.dim()) for p in frame.parts)
+        key = (entry.rank, frame.key.kind.name.lower(), make_up)
+        seen[key] += 1
+        sizes[key] += len(entry.data)
+    audit = json.loads((tmp_path / "run" / "wire_audit.json").read_text())
+    assert audit["missing_ranks"] == []
+    rank_of = {"owner": 0, "other": 1, "text_owner": 0, "label_owner": 1}
+    told: Counter[tuple[int, str, tuple]] = Counter()
+    told_bytes: Counter[tuple[int, str, tuple]] = Counter()
+    for message in audit["messages"]:
+        make_up = tuple((p["dtype"], len(p["shape"])) for p in message["parts"])
+        key = (rank_of[message["from"]], message["kind"], make_up)
+        told[key] += message["num_messages"]
+        told_bytes[key] += message["num_bytes"]
+        assert all(p["carries"] != "unnamed" for p in message["parts"])
+    assert told == seen
+    assert told_bytes == sizes
+    kinds = {message["kind"] for message in audit["messages"]}
+    assert kinds == {"activation", "gradient", "evaluation", "norm", "report", "agreement",
+                     "goodbye"}  # fmt: skip
+    # Reports tell figures; the words of a sample are in a file of its owner alone.
+    assert "samples_text" not in audit["reports"].get("quality", [])
+    assert "SECRET" in (tmp_path / "run" / "samples.txt").read_text()
+    assert "SECRET" not in (tmp_path / "run" / "events.jsonl").read_text()
+    collectives = {(e.call, e.dtype, len(e.data)) for e in tape if e.call != "isend"}
+    assert collectives == {("broadcast", "torch.int64", 8), ("all_reduce", "torch.float64", 64)}
+    assert summary["wire"] == compact(audit)
+
+
+@pytest.mark.slow
+def test_the_tap_finds_text_that_does_cross(tmp_path: Path) -> None:
+    tapped_run(tmp_path, "two_owners", "two_owners", tell=True)
+    found = secrets_in(read_tape(tmp_path / "tape"))
+
+    assert found["text"] > 100
+    assert found["ids"] == found["label"] == 0
+    audit = json.loads((tmp_path / "run" / "wire_audit.json").read_text())
+    assert "tokens int32 [R]" in {p["carries"] for m in audit["messages"] for p in m["parts"]}
+
+
+def test_sizes_of_messages_of_one_make_up_are_a_span() -> None:
+    record = LinkRecord("b", 1, 0)
+    for rows in (5, 3, 9):
+        record.note(
+            Kind.ACTIVATION, (torch.zeros(rows, 8, dtype=torch.int8),), ("hidden float32 [R, 8]",),
+            100,
+        )  # fmt: skip
+    (entry,) = record.described()
+
+    assert entry["num_messages"] == 3 and entry["num_bytes"] == 300
+    assert entry["parts"] == [
+        {"carries": "hidden float32 [R, 8]", "dtype": "int8", "shape": ["3-9", 8]}
+    ]
+
+
+def test_records_of_several_ranks_are_joined_and_missing_ones_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entry(rows: object, count: int) -> dict:
+        part = {"carries": "hidden float32 [R, 8]", "dtype": "float32", "shape": [rows, 8]}
+        return {"to": "b", "receiver": 2, "border": 0, "kind": "activation", "parts": [part],
+                "num_messages": count, "num_bytes": 10 * count}  # fmt: skip
+
+    for rank, message in ((0, entry("3-5", 2)), (1, entry(7, 1))):
+        audit = {"rank": rank, "cloud": "a", "num_ranks": 3, "crosses_clouds": True,
+                 "messages": [message], "reports": {"step": ["loss", f"x{rank}"]}}  # fmt: skip
+        (tmp_path / f"rank{rank}.wire.json").write_text(json.dumps(audit))
+
+    assert main([str(tmp_path)]) == 0
+    audit = json.loads((tmp_path / "wire_audit.json").read_text())
+    (message,) = audit["messages"]
+    assert message["parts"][0]["shape"] == ["3-7", 8]
+    assert (message["num_messages"], message["num_bytes"]) == (3, 30)
+    assert message["direction"] == "forward" and message["from"] == "a"
+    assert audit["missing_ranks"] == [2]
+    assert audit["reports"] == {"step": ["loss", "x0", "x1"]}
+    short = json.loads(capsys.readouterr().out)
+    assert short["a -> b"]["activation 0"] == {
+        "messages": 3, "bytes": 30, "carries": ["hidden float32 [R, 8]"]
+    }  # fmt: skip
+    with pytest.raises(DataError, match=r"no rank\*\.wire\.json"):
+        join_audit(tmp_path / "elsewhere")
+
+
+def test_no_value_of_a_message_is_kept() -> None:
+    record = LinkRecord("b", 1, None)
+    record.note(Kind.NORM, (torch.tensor([123456.0]),), ("norm",), 50)
+
+    assert "123456" not in json.dumps(record.described())
+    assert MessageKey(Kind.NORM).kind.name.lower() == record.described()[0]["kind"]

@@ -1,0 +1,311 @@
+"""How much of text and labels an honest-but-curious cloud recovers from what it saw: attacks.py on
+the notes of observer.py. Runs after training and changes nothing of it.
+
+Labels, for every cloud that may not see them, from each kind of message it received or made:
+    norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. `label_leak_auc` = the largest,
+    `label_leak_auc_gradient` and `_activation` = the largest of those alone.
+    Several classes: one against the rest, the mean. A number as label: above its median or not.
+    A cloud that holds the text is judged by gradients only: what activations tell, it could learn
+    from its text.
+Text, for every cloud that may not see it, from activations it received:
+    linear and network inverter, each row's token guessed -> share that is right, special tokens
+    left out. `token_recovery` = the largest; `token_recovery_baseline` = always the commonest.
+Half of the samples are known to the attacks that learn (by sample, not by row), the other half
+judges. Largest of several attacks: with few samples it lies a little above 0.5 by chance.
+
+What it cannot see: attackers who know more samples, a public corpus or the sender's start weights;
+the receiver's own trained weights; whole-sentence and generative inverters; who is in the training
+set (membership); lengths of texts (row counts cross in plain); steps before the last ones; what
+several clouds put together would know. A low figure is no proof of privacy.
+
+Of a run on several machines put the observations folders together, then
+    python -m xcloud.security.leak_meter RUN_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from xcloud.errors import DataError
+from xcloud.security.attacks import (
+    auc,
+    direction_attack,
+    linear_inverter,
+    most_frequent,
+    network_inverter,
+    norm_attack,
+    probe,
+    spectral_attack,
+)
+from xcloud.security.defences import LABEL
+from xcloud.security.observer import OBSERVATIONS_DIR, TRUTH, Stream
+
+FIGURES = (
+    "label_leak_auc",
+    "label_leak_auc_gradient",
+    "label_leak_auc_activation",
+    "token_recovery",
+    "token_recovery_baseline",
+)
+SUMMARY_FILE = "summary.json"
+MAX_SAMPLES = 4000
+MAX_ROWS = 8000
+FEWEST_SAMPLES = 20
+
+
+@dataclass
+class _Rows:
+    """ids, counts [N], rows [sum(counts), ...]; a sample may come more than once."""
+
+    ids: Tensor
+    counts: Tensor
+    rows: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[_Rows]) -> _Rows:
+        return cls(*(torch.cat([getattr(p, n) for p in parts]) for n in ("ids", "counts", "rows")))
+
+    def latest(self) -> dict[int, Tensor]:
+        """Sample id -> its rows in the newest message."""
+        pieces = torch.split(self.rows, self.counts.tolist())
+        return dict(zip(self.ids.tolist(), pieces, strict=True))
+
+
+@dataclass
+class _Notes:
+    """The notes of all ranks: what each cloud saw, and the truth."""
+
+    seen: dict[str, dict[Stream, _Rows]] = field(default_factory=dict)
+    holds: dict[str, set[str]] = field(default_factory=dict)
+    truth: dict[str, _Rows] = field(default_factory=dict)
+    special_ids: dict[str, list[int]] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+
+
+def measure(run_dir: Path) -> dict[str, Any]:
+    """The figures of FIGURES (None where there is nothing to recover), and under "label" and
+    "text" every attack by cloud and message.
+
+    Raises DataError if notes are missing, saying of which ranks.
+    """
+    notes = _read(run_dir)
+    if notes.missing:
+        raise DataError(
+            f"{run_dir / OBSERVATIONS_DIR} lacks the notes of rank "
+            f"{', '.join(map(str, notes.missing))}; put the {OBSERVATIONS_DIR} folders of all "
+            "machines together and run python -m xcloud.security.leak_meter RUN_DIR"
+        )
+    label = _labels(notes)
+    text = _texts(notes)
+    recoveries = [
+        entry for by_message in text.values() for entry in by_message.values() if "linear" in entry
+    ]
+    best = max(recoveries, key=lambda e: max(e["linear"], e["network"]), default=None)
+    gradient, activation = _largest(label, "gradient"), _largest(label, "activation")
+    return {
+        "label_leak_auc": max((a for a in (gradient, activation) if a is not None), default=None),
+        "label_leak_auc_gradient": gradient,
+        "label_leak_auc_activation": activation,
+        "token_recovery": max(best["linear"], best["network"]) if best else None,
+        "token_recovery_baseline": best["baseline"] if best else None,
+        "label": label,
+        "text": text,
+    }
+
+
+def _largest(label: dict[str, dict[str, dict[str, float]]], kind: str) -> float | None:
+    aucs = [value for by_message in label.values() for message, entry in by_message.items()
+            if f" {kind} of " in message
+            for name, value in entry.items() if name != "num_samples"]  # fmt: skip
+    return max(aucs, default=None)
+
+
+def forget(run_dir: Path) -> None:
+    """Remove the notes: they hold text and labels."""
+    shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
+
+
+def _read(run_dir: Path) -> _Notes:
+    notes, parts = _Notes(), dict[tuple[str, str], list[_Rows]]()
+    files = sorted((run_dir / OBSERVATIONS_DIR).glob("rank*.safetensors"))
+    if not files:
+        raise DataError(
+            f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
+            "security/meter=attack security.meter.keep=true, over more than one cloud"
+        )
+    found, num_ranks = set(), 0
+    for path in files:
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            found.add(about["rank"])
+            num_ranks = about["num_ranks"]
+            notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
+            notes.special_ids |= about["special_ids"]
+            for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
+                rows = _Rows(*(file.get_tensor(f"{name}/{p}") for p in ("ids", "counts", "rows")))
+                parts.setdefault((about["cloud"], name), []).append(rows)
+    for (cloud, name), pieces in parts.items():
+        joined = _Rows.join(pieces)
+        if name.startswith(f"{TRUTH}."):
+            notes.truth[name.removeprefix(f"{TRUTH}.")] = joined
+        else:
+            notes.seen.setdefault(cloud, {})[Stream.parse(name)] = joined
+    notes.missing = sorted(set(range(num_ranks)) - found)
+    return notes
+
+
+def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
+    """cloud -> message -> attack -> AUC."""
+    if LABEL not in notes.truth or notes.truth[LABEL].rows.dim() != 1:
+        return {}  # no labels, or spans, which are no classes
+    truth = notes.truth[LABEL].latest()
+    texts = notes.truth.keys() - {LABEL}
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for cloud, streams in notes.seen.items():
+        if LABEL in notes.holds[cloud]:
+            continue
+        for stream, rows in sorted(streams.items()):
+            if stream.direction == "forward" and notes.holds[cloud] & texts:
+                continue
+            found = _attack_labels(rows.latest(), truth)
+            if found is not None:
+                results.setdefault(cloud, {})[_in_words(stream)] = found
+    return results
+
+
+def _attack_labels(
+    samples: dict[int, Tensor], truth: dict[int, Tensor]
+) -> dict[str, float] | None:
+    ids = _chosen([i for i in samples if i in truth], MAX_SAMPLES)
+    if len(ids) < FEWEST_SAMPLES:
+        return None
+    labels = torch.cat([truth[i] for i in ids])
+    if labels.is_floating_point():
+        labels = (labels > labels.median()).long()
+    values, classes = torch.unique(labels, return_inverse=True)
+    if len(values) < 2:
+        return None
+    rows = [samples[i].double() for i in ids]
+    norms = torch.stack([r.norm() for r in rows])
+    # A classifier's gradient lies in the first row or in the mean of all: look at both.
+    views = {"first": torch.stack([r[0] if len(r) else r.new_zeros(r.shape[1]) for r in rows]),
+             "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
+    features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
+    is_known = torch.arange(len(ids)) % 2 == 0
+    scores = probe(features, classes, is_known, len(values))
+    found: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
+    for number in range(1 if len(values) == 2 else 0, len(values)):
+        positive = classes == number
+        found["norm"].append(norm_attack(norms, positive))
+        found["direction"].append(max(direction_attack(v, positive) for v in views.values()))
+        found["spectral"].append(max(spectral_attack(v, positive) for v in views.values()))
+        margin = scores[:, number] - scores.logsumexp(1)
+        found["probe"].append(auc(margin, positive[~is_known]))
+    means = {name: _mean(values_of) for name, values_of in found.items()}
+    return {**{k: round(v, 4) for k, v in means.items() if v == v}, "num_samples": len(ids)}
+
+
+def _texts(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
+    """cloud -> message -> linear, network, baseline: shares of tokens."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for text in sorted(notes.truth.keys() - {LABEL}):
+        truth = notes.truth[text].latest()
+        for cloud, streams in notes.seen.items():
+            if text in notes.holds[cloud]:
+                continue
+            for stream, rows in sorted(streams.items()):
+                if stream.direction != "forward" or stream.how != "received":
+                    continue
+                found = _invert(rows.latest(), truth, notes.special_ids.get(text, []))
+                if found is not None:
+                    name = f"{text} from {_in_words(stream)}"
+                    results.setdefault(cloud, {})[name] = found
+    return results
+
+
+def _invert(
+    samples: dict[int, Tensor], truth: dict[int, Tensor], special_ids: Sequence[int]
+) -> dict[str, float] | None:
+    """None where rows are not the text's tokens one by one (of another field, or pooled)."""
+    ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
+    if len(ids) < FEWEST_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
+        return None
+    ids = _chosen(ids, MAX_SAMPLES)
+    tokens = torch.cat([truth[i] for i in ids])
+    rows = torch.cat([samples[i] for i in ids])
+    is_known = torch.cat([torch.full((len(truth[i]),), k % 2 == 0) for k, i in enumerate(ids)])
+    wanted = ~torch.isin(tokens, torch.tensor(list(special_ids), dtype=tokens.dtype))
+    tokens, rows, is_known = (x[wanted][:MAX_ROWS] for x in (tokens, rows, is_known))
+    unknown = tokens[~is_known]
+    if not len(unknown) or not bool(is_known.any()):
+        return None
+
+    def share(guessed: Tensor | int) -> float:
+        return round(float((unknown == guessed).double().mean()), 4)
+
+    return {
+        "linear": share(linear_inverter(rows, tokens, is_known)),
+        "network": share(network_inverter(rows, tokens, is_known)),
+        "baseline": share(most_frequent(tokens[is_known])),
+        "num_rows": len(unknown),
+    }
+
+
+def _chosen(ids: Sequence[int], most: int) -> list[int]:
+    """At most so many, in an order that has nothing to do with their content."""
+    generator = torch.Generator().manual_seed(0)
+    ordered = sorted(ids)
+    order = torch.randperm(len(ordered), generator=generator)[:most]
+    return [ordered[k] for k in order.tolist()]
+
+
+def _in_words(stream: Stream) -> str:
+    kind = "activation" if stream.direction == "forward" else "gradient"
+    return f"{stream.field} {kind} of border {stream.border}, {stream.how}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / len(kept) if kept else math.nan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m xcloud.security.leak_meter")
+    parser.add_argument("run_dir", type=Path, help="run folder with the notes of all ranks")
+    run_dir: Path = parser.parse_args(arguments).run_dir
+    try:
+        leakage = measure(run_dir)
+    except DataError as error:
+        print(f"xcloud: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(leakage, indent=2, ensure_ascii=False))
+    summary_path = run_dir / SUMMARY_FILE
+    if summary_path.is_file():
+        summary = json.loads(summary_path.read_text("utf-8"))
+        text = json.dumps({**summary, **flat(leakage)}, indent=2, ensure_ascii=False)
+        summary_path.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def flat(leakage: dict[str, Any]) -> dict[str, Any]:
+    """What summary.json gets: the figures by themselves, and all that lies behind them."""
+    return {
+        **{name: leakage[name] for name in FIGURES},
+        "leakage": {name: leakage[name] for name in ("label", "text")},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What an honest-but-curious cloud sees of others, noted by its own ranks for the leak meter.
+Attacks nothing (leak_meter.py does) and sends nothing: every rank writes a file beside its run.
+
+Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xcloud.checks import check_choice, check_int
+from xcloud.security.defences import LABEL
+
+OBSERVATIONS_DIR = "observations"
+TRUTH = "truth"
+
+
+@dataclass(frozen=True)
+class LeakMeter:
+    """last_steps: updates whose messages are kept, the last ones of the training.
+    max_rows: of each kind of message; the newest stay.
+    keep: leave the observations in the run folder. They hold text and labels in plain, so each
+        rank's file stays with that rank, and once measured they are removed by default.
+    """
+
+    last_steps: int = 50
+    max_rows: int = 20_000
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("security.meter.last_steps", self.last_steps, 1)
+        check_int("security.meter.max_rows", self.max_rows, 100)
+        check_choice("security.meter.keep", self.keep, (True, False))
+
+
+def no_meter() -> None:
+    """For configs: security/meter=none."""
+
+
+class Stream(NamedTuple):
+    """One kind of message as one rank saw it.
+
+    direction: forward or backward. border: number of the stage before it. how: "received" from
+    another cloud, or computed here and "sent" to it.
+    """
+
+    direction: str
+    border: int
+    how: str
+    field: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.direction}.{self.border}.{self.how}.{self.field}"
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        direction, border, how, field = name.split(".", 3)
+        return cls(direction, int(border), how, field)
+
+
+class _Rows:
+    """The newest messages of one stream, at most max_rows rows of them."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows, self._num_rows = max_rows, 0
+        self._messages: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+
+    def add(self, ids: Tensor, counts: Tensor, rows: Tensor) -> None:
+        self._messages.append((ids, counts, rows))
+        self._num_rows += len(rows)
+        while self._num_rows > self._max_rows and len(self._messages) > 1:
+            self._num_rows -= len(self._messages.popleft()[2])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        joined = [torch.cat(parts) for parts in zip(*self._messages, strict=True)]
+        named = zip(("ids", "counts", "rows"), joined, strict=True)
+        return {f"{name}/{part}": value.contiguous() for part, value in named}
+
+
+class Observer:
+    """One rank's notes.
+
+    token_fields: field -> (padding id, ids of special tokens) for the visible text fields.
+    holds: all batch fields that this rank's cloud may see.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cloud: str,
+        num_ranks: int,
+        meter: LeakMeter,
+        last_step: int,
+        token_fields: Mapping[str, tuple[int, tuple[int, ...]]],
+        holds: Iterable[str],
+    ) -> None:
+        special_ids = {field: ids for field, (_, ids) in token_fields.items()}
+        self._about = {
+            "rank": rank,
+            "cloud": cloud,
+            "num_ranks": num_ranks,
+            "holds": sorted(holds),
+            "special_ids": special_ids,
+        }
+        self._pads = {field: pad for field, (pad, _) in token_fields.items()}
+        self._from_step = last_step - meter.last_steps + 1
+        self._max_rows = meter.max_rows
+        self._streams: dict[str, _Rows] = {}
+
+    def wants(self, step: int) -> bool:
+        return step >= self._from_step
+
+    def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
+        """Note one tensor of a training message, [R, D], as it was decoded or computed here.
+
+        What a cloud that holds text or labels computes from them itself is no news to it.
+        """
+        if stream.how == "received" or not self._about["holds"]:
+            flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
+            self._add(stream.name, ids, counts, flat)
+
+    def truth(self, batch: Mapping[str, Tensor]) -> None:
+        """Note the text and label that this rank may see: what an attack is judged by."""
+        ids = batch["ids"]
+        for field, value in batch.items():
+            if field in self._pads:
+                is_token = value != self._pads[field]
+                self._add(f"{TRUTH}.{field}", ids, is_token.sum(1), value[is_token].cpu())
+            elif field == LABEL:
+                self._add(f"{TRUTH}.{field}", ids, None, value.detach().cpu().clone())
+
+    def write(self, run_dir: Path) -> Path:
+        folder = run_dir / OBSERVATIONS_DIR
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank{self._about['rank']}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name, rows in self._streams.items():
+            tensors |= rows.tensors(name)
+        save_file(tensors, path, metadata={"about": json.dumps(self._about)})
+        return path
+
+    def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
+        wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
+        self._streams.setdefault(name, _Rows(self._max_rows)).add(ids.clone(), wide, rows)

@@ -1,0 +1,144 @@
+"""What left each cloud, as a list: every kind of message with its make-up, count and bytes.
+Worked out from what the links counted; holds no value of any tensor.
+
+Every rank writes `rankN.wire.json` beside its own run when its links have closed, so nothing that
+it sent is missing. `join_audit` makes `wire_audit.json` of those that lie in one folder; of a run
+on several machines put them together first and run
+    python -m xcloud.security.wire_audit RUN_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.errors import DataError
+
+AUDIT_FILE = "wire_audit.json"
+_DIRECTION = {"activation": "forward", "evaluation": "forward", "gradient": "backward"}
+
+# What torch.distributed says on its own account: before the first step, and after the last one.
+UNFRAMED = [
+    "rendezvous: addresses and ports of the ranks, names of their process groups",
+    "start: int64 [1] from rank 0, a number for this run's emulated links",
+    "start: int64 [1] from each rank, a number for its machine (emulated links only)",
+    "start: a barrier before the first step",
+    "end: float64 [8] or fewer from each rank, the times of its last steps",
+]
+
+
+def write_rank_audit(
+    run_dir: Path,
+    rank: int,
+    layout: ClusterLayout,
+    records: Sequence[LinkRecord],
+    report_contents: Mapping[str, set[str]],
+) -> Path:
+    """report_contents: kind of event -> names of what it told."""
+    path = run_dir / f"rank{rank}.wire.json"
+    sent = [message for record in records for message in record.described()]
+    crosses = any(message["kind"] == "report" for message in sent)
+    audit = {
+        "rank": rank,
+        "cloud": layout.placement(rank).cloud,
+        "num_ranks": layout.num_ranks,
+        "crosses_clouds": layout.crosses_clouds,
+        "messages": sent,
+        "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
+        if crosses
+        else {},
+    }
+    path.write_text(json.dumps(audit, indent=1), encoding="utf-8")
+    return path
+
+
+def join_audit(run_dir: Path) -> dict[str, Any]:
+    """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
+    ranks = [json.loads(p.read_text("utf-8")) for p in sorted(run_dir.glob("rank*.wire.json"))]
+    if not ranks:
+        raise DataError(
+            f"there is no rank*.wire.json in {run_dir}; every rank of a run writes one at its end"
+        )
+    joined: dict[str, dict[str, Any]] = {}
+    reports: dict[str, set[str]] = {}
+    for rank in ranks:
+        for message in rank["messages"]:
+            entry = {
+                "from": rank["cloud"],
+                "to": message["to"],
+                "border": "control" if message["border"] is None else message["border"],
+                "direction": _DIRECTION.get(message["kind"], ""),
+                "kind": message["kind"],
+                "parts": message["parts"],
+                "num_messages": 0,
+                "num_bytes": 0,
+            }
+            make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in entry["parts"]]
+            heads = [entry[key] for key in ("from", "to", "border", "kind")]
+            found = joined.setdefault(json.dumps([heads, make_up]), entry)
+            for mine, other in zip(found["parts"], message["parts"], strict=True):
+                both = zip(mine["shape"], other["shape"], strict=True)
+                mine["shape"] = [_span(a, b) for a, b in both]
+            found["num_messages"] += message["num_messages"]
+            found["num_bytes"] += message["num_bytes"]
+        for event, names in rank["reports"].items():
+            reports.setdefault(event, set()).update(names)
+    missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
+    audit = {
+        "ranks": [rank["rank"] for rank in ranks],
+        "missing_ranks": missing,
+        "messages": list(joined.values()),
+        "reports": {event: sorted(names) for event, names in sorted(reports.items())},
+        "unframed": UNFRAMED if ranks[0]["crosses_clouds"] else [],
+    }
+    text = json.dumps(audit, indent=1, ensure_ascii=False)
+    (run_dir / AUDIT_FILE).write_text(text + "\n", encoding="utf-8")
+    return audit
+
+
+def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
+    """The short form for summary.json: "a -> b" -> kind -> messages, bytes and what they carry."""
+    short: dict[str, Any] = {}
+    for message in audit["messages"]:
+        kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
+        name = message["kind"]
+        if message["direction"]:
+            name = f"{name} {message['border']}"
+        entry = kinds.setdefault(name, {"messages": 0, "bytes": 0, "carries": []})
+        entry["messages"] += message["num_messages"]
+        entry["bytes"] += message["num_bytes"]
+        for part in message["parts"]:
+            if part["carries"] not in entry["carries"]:
+                entry["carries"].append(part["carries"])
+    if audit["missing_ranks"]:
+        short["missing_ranks"] = audit["missing_ranks"]
+    return short
+
+
+def _span(a: int | str, b: int | str) -> int | str:
+    """Joins 3 and "5-7" to "3-7"."""
+    ends = [int(number) for size in (a, b) for number in str(size).split("-")]
+    low, high = min(ends), max(ends)
+    return low if low == high else f"{low}-{high}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m xcloud.security.wire_audit")
+    parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
+    try:
+        audit = join_audit(parser.parse_args(arguments).run_dir)
+    except DataError as error:
+        print(f"xcloud: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(compact(audit), indent=1, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
