@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.low_rank_cut import Split
 from xcloud.models.low_rank_split import LowRankSplit
-from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.training.batch_plan import cut
@@ -163,8 +162,9 @@ def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict
     for number, schedule in enumerate((GPipe(4), OneForwardOneBackward(4)), 1):
         pieces = dict(enumerate(cut(torch.arange(12), 4)))
         batches = {i: fetch(ids) for i, ids in pieces.items()}
-        call: Callable[[Pipeline], Any] = lambda r: r.step(schedule, batches, number, 12.0)  # noqa: B023, E731
-        loss = sum(in_threads([lambda r=rank: call(r) for rank in ranks]))
+        loss = sum(
+            in_threads([partial(rank.step, schedule, batches, number, 12.0) for rank in ranks])
+        )
         gradients = {
             f"{stage}.{name}": p.grad.clone()
             for stage, part in enumerate(parts)
@@ -276,7 +276,7 @@ def test_an_exported_stage_comes_back(tmp_path: Path, way: str, num_stages: int)
 
 
 def test_the_head_must_be_that_of_the_task(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="asks for span, so set model.output=span"):
+    with pytest.raises(ConfigError, match=r"asks for span, so set model\.output=span"):
         build(model(), 2, where(tmp_path), SPAN)
     with pytest.raises(ConfigError, match="choose task="):
         model().build_stage(2, 3, where(tmp_path, None))
@@ -287,9 +287,9 @@ def test_the_head_must_be_that_of_the_task(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split.layer must be 0\.\.2 or null.*got 3"):
         model(layer=3)
-    with pytest.raises(ConfigError, match="split.rank is 17, but the encoder has 16"):
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
         model(rank=17)
-    with pytest.raises(ConfigError, match="split.head_rank is 17"):
+    with pytest.raises(ConfigError, match=r"split\.head_rank is 17"):
         model(head_rank=17)
     saved(tmp_path, "bert")
     made = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(2))
@@ -297,5 +297,5 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
         made.build_stage(0, 2, context(tmp_path, fields=["text"]))
     with pytest.raises(ConfigError, match="every cloud can build without seeing"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="measured on public text: set model.public_text"):
+    with pytest.raises(ConfigError, match=r"measured on public text: set model\.public_text"):
         LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, method="pca"))

@@ -12,8 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError
@@ -230,6 +229,21 @@ class AttentionTop(TopCut):
         return block.feed(attended)
 
 
+class Orthonormal(nn.Module):
+    """The Q of X = QR (of X' where X is wide), R with a positive diagonal: X itself where it is
+    orthonormal already, and the same for any multiple of X, so that weight decay does nothing.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        tall = x if x.shape[0] >= x.shape[1] else x.T
+        q, r = torch.linalg.qr(tall)
+        q = q * r.diagonal().sign()
+        return q if x.shape[0] >= x.shape[1] else q.T
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
 class ProjectionBottom(BottomCut):
     """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without one."""
 
@@ -239,7 +253,7 @@ class ProjectionBottom(BottomCut):
         self.encode = nn.Linear(block.down.out_features, rank, bias=False)
         self.register_buffer("offset", torch.zeros(places, rank))
         if orthonormal:
-            parametrizations.orthogonal(self.encode)
+            register_parametrization(self.encode, "weight", Orthonormal())
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         sent: Tensor = self.encode(self.block(rows_RH, packing))
@@ -255,7 +269,7 @@ class ProjectionTop(TopCut):
         self.decode = nn.Linear(rank, hidden, bias=False)
         self.anchor = nn.Parameter(torch.zeros(places, hidden), requires_grad=places > 0)
         if orthonormal:
-            parametrizations.orthogonal(self.decode)
+            register_parametrization(self.decode, "weight", Orthonormal())
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         rows: Tensor = self.decode(sent_RK)
