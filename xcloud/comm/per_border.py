@@ -13,8 +13,8 @@ _NAME = re.compile(r"border_(\d+)")
 class PerBorder:
     """`default` at every border but those named: border_1=... is the one behind stage 1.
 
-    A model whose borders carry different things wants different codecs: a gradient of which 15 % of
-    the rows are sent suits a border with a row for each token, not one with a row for each sample.
+    A model whose borders carry different things wants different codecs: sending 15 % of a
+    gradient's rows suits a border with a row for each token, not one with a row for each sample.
     """
 
     def __init__(self, default: Compression | Phased, **borders: Compression | Phased) -> None:

@@ -236,9 +236,9 @@ class Orthonormal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tall = x if x.shape[0] >= x.shape[1] else x.T
-        q, r = torch.linalg.qr(tall)
-        q = q * r.diagonal().sign()
-        return q if x.shape[0] >= x.shape[1] else q.T
+        factor, triangle = torch.linalg.qr(tall)
+        unique: Tensor = factor * triangle.diagonal().sign()
+        return unique if x.shape[0] >= x.shape[1] else unique.T
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
@@ -384,7 +384,7 @@ def start_top(cut: TopCut, split: Split, linear: nn.Linear | None, basis: Basis 
 
 def _set_weight(linear: nn.Linear, weight: Tensor) -> None:
     if is_parametrized(linear):
-        linear.weight = weight  # type: ignore[assignment]  # through the parametrization
+        linear.weight = weight  # through the parametrization
     else:
         linear.weight.copy_(weight)
 

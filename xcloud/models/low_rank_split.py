@@ -103,6 +103,13 @@ class LowRankSplit:
         read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
         return read | {LABEL} if stage == num_stages - 1 else read
 
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Weights by name: embeddings in stage 0, the head in the last, layers where they are."""
+        check_stage(stage, num_stages)
+        if stage == num_stages - 1:
+            return frozenset({"head"} if num_stages == 3 else {"layers", "head"})
+        return frozenset({"embeddings", "layers"} if stage == 0 else {"layers"})
+
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """Behind stage 0: counts and [R, K] rows, 4 K bytes a token; nothing comes back of a
         frozen bottom. In front of a head of its own: [B, H or head_rank], or as many for a row.
