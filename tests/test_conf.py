@@ -49,7 +49,8 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
 @pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])
 def test_every_option_of_a_group_builds(group: str) -> None:
     for option in options(group):
-        needs = ["cluster=three_clouds"] if option == "three_clouds" else []
+        of_three = option in ("three_clouds", "low_rank_few_bits_u_shape")
+        needs = ["cluster=three_clouds"] if of_three else []
         build("+exp=abnet_iwslt", f"{group}={option}", *needs)
 
 

@@ -38,10 +38,13 @@ LABELS = {
     "topk_ef": "ef(fp16(topk(0.1)))+ef(fp16(topk(0.1)))",
     "randomk": "fp16(randomk(0.1))+fp16(randomk(0.1))",
     "svd_fp16_int8": "fp16(svd(0.6))+int8",
-    "low_rank_few_bits": "int4+int2(toprows(0.15)), border 1: int8+int8",
+    "low_rank_few_bits": "int4+int2(toprows(0.15))",
     "delta_int4": "delta(int4)+int8",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }
+
+
+COMPOSED = {"low_rank_few_bits_u_shape"}  # has defaults: built by tests/test_conf.py
 
 
 def test_label_joins_forward_and_backward_with_their_memories() -> None:
@@ -129,7 +132,7 @@ def test_what_makes_no_sense_is_refused_in_words(make, message: str) -> None:
 
 
 def test_every_compression_file_is_listed_here() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(LABELS)
+    assert {path.stem for path in CONF.glob("*.yaml")} == set(LABELS) | COMPOSED
 
 
 @pytest.mark.parametrize("name", LABELS)

@@ -12,8 +12,8 @@ How the figures are made:
 - `compression_ratio` = FP32 bytes of the tensors / bytes counted on the wire, headers included;
   null where nothing crossed. Where a cut hands on fewer features than the uncut model would, the
   FP32 bytes are those of the uncut model's tensor. `total` joins the kinds of traffic that carry
-  tensors (those with a FP32 size); ids, lengths and the like would be the same uncompressed, and stand apart under
-  `wan_bytes_per_step.other`.
+  tensors (those with a FP32 size); ids, lengths and the like would be the same uncompressed, and
+  stand apart under `wan_bytes_per_step.other`.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; where it
   does not say, bits sent / (bandwidth * time in steps); null when neither is known.
 """
