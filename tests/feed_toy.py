@@ -1,5 +1,5 @@
-"""Parts of a one-way job that train in milliseconds: each producer turns numbers into bytes that it
-learns itself, the consumer learns to tell producers and changed bytes apart.
+"""Parts of a one-way job that train in milliseconds: each producer makes rows of numbers, changes
+some as its own weights say, and the consumer learns to find the changed ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole one-way jobs of real processes with toy parts: equality, unequal clouds, lost producers."""
+"""Whole one-way jobs of real processes with toy parts: equality, unequal clouds, lost ones."""
 
 import json
 import os
@@ -141,7 +141,7 @@ def test_the_others_take_over_from_a_dead_producer(tmp_path: Path) -> None:
 
 
 def test_a_dead_producer_stops_the_run_where_it_must(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="of cloud 'two'.*SIGKILL"):
+    with pytest.raises(RunFailed, match=r"of cloud 'two'.*SIGKILL"):
         start(
             tmp_path, TWO, training={"max_steps": 10_000}, feed={"on_dead": "stop"},
             model={"fail_cloud": "two", "step_s": 0.01},
@@ -152,7 +152,7 @@ def test_a_dead_producer_stops_the_run_where_it_must(tmp_path: Path) -> None:
 
 
 def test_the_run_fails_when_nobody_is_left_to_feed(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="SIGKILL|no producer is left"):
+    with pytest.raises(RunFailed, match=r"SIGKILL|no producer is left"):
         start(
             tmp_path, ONE, training={"max_steps": 10_000},
             model={"fail_cloud": "one", "step_s": 0.01},
