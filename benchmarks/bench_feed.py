@@ -1,13 +1,12 @@
 """Throughput of a one-way job across clouds as a share of one cloud: same ranks, same work.
 
-    python -m benchmarks.bench_feed [--exp electra_multilingual] [--mbit 1000 100 10] [--rtt-ms 100]
-                                    [--rounds 3] [--steps 60] [--json FILE] [key=value ...]
+    python -m benchmarks.bench_feed [--exp electra_multilingual] [--mbit 1000 100 10]
+        [--rtt-ms 100] [--rounds 3] [--steps 60] [--json FILE] [key=value ...]
 
-Every round runs one cloud, then each link, then one cloud again is the next round's; so noise of
-the machine hits all alike. A figure is tokens per second of the consumer over time in steps, the
-first steps left out; the share is taken within a round, and its median over rounds printed with all
-of them. Without --exp the parts are toys: matrix products as work, 5 kB of bytes a batch. key=value
-are overrides of the experiment.
+Every round runs one cloud and then each link, so noise of the machine hits all alike. A figure is
+tokens per second of the consumer over time in steps, the first steps left out; the share is taken
+within a round, and its median over rounds printed with all of them. Without --exp the parts are
+toys: matrix products as work, 5 kB a batch. key=value are overrides of the experiment.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -50,9 +50,7 @@ def main() -> None:
             found[name].append(measure(config))
             figure = found[name][-1]["tokens_per_s"]
             print(f"round {number + 1}, {name}: {figure:,.0f} tokens/s", flush=True)
-    print(
-        f"\n{'':>12} | {'tokens/s':>10} | share of one cloud (rounds) | consumer waits | bytes/token"
-    )
+    print(f"\n{'':>12} | {'tokens/s':>10} | share of one cloud (rounds) | waits | bytes/token")
     shares = {}
     for name, runs in found.items():
         pairs = zip(runs, found[ONE_CLOUD], strict=True)
@@ -74,7 +72,9 @@ def config_of(
     if exp is None:
         plain = toy()
         for override in overrides:
-            OmegaConf.update(config := OmegaConf.create(plain), *override.split("=", 1))
+            key, _, value = override.partition("=")
+            config = OmegaConf.create(plain)
+            OmegaConf.update(config, key, yaml.safe_load(value))
             plain = OmegaConf.to_container(config)
     else:
         with initialize_config_dir(str(CONF), version_base="1.3"):

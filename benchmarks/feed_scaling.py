@@ -3,11 +3,11 @@
     python -m benchmarks.feed_scaling [--sizes 8 16 32 64] [--consumer-batch-s 1.0] ...
 
 The paper (arXiv 2205.09470) went from 8 to 64 discriminator NPUs and got 4.34 times the
-throughput, 54 % of the ideal, and does not say what held it back. This prints, for given times, the
-speed-up and the part that bounds each size, once with the producers as they are and once with as
-many as the consumer can eat. The defaults are an ERNIE-M-large discriminator (560 M weights, FP16 gradients)
-fed by base-size generators that need a third of its time a batch, 8 ranks a machine joined inside
-at 200 Gbit/s; all are settings, none is measured or published.
+throughput, 54 % of the ideal, and does not say what held it back. This prints, for given times,
+the speed-up and the part that bounds each size, once with the producers as they are and once with
+as many as the consumer can eat. The defaults are an ERNIE-M-large discriminator (560 M weights,
+FP16 gradients) fed by base-size generators that need a third of its time a batch, 8 ranks a
+machine joined inside at 200 Gbit/s; all are settings, none is measured or published.
 """
 
 from __future__ import annotations

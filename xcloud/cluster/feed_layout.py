@@ -95,9 +95,9 @@ class FeedLayout:
                     f"cluster.{key} must be 'real', 'free' or a link profile, got {wan!r}; a "
                     f"profile of conf/cluster/wan is chosen with a slash: cluster/wan={wan}"
                 )
-        pairs = {f"{a}-{b}" for a in self.producers for b in consumers}
+        pairs = {f"{name}-{consumers[0]}" for name in self.producers}
         for key in self.links:
-            if key not in pairs and "-".join(reversed(key.split("-"))) not in pairs:
+            if key not in pairs | {f"{consumers[0]}-{name}" for name in self.producers}:
                 raise ConfigError(
                     f"cluster.links.{key}: name a producer and the consumer as one of "
                     f"{', '.join(sorted(pairs))}"

@@ -2,8 +2,8 @@
 arithmetic over the same plan that the job runs by; no torch.
 
 Model: a rank computes one thing at a time; a producer's ranks make batch n together (they average
-gradients) and send it before they do; batches of one producer share its link to the consumer, first
-come, first served; an order takes one latency back; a step of the consumer begins when all its
+gradients) and send it before they do; batches of one producer share its link to the consumer, in
+order; an order takes one latency back; a step of the consumer begins when all its
 batches are there, and ends with an all-reduce over its ranks that nothing hides. Not modelled:
 jitter, and ranks that slow each other down on one machine.
 """
@@ -70,8 +70,8 @@ class FeedJob:
 @dataclass(frozen=True)
 class FeedPrediction:
     """step_s: of the consumer, at steady state. needs_s: what each part would need for a step if
-    nothing else took any time; bound: the part that needs most, or "run-ahead" where the step takes
-    longer than that because too little is under way to cover the link's round trip."""
+    nothing else took any time; bound: the part that needs most, or "run-ahead" where the step
+    takes longer than that because too little is under way to cover the link's round trip."""
 
     step_s: float
     batches_per_s: float
