@@ -40,8 +40,28 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
 @pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])
 def test_every_option_of_a_group_builds(group: str) -> None:
     for option in options(group):
+        if option == "feed":  # of one-way jobs, below
+            continue
         needs = ["cluster=three_clouds"] if option == "three_clouds" else []
         build("+exp=abnet_iwslt", f"{group}={option}", *needs)
+
+
+@pytest.mark.parametrize("cluster", ["feed", "one_cloud", "local"])
+def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
+    cloud = "_target_: xcloud.cluster.feed_layout.FeedCloud"
+    absent = ("model", "recipe", "task", "data", "schedule", "compression", "security")
+    config = composed(
+        "job=feed", f"cluster={cluster}", "training=feed", "name=x", "training.max_steps=3",
+        "training.batches_per_step=2", *(f"~{group}" for group in absent),
+        "+model={_target_: tests.feed_toy.ToyFeed}",
+        f"+cluster.clouds.a={{{cloud}, share: 1}}", f"+cluster.clouds.d={{{cloud}}}",
+    )  # fmt: skip
+    found = experiments.job_from_config(config)
+
+    assert "d (1 rank)" in found.headline
+    assert found.cluster.crosses_clouds == (cluster == "feed")
+    with pytest.raises(ConfigError, match="describes a FeedExperiment"):
+        experiments.from_config(config)
 
 
 def test_the_hub_corpus_builds() -> None:
