@@ -48,17 +48,12 @@ def test_every_option_of_a_group_builds(group: str) -> None:
 
 @pytest.mark.parametrize("cluster", ["feed", "one_cloud", "local"])
 def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
-    cloud = "_target_: xcloud.cluster.feed_layout.FeedCloud"
-    absent = ("model", "recipe", "task", "data", "schedule", "compression", "security")
-    config = composed(
-        "job=feed", f"cluster={cluster}", "training=feed", "name=x", "training.max_steps=3",
-        "training.batches_per_step=2", *(f"~{group}" for group in absent),
-        "+model={_target_: tests.feed_toy.ToyFeed}",
-        f"+cluster.clouds.a={{{cloud}, share: 1}}", f"+cluster.clouds.d={{{cloud}}}",
-    )  # fmt: skip
+    """Its experiment lies beside the tests, for its parts are toys."""
+    toys = f"hydra.searchpath=[file://{Path(__file__).parent / 'conf'}]"
+    config = composed(toys, "+exp=toy_feed", f"cluster={cluster}")
     found = experiments.job_from_config(config)
 
-    assert "d (1 rank)" in found.headline
+    assert "one (1 rank, 50 %), two (1 rank, 50 %) feed discriminator" in found.headline
     assert found.cluster.crosses_clouds == (cluster == "feed")
     with pytest.raises(ConfigError, match="describes a FeedExperiment"):
         experiments.from_config(config)

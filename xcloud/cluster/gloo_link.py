@@ -215,5 +215,6 @@ class GlooInLink:
 
 
 def _first_line(error: BaseException) -> str:
-    """Gloo puts its source position and peer first; the rest is a C++ trace."""
-    return (str(error).splitlines() or [type(error).__name__])[0].strip()
+    """Gloo puts its source position and peer first; the rest is advice and a C++ trace."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(". This is typically caused")[0].strip()
