@@ -2,8 +2,8 @@
 Not a place for statistics over steps (summary.py) or for showing anything.
 
 One JSON object a line in `events.jsonl`, append only; all have "event", "rank", "cloud", "t":
-start, note, phase, step, timeline, quality, finish. Rank 0 writes it for all ranks, the parent
-follows.
+start, note, phase, step, timeline, quality, finish; in one-way jobs also fed, producer, audit.
+Rank 0 writes it for all ranks, the parent follows.
 A step is complete when every rank has reported it.
 """
 
@@ -89,6 +89,7 @@ class StepTotals:
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    values: dict[str, float] = field(default_factory=dict)  # what a kind of job measures besides
 
     @classmethod
     def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
@@ -114,6 +115,7 @@ class StepTotals:
         add_to(self.link_busy_s, report.get("link_busy_s") or {})
         self.samples += report.get("samples", 0)
         self.tokens += report.get("tokens", 0)
+        self.values.update(report.get("values", {}))
         for name in ("loss", "grad_norm", "learning_rate"):
             if report.get(name) is not None:
                 setattr(self, name, report[name])

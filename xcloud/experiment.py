@@ -19,14 +19,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.checks import check_int
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError, DataError
+from xcloud.job import Job
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
+from xcloud.progress import ProgressLine
 from xcloud.security.defences import LABEL
+from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
+from xcloud.summary import RunStatistics
 from xcloud.tasks.task import Task
 from xcloud.tracking import Tracker
 from xcloud.training.settings import Training
@@ -127,6 +132,11 @@ class Experiment:
         return defences.label if acts else "off"
 
     @property
+    def leak_meter(self) -> LeakMeter | None:
+        """Off in one cloud: nothing is seen by another."""
+        return self.security.meter if self.cluster.crosses_clouds else None
+
+    @property
     def run_name(self) -> str:
         """Tells runs apart: "abnet_iwslt two_clouds int8+int8 s1", in a sweep "int8+int8 s1"."""
         plain = f"{self.name} {self.cluster.name} {self.compression_in_force}"
@@ -151,6 +161,37 @@ class Experiment:
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             line += "; leak meter: off (one cloud)"
         return line
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For the pictures of a run."""
+        return {
+            "schedule": self.schedule.label,
+            "link": self.cluster.describe_link(),
+            "compression": self.compression_in_force,
+        }
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        """The run fails with any of these: here no rank can be spared."""
+        return frozenset(range(self.cluster.num_ranks))
+
+    def check(self) -> None:
+        """Raise DataError if the task's data are missing."""
+        self.task.check()
+
+    @property
+    def _bandwidth_bits_per_s(self) -> float | None:
+        """Of the emulated link; None where there is none."""
+        wan = self.cluster.wan
+        emulated = self.cluster.crosses_clouds and isinstance(wan, LinkProfile)
+        return wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
+
+    def new_statistics(self) -> RunStatistics:
+        return RunStatistics(self.cluster.num_ranks, self._bandwidth_bits_per_s)
+
+    def new_progress(self) -> ProgressLine:
+        return ProgressLine(self.training.max_steps, self._bandwidth_bits_per_s)
 
     @property
     def borders(self) -> dict[int, Border]:
@@ -183,6 +224,11 @@ class Experiment:
 
 def from_config(config: DictConfig) -> Experiment:
     """The Experiment that a composed config describes. Raises ConfigError naming the key."""
+    return _pipelined(job_from_config(config), "this config")
+
+
+def job_from_config(config: DictConfig) -> Job:
+    """The job of any kind that a composed config describes. Raises ConfigError naming the key."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
         OmegaConf.resolve(plain)
@@ -195,7 +241,7 @@ def from_config(config: DictConfig) -> Experiment:
         )
     check_keys(OmegaConf.to_container(plain), "")
     try:
-        return cast(Experiment, instantiate(plain, _convert_="all"))
+        return cast(Job, instantiate(plain, _convert_="all"))
     except InstantiationException as error:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
@@ -259,7 +305,20 @@ def read_config(path: Path) -> DictConfig:
 
 
 def read(path: Path) -> Experiment:
-    return from_config(read_config(path))
+    return _pipelined(read_job(path), str(path))
+
+
+def read_job(path: Path) -> Job:
+    return job_from_config(read_config(path))
+
+
+def _pipelined(job: Job, where: str) -> Experiment:
+    if not isinstance(job, Experiment):
+        raise ConfigError(
+            f"{where} describes a {type(job).__name__}; an Experiment, a model cut into stages, "
+            "is wanted here"
+        )
+    return job
 
 
 def flatten(config: DictConfig) -> dict[str, object]:

@@ -19,14 +19,20 @@ from xcloud.errors import RunFailed
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
+LATE_S = 15.0  # how long a rank that may be lost may take to end behind the others
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 
 
 class LocalRanks:
-    """The worker processes of one run."""
+    """The worker processes of one run. essential: the run fails with any of these; the others may
+    be lost, which the ranks that stay tell. None: every rank is."""
 
-    def __init__(self, run_dir: Path, cloud_of_rank: list[str]) -> None:
+    def __init__(
+        self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
+    ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
+        everyone = frozenset(range(len(cloud_of_rank)))
+        self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -61,17 +67,21 @@ class LocalRanks:
     def wait(self, meanwhile: Callable[[], None]) -> None:
         """Until all ranks are done, calling `meanwhile` often.
 
-        Raises RunFailed naming the first cause when a rank fails; all others are ended first, as
-        they are on any other exception (Ctrl+C).
+        Raises RunFailed naming the first cause when an essential rank fails; all others are ended
+        first, as they are on any other exception (Ctrl+C).
         """
+        done_at_s = 0.0
         try:
             while True:
                 codes = [process.poll() for process in self.processes]
                 meanwhile()
-                if all(code == 0 for code in codes):
-                    return
-                if any(code not in (None, 0) for code in codes):
+                needed = [codes[rank] for rank in self.essential]
+                if any(code not in (None, 0) for code in needed):
                     raise RunFailed(self._first_cause())
+                if all(code == 0 for code in needed):
+                    done_at_s = done_at_s or time.monotonic()
+                    if None not in codes or time.monotonic() - done_at_s > LATE_S:
+                        return
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()

@@ -20,8 +20,8 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
     cause when a rank fails, KeyboardInterrupt on Ctrl+C or SIGTERM; every rank is gone by then and
     summary.json says what happened."""
-    experiment = experiments.from_config(config)
-    experiment.task.check()
+    experiment = experiments.job_from_config(config)
+    experiment.check()
     run_dir.mkdir(parents=True, exist_ok=True)
     experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)
@@ -29,7 +29,7 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     monitor = Monitor(experiment, experiments.flatten(config), run_dir)
     layout = experiment.cluster
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
-    ranks = LocalRanks(run_dir, clouds)
+    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks)
     cause: str | None = "the run was ended from outside"
     try:
         with sigterm_as_interrupt():

@@ -16,19 +16,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.curves import RunCurves
 from xcloud.errors import XcloudError
 from xcloud.evaluation import SAMPLES_FILE
 from xcloud.events import EventReader
-from xcloud.experiment import EXPERIMENT_FILE, Experiment, flatten, from_config, read_config
+from xcloud.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.export import MODEL_DIR
-from xcloud.progress import ProgressLine
+from xcloud.job import Job
 from xcloud.project import commit
 from xcloud.report_table import print_report
 from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
-from xcloud.summary import RunStatistics, write_summary
+from xcloud.summary import write_summary
 from xcloud.timeline import timeline_of, write_trace
 from xcloud.tracked_values import quality_metrics, step_metrics
 
@@ -43,14 +42,11 @@ log = logging.getLogger(__name__)
 class Monitor:
     """`start()`, `poll()` often, `finish()` once. Nothing here can stop the training."""
 
-    def __init__(self, experiment: Experiment, params: dict[str, object], run_dir: Path) -> None:
+    def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
         self.experiment, self.params, self.run_dir = experiment, params, run_dir
-        layout = experiment.cluster
-        emulated = layout.crosses_clouds and isinstance(layout.wan, LinkProfile)
-        bandwidth = layout.wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
         self._reader = EventReader(run_dir / EVENTS_FILE)
-        self._statistics = RunStatistics(layout.num_ranks, bandwidth)
-        self._progress = ProgressLine(experiment.training.max_steps, bandwidth)
+        self._statistics = experiment.new_statistics()
+        self._progress = experiment.new_progress()
         self._curves = RunCurves()
         self._commit = commit()
         self.finished_ranks: set[int] = set()
@@ -130,8 +126,8 @@ class Monitor:
             return {}  # no rank came as far as writing one
 
     def _measure_leaks(self) -> dict[str, Any]:
-        meter = self.experiment.security.meter
-        if meter is None or not self.experiment.cluster.crosses_clouds:
+        meter = self.experiment.leak_meter
+        if meter is None:
             return {}
         try:
             leakage = leak_meter.flat(leak_meter.measure(self.run_dir))
@@ -147,11 +143,7 @@ class Monitor:
         if not self._curves.step:
             return []
         experiment = self.experiment
-        facts = {
-            "schedule": experiment.schedule.label,
-            "link": experiment.cluster.describe_link(),
-            "compression": experiment.compression_in_force,
-        }
+        facts = experiment.facts
         written = []
         try:
             timeline = timeline_of(self._curves.timeline)
@@ -170,7 +162,7 @@ class Monitor:
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
     config = read_config(file)
-    return Monitor(from_config(config), flatten(config), run_dir)
+    return Monitor(job_from_config(config), flatten(config), run_dir)
 
 
 def first_failure(run_dir: Path, rank: int) -> str:
@@ -183,7 +175,7 @@ def first_failure(run_dir: Path, rank: int) -> str:
 
 
 def main() -> int:
-    """Follow until every rank has said it is done, or rank 0 is gone."""
+    """Follow until every rank that counts has said it is done, or rank 0 is gone."""
     parser = argparse.ArgumentParser(prog="python -m xcloud.monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
@@ -192,8 +184,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
     monitor = monitor_of(arguments.run_dir, arguments.experiment)
     monitor.start()
-    num_ranks = monitor.experiment.cluster.num_ranks
-    while os.getppid() == arguments.parent and len(monitor.finished_ranks) < num_ranks:
+    essential = monitor.experiment.essential_ranks
+    while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
         monitor.poll()
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
@@ -204,7 +196,7 @@ def main() -> int:
             break
         time.sleep(0.1)
     monitor.poll()
-    lost = sorted(set(range(num_ranks)) - monitor.finished_ranks)
+    lost = sorted(essential - monitor.finished_ranks)
     monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
     print(arguments.run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -100,10 +100,15 @@ class ProgressLine:
         parts = [f"step {step}/{self.max_steps}", f"{human_duration(left_s)} left"]
         if smooth.has("loss"):
             parts.append(f"loss {smooth.get('loss'):.3f}")
+        parts += self._more_parts()
         parts.append(f"{step_s:.3f} s/step")
         waiting_s = max(smooth.get(f"waiting {cloud}") for cloud in totals.num_ranks)
         parts += [f"waits {waiting_s:.3f} s", self._describe_link(step_s)]
         return "  ".join(parts)
+
+    def _more_parts(self) -> list[str]:
+        """What a kind of job shows besides."""
+        return []
 
     def _describe_link(self, step_s: float) -> str:
         busiest = max(self._smooth.get("sent forward"), self._smooth.get("sent backward"))

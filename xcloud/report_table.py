@@ -113,6 +113,23 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
     yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
+    if "feed" in summary:
+        yield from _feed_rows(summary["feed"])
+
+
+def _feed_rows(feed: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Of a one-way job: what the consumer found, and what each producer gave."""
+    for name in ("precision", "recall"):
+        yield name, _number(feed[name], ".3f"), "replaced tokens, last 50 steps"
+    yield "bytes per token", _number(feed["bytes_per_token"], ".2f"), "between clouds, counted"
+    for name, found in feed["producers"].items():
+        share = f"{100 * (found['share_taken'] or 0):.1f} %"
+        remark = f"{found['num_batches']} batches, loss {_number(found['loss'], '.3f')}"
+        for what in ("slow", "dead"):
+            remark += f", {what}" if found["state"] == what else ""
+        yield f"fed by {name}", share, remark
+    if feed["num_skipped"]:
+        yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
 
 
 def _leak_remark(summary: Mapping[str, Any]) -> str:

@@ -23,6 +23,8 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for name in ("loss", "learning_rate", "grad_norm"):
         if (value := getattr(totals, name)) is not None:
             metrics[f"train/{name}"] = value
+    for name, value in totals.values.items():
+        metrics[f"train/{name}"] = value
     for kind in ("compute_s", "codec_s", "waiting_s"):
         for cloud, seconds in totals.mean_s(kind).items():
             metrics[f"train/{kind}_{cloud}"] = seconds
@@ -58,6 +60,8 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
             metrics[f"{name}_{part}"] = value
+    for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
+        metrics[name] = summary.get("feed", {}).get(name)
     return {name: value for name, value in metrics.items() if value is not None}
 
 

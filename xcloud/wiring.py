@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import ClusterLayout
@@ -90,7 +91,7 @@ def wire(
         wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
         wiring.lanes = {stage: Lanes(None, 0) for stage in range(layout.num_stages)}
         return wiring
-    builder = _Builder(rank, layout, _LinkClocks(rank, layout, run_dir), wiring, clock.messages)
+    builder = _Builder(rank, layout, LinkClocks(rank, layout, run_dir), wiring, clock.messages)
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
@@ -104,10 +105,10 @@ def wire(
     return wiring
 
 
-class _LinkClocks:
+class LinkClocks:
     """Clocks of the emulated links, one for each direction between two clouds."""
 
-    def __init__(self, rank: int, layout: ClusterLayout, run_dir: Path) -> None:
+    def __init__(self, rank: int, layout: ClusterLayout | FeedLayout, run_dir: Path) -> None:
         self._rank, self._layout, self._run_dir = rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
         # A name that no earlier run in this folder used: link time starts at 0 in every run.
@@ -146,7 +147,7 @@ class _LinkClocks:
 class _Builder:
     rank: int
     layout: ClusterLayout
-    clocks: _LinkClocks
+    clocks: LinkClocks
     wiring: Wiring
     log: MessageLog | None
 

@@ -28,8 +28,11 @@ import torch.distributed as dist
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, DataError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
-from xcloud.experiment import EXPERIMENT_FILE, Experiment, read
+from xcloud.experiment import EXPERIMENT_FILE, Experiment, read_job
 from xcloud.export import export_stage
+from xcloud.feed_experiment import FeedExperiment
+from xcloud.feed_worker import run_feed
+from xcloud.job import Job
 from xcloud.models.split import BuildContext
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
@@ -52,8 +55,13 @@ LAST_WORDS_S = 0.3
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
-def run(experiment: Experiment, rank: int, run_dir: Path) -> None:
+def run(experiment: Job, rank: int, run_dir: Path) -> None:
     """One rank's whole life, once its process group is there (a lone rank needs none)."""
+    if isinstance(experiment, FeedExperiment):  # a one-way job has a loop of its own
+        cloud = experiment.cluster.placement(rank).cloud
+        run_feed(experiment, rank, run_dir, _device(experiment.cluster.clouds[cloud].device))
+        return
+    assert isinstance(experiment, Experiment)
     layout = experiment.cluster
     placement = layout.placement(rank)
     device = _device(layout.clouds[placement.cloud].device)
@@ -224,7 +232,7 @@ def _device(wanted: str) -> torch.device:
     return device
 
 
-def _join(experiment: Experiment, rank: int, run_dir: Path, under_torchrun: bool) -> None:
+def _join(experiment: Job, rank: int, run_dir: Path, under_torchrun: bool) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point."""
     num_ranks = experiment.cluster.num_ranks
     if under_torchrun:
@@ -292,7 +300,7 @@ def main() -> None:
     code, monitor = 0, None
     try:
         _set_threads()
-        experiment = read(file)
+        experiment = read_job(file)
         _check_cloud(experiment, rank, arguments.cloud)
         _join(experiment, rank, run_dir, under_torchrun)
         if under_torchrun and rank == 0:
@@ -315,7 +323,7 @@ def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, "--parent", str(os.getpid())])
 
 
-def _check_cloud(experiment: Experiment, rank: int, cloud: str | None) -> None:
+def _check_cloud(experiment: Job, rank: int, cloud: str | None) -> None:
     found = experiment.cluster.placement(rank).cloud
     if cloud is not None and cloud != found:
         raise ConfigError(

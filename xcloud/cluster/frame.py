@@ -53,6 +53,12 @@ class Kind(IntEnum):
     REPORT = 5
     AGREEMENT = 6
     GOODBYE = 7
+    # One-way jobs: a producer's batch, its word that it is there, the consumer's order for
+    # batches, and its word that no more are wanted.
+    BATCH = 16
+    READY = 17
+    ORDER = 18
+    STOP = 19
 
 
 class MessageKey(NamedTuple):

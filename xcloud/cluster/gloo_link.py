@@ -130,6 +130,7 @@ class GlooInLink:
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
     log: where to note when each message was delivered; None notes nothing.
+    on_end: called once, in the background thread, when nothing more can come, with the reason.
     """
 
     def __init__(
@@ -141,11 +142,13 @@ class GlooInLink:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         max_waiting: int = 64,
         log: LinkLog | None = None,
+        on_end: Callable[[LinkError], None] | None = None,
     ) -> None:
         self.peer_name = peer_name
         self._group, self._peer, self._log = group, peer, log
         self._capacity_bytes = capacity_bytes
         self._handlers = handlers or {}
+        self._on_end = on_end
         self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._run, name=f"from-{peer_name}", daemon=True)
         self._thread.start()
@@ -193,7 +196,7 @@ class GlooInLink:
                 if frame.key.kind is Kind.GOODBYE:
                     for _, rest in posted:  # as many goodbyes are sent as receives are posted
                         rest.wait()
-                    self._inbox.put(LinkClosed(f"{self.peer_name} has ended its part of the run"))
+                    self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
                     return
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
@@ -204,14 +207,20 @@ class GlooInLink:
                 else:
                     self._inbox.put(frame)
         except LinkError as error:
-            self._inbox.put(error)
+            self._end(error)
         except RuntimeError as error:
-            self._inbox.put(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
+            self._end(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
+
+    def _end(self, reason: LinkError) -> None:
+        self._inbox.put(reason)
+        if self._on_end is not None:
+            self._on_end(reason)
 
     def _new_buffer(self) -> Tensor:
         return torch.empty(self._capacity_bytes, dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:
-    """Gloo puts its source position and peer first; the rest is a C++ trace."""
-    return (str(error).splitlines() or [type(error).__name__])[0].strip()
+    """Gloo puts its source position and peer first; the rest is advice and a C++ trace."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(". This is typically caused")[0].strip()

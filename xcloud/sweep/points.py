@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.experiment import Experiment, flatten, from_config
+from xcloud.experiment import flatten, job_from_config
+from xcloud.job import Job
 
 Settings = Mapping[str, object]
 Overrides = tuple[str, ...]
@@ -36,13 +37,13 @@ class Point:
     overrides: Overrides
     config: Any  # as composed; a DictConfig
     settings: Settings
-    experiment: Experiment
+    experiment: Job
     label: str = ""
 
     @classmethod
     def of(cls, index: int, overrides: Overrides, config: Any) -> Point:
         """Raises ConfigError for a config that is no experiment."""
-        return cls(index, overrides, config, flatten(config), from_config(config))
+        return cls(index, overrides, config, flatten(config), job_from_config(config))
 
     @property
     def identity(self) -> str:

@@ -1,0 +1,125 @@
+"""FeedExperiment: the one frozen object that describes a one-way job, in which several clouds feed
+one with integers. Its file is read and checked like any experiment's (experiment.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xcloud.checks import check_int
+from xcloud.cluster.feed_layout import FeedLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.feed_progress import FeedProgressLine
+from xcloud.feed_summary import FeedStatistics
+from xcloud.parallel.feed_parts import FeedModel
+from xcloud.parallel.feed_plan import Feed
+from xcloud.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class FeedTraining:
+    """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
+    all ranks of the consumer; how large a batch is, the model says."""
+
+    max_steps: int
+    batches_per_step: int
+
+    def __post_init__(self) -> None:
+        check_int("training.max_steps", self.max_steps, 1)
+        check_int("training.batches_per_step", self.batches_per_step, 1)
+
+
+@dataclass(frozen=True)
+class FeedExperiment:
+    """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
+    do not fit together. profile, sweep, label: as in Experiment."""
+
+    name: str
+    model: FeedModel
+    cluster: FeedLayout
+    training: FeedTraining
+    tracker: Tracker
+    feed: Feed = field(default_factory=Feed)
+    seed: int = 1
+    profile: str = "demo"
+    sweep: str | None = None
+    label: str | None = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, 0)
+        for name, kind in (("cluster", FeedLayout), ("training", FeedTraining), ("feed", Feed)):
+            found = getattr(self, name)
+            if not isinstance(found, kind):
+                raise ConfigError(
+                    f"{name} of a one-way job must be a {kind.__name__}, got a "
+                    f"{type(found).__name__}"
+                )
+        if not hasattr(self.model, "max_payload_bytes"):
+            raise ConfigError(
+                f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
+                "FeedModel (xcloud/parallel/feed_parts.py)"
+            )
+        layout = self.cluster
+        self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+
+    @property
+    def compression_in_force(self) -> str:
+        """Nothing is compressed: only packed integers cross."""
+        return "ids" if self.cluster.crosses_clouds else "off"
+
+    @property
+    def run_name(self) -> str:
+        """Tells runs apart: "electra clouds fixed s1"."""
+        return f"{self.label or f'{self.name} {self.cluster.name} {self.feed.order}'} s{self.seed}"
+
+    @property
+    def headline(self) -> str:
+        """What this run is, in one line."""
+        return (
+            f"{self.name} [{self.profile}]: {self.model.describe()}; {self.cluster.describe()}; "
+            f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
+        )
+
+    @property
+    def defences_in_force(self) -> str:
+        """Ids cross as they are: a defence would have to change the text itself."""
+        return "none"
+
+    @property
+    def leak_meter(self) -> None:
+        """What the ids tell is no matter of measuring: see docs/one-way-jobs.md."""
+        return None
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {
+            "schedule": f"order {self.feed.order}, run-ahead {self.feed.run_ahead}",
+            "link": self.cluster.describe_link(),
+            "compression": self.compression_in_force,
+        }
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        if self.feed.on_dead == "stop":
+            return frozenset(range(self.cluster.num_ranks))
+        return frozenset(self.cluster.ranks_of(self.cluster.consumer))
+
+    def check(self) -> None:
+        self.model.check(self.cluster.producers)
+
+    @property
+    def _bandwidth_bits_per_s(self) -> float | None:
+        wan = self.cluster.wan
+        emulated = self.cluster.crosses_clouds and isinstance(wan, LinkProfile)
+        return wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
+
+    def new_statistics(self) -> FeedStatistics:
+        num_consumers = 1 if self.cluster.form == "local" else self.cluster.num_consumers
+        shares = dict(zip(self.cluster.producers, self.cluster.shares, strict=True))
+        lanes = dict(zip(self.cluster.producers, self.cluster.num_lanes, strict=True))
+        return FeedStatistics(num_consumers, shares, lanes, self._bandwidth_bits_per_s)
+
+    def new_progress(self) -> FeedProgressLine:
+        return FeedProgressLine(self.training.max_steps, self._bandwidth_bits_per_s)

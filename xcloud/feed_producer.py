@@ -1,0 +1,103 @@
+"""What one rank of a producer does: make what was ordered, send it, learn from its own loss, and
+wait when nothing is ordered. It hears nothing of the consumer but orders.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from xcloud.comm.step_clock import StepClock
+from xcloud.errors import FrameError, LinkError
+from xcloud.events import TIMES
+from xcloud.feed_wiring import CloudGroup, ProducerWiring
+from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.feed_parts import Fed, Producer
+from xcloud.reporter import FLUSH_EVERY_S, Reporter
+from xcloud.training.trainer import TrainingDiverged
+
+
+class ProducerRun:
+    """One producer's rank; `produce` and `learn` for every number in turn."""
+
+    def __init__(
+        self, part: Producer, cloud: CloudGroup, num_lanes: int, name: str, reporter: Reporter
+    ) -> None:
+        self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
+        self._name, self._reporter = name, reporter
+        module = part.parameters_module
+        self._buffer = None if module is None else GradientBuffer(module.parameters())
+        self.clock = StepClock()
+        self._told_at_s = time.monotonic()
+        self._losses: list[float] = []
+        self._samples = self._tokens = 0
+
+    def produce(self, number: int) -> Fed:
+        """Batch `number`, before anything is learned from it: so it can leave at once."""
+        if self._buffer is not None:
+            self._buffer.zero()
+        with self.clock.during("forward"):
+            fed = self._part.produce(number)
+        if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
+            raise FrameError(
+                f"batch {number} of producer {self._name!r} must be one vector of bytes, got "
+                f"{fed.payload.dtype} of shape {tuple(fed.payload.shape)}"
+            )
+        return fed
+
+    def learn(self, number: int, fed: Fed) -> None:
+        """Average the gradients over the ranks of this cloud, and update."""
+        loss = fed.loss
+        if self._buffer is not None:
+            with self.clock.during("average"):
+                summed = self._buffer.sum_over(self._cloud.group, torch.tensor(fed.loss))
+                self._buffer.scale(1.0 / self._num_lanes)
+                loss = float(summed) / self._num_lanes
+            with self.clock.during("optimizer"):
+                self._part.update(number)
+        if not math.isfinite(loss):
+            raise TrainingDiverged(
+                f"the loss of batch {number} of producer {self._name!r} is {loss}; lower its "
+                "learning rate, raise its warm-up or clip its gradients"
+            )
+        self._losses.append(loss)
+        self._samples += fed.num_samples
+        self._tokens += fed.num_tokens
+        if time.monotonic() - self._told_at_s > FLUSH_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """What was made since the last time: one line for many batches, as it crosses the link."""
+        if not self._losses:
+            return
+        self._reporter.event(
+            "fed",
+            cloud=self._name,
+            num_batches=len(self._losses),
+            loss=round(sum(self._losses) / len(self._losses), 6),
+            samples=self._samples,
+            tokens=self._tokens,
+            **{kind: round(getattr(self.clock, kind), 6) for kind in TIMES},
+        )
+        self.clock.begin_step(0)  # start counting anew
+        self._told_at_s = time.monotonic()
+        self._losses, self._samples, self._tokens = [], 0, 0
+
+
+def feed(run: ProducerRun, wiring: ProducerWiring) -> None:
+    """Until the consumer wants no more. Raises LinkClosed if it is gone."""
+    wiring.say_ready()
+    while True:
+        with run.clock.during("wait"):
+            order = wiring.orders.get()
+        if isinstance(order, LinkError):
+            raise order
+        if order is None:
+            return run.tell()
+        number, consumer = order
+        fed = run.produce(number)
+        if consumer >= 0:
+            wiring.send(consumer, number, fed.payload)
+        run.learn(number, fed)

@@ -1,0 +1,292 @@
+"""Joins the ranks of a one-way job: batches go from every rank of a producer to every rank of the
+consumer, orders from the consumer's first rank to every producer, and nothing else.
+
+The consumer must outlive any producer: there is no collective over both, only over the ranks of
+one cloud, and each point-to-point link ends alone.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.cluster.feed_layout import FeedLayout
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.wire_audit import WireAudit
+from xcloud.errors import LinkClosed, LinkError
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES
+from xcloud.parallel.feed_inbox import FeedInbox
+from xcloud.parallel.feed_plan import Order, Source
+from xcloud.wiring import LinkClocks
+
+_FRAME_SLACK_BYTES = 4096
+_ORDER_BYTES = 8  # a number and a rank of the consumer, int32 each
+_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+
+OnReport = Callable[[Frame], None]
+
+
+@dataclass
+class CloudGroup:
+    """The ranks of this rank's own cloud. group is None where the rank is alone."""
+
+    group: dist.ProcessGroup | None
+    lane: int
+    first_rank: int
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """In place, over the ranks of the cloud."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+
+@dataclass
+class ProducerWiring:
+    """What a producer's rank holds. `orders` yields (number, rank of the consumer), -1 for a batch
+    that nobody wants but the other ranks of the cloud, then None: the end."""
+
+    cloud: CloudGroup
+    outs: list[GlooOutLink]
+    ins: list[GlooInLink]
+    to_recorder: GlooOutLink
+    orders: queue.SimpleQueue[tuple[int, int] | LinkError | None]
+
+    def report(self, lines: bytes) -> None:
+        send_report(self.to_recorder, lines)
+
+    def say_ready(self) -> None:
+        for out in self.outs:
+            out.send(MessageKey(Kind.READY), ())
+
+    def send(self, consumer: int, number: int, payload: Tensor) -> None:
+        self.outs[consumer].send(MessageKey(Kind.BATCH, number), (payload,))
+
+    def close(self, timeout_s: float) -> None:
+        for out in self.outs:
+            out.close(timeout_s)
+        for incoming in self.ins:
+            incoming.close(timeout_s)
+
+
+@dataclass
+class ConsumerWiring:
+    """What a rank of the consumer holds. out: to the producers' ranks (first rank only)."""
+
+    cloud: CloudGroup
+    inbox: FeedInbox
+    audit: WireAudit
+    out: dict[Source, GlooOutLink] = field(default_factory=dict)
+    ins: dict[Source, GlooInLink] = field(default_factory=dict)
+    peers_out: list[GlooOutLink] = field(default_factory=list)
+    peers_in: list[GlooInLink] = field(default_factory=list)
+    _note: Callable[[Source, Kind, Tensor, int], None] = lambda *_: None
+
+    def report(self, lines: bytes) -> None:
+        """Of a rank that is not the first."""
+        send_report(self.peers_out[0], lines)
+
+    def send_orders(self, orders: list[Order]) -> None:
+        """First rank only. A producer that is gone hears nothing; its end is found elsewhere."""
+        by_source: dict[Source, list[list[int]]] = {}
+        for order in orders:
+            by_source.setdefault(order.source, []).append([order.number, order.consumer])
+        for source, rows in by_source.items():
+            self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
+
+    def send_stop(self, last_numbers: dict[Source, int]) -> None:
+        """No more batches are wanted than up to these numbers."""
+        for source, number in last_numbers.items():
+            self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
+
+    def _send(self, source: Source, kind: Kind, part: Tensor) -> None:
+        if source not in self.out or self.inbox.end_of(source.producer) is not None:
+            return
+        out = self.out[source]
+        before = out.stats.num_bytes[kind]
+        try:
+            out.send(MessageKey(kind), (part,))
+        except LinkClosed as error:
+            self.inbox.set_ended(source, str(error))
+            return
+        self._note(source, kind, part, out.stats.num_bytes[kind] - before)
+
+    def close(self, timeout_s: float, slow_timeout_s: float) -> list[str]:
+        """Hear every goodbye. Returns what did not end well among the producers: not an error."""
+        unheard = []
+        for source in sorted({**self.out, **self.ins}):
+            patience_s = timeout_s
+            if self.inbox.silent_s(source.producer) > slow_timeout_s:
+                patience_s = slow_timeout_s
+            try:
+                if source in self.out:
+                    self.out[source].close(patience_s)
+                self.ins[source].close(patience_s)
+            except LinkError as error:
+                unheard.append(str(error))
+        for out in self.peers_out:
+            out.close(timeout_s)
+        for incoming in self.peers_in:
+            incoming.close(timeout_s)
+        return unheard
+
+
+def send_report(link: GlooOutLink, lines: bytes) -> None:
+    """Whole lines, at most REPORT_CAPACITY_BYTES."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,))
+
+
+def sources_of(layout: FeedLayout) -> dict[Source, int]:
+    """Every rank that feeds, as the plan names it, with its number in the job."""
+    return {
+        Source(producer, lane): rank
+        for producer, cloud in enumerate(layout.producers)
+        for lane, rank in enumerate(layout.ranks_of(cloud))
+    }
+
+
+class FeedWirer:
+    """Builds one rank's ends. Every rank does so at the same time with the same arguments."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: FeedLayout,
+        max_payload_bytes: int,
+        run_ahead: int,
+        run_dir: Path,
+    ) -> None:
+        self.rank, self.layout = rank, layout
+        self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
+        self._clocks = LinkClocks(rank, layout, run_dir)
+        self._own = self._join_clouds()
+        # One group for each direction, so that both flow at once.
+        self._batches, self._orders, self._inside = (
+            dist.new_group(timeout=_FOREVER) for _ in range(3)
+        )
+
+    def producer(self) -> ProducerWiring:
+        orders: queue.SimpleQueue[tuple[int, int] | LinkError | None] = queue.SimpleQueue()
+        known = 0
+
+        def take_orders(frame: Frame) -> None:
+            nonlocal known
+            for number, consumer in frame.parts[0].tolist():
+                known = number
+                orders.put((number, consumer))
+
+        def take_stop(frame: Frame) -> None:
+            for number in range(known + 1, int(frame.parts[0][0]) + 1):
+                orders.put((number, -1))
+            orders.put(None)
+
+        outs = [
+            self._out(self._batches, peer, self._to_consumer_bytes(peer))
+            for peer in range(self.layout.num_consumers)
+        ]
+        handlers = {Kind.ORDER: take_orders, Kind.STOP: take_stop}
+        incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.put)
+        return ProducerWiring(self._own, outs, [incoming], outs[0], orders)
+
+    def consumer(self, on_report: OnReport) -> ConsumerWiring:
+        sources = sources_of(self.layout)
+        inbox, audit = FeedInbox(list(sources), self.max_payload_bytes), WireAudit()
+        wiring = ConsumerWiring(self._own, inbox, audit)
+        for source, rank in sources.items():
+            handlers = {
+                kind: partial(self._arrived, wiring, source, on_report)
+                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT)
+            }
+            capacity = self._to_consumer_bytes(self.rank)
+            wiring.ins[source] = self._in(
+                self._batches, rank, capacity, handlers, partial(_ended, inbox, source)
+            )
+            if self.rank == 0:
+                wiring.out[source] = self._out(self._orders, rank, self._order_bytes)
+        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
+        if self.rank == 0:
+            wiring.peers_in = [
+                self._in(self._inside, peer, capacity, {Kind.REPORT: on_report})
+                for peer in range(1, self.layout.num_consumers)
+            ]
+        else:
+            wiring.peers_out = [self._out(self._inside, 0, capacity)]
+        wiring._note = partial(self._sent, audit)
+        return wiring
+
+    def _arrived(
+        self, wiring: ConsumerWiring, source: Source, on_report: OnReport, frame: Frame
+    ) -> None:
+        cloud = self.layout.producers[source.producer]
+        if self.layout.crosses_clouds:
+            kind, consumer = frame.key.kind, self.layout.consumer
+            wiring.audit.count(cloud, consumer, kind, frame.parts, frame.num_bytes)
+        if frame.key.kind is Kind.BATCH:
+            wiring.inbox.put(source, frame)
+        elif frame.key.kind is Kind.READY:
+            wiring.inbox.set_ready(source)
+        else:
+            on_report(frame)
+
+    def _sent(
+        self, audit: WireAudit, source: Source, kind: Kind, part: Tensor, num_bytes: int
+    ) -> None:
+        if self.layout.crosses_clouds:
+            cloud = self.layout.producers[source.producer]
+            audit.count(self.layout.consumer, cloud, kind, (part,), num_bytes)
+
+    def _join_clouds(self) -> CloudGroup:
+        own = None
+        for cloud in self.layout.clouds:
+            ranks = self.layout.ranks_of(cloud)
+            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = CloudGroup(group, ranks.index(self.rank), ranks[0])
+        assert own is not None
+        return own
+
+    @property
+    def _order_bytes(self) -> int:
+        return _FRAME_SLACK_BYTES + 2 * _ORDER_BYTES * self.run_ahead
+
+    def _to_consumer_bytes(self, consumer: int) -> int:
+        longest = max(self.max_payload_bytes, REPORT_CAPACITY_BYTES if consumer == 0 else 0)
+        return longest + _FRAME_SLACK_BYTES
+
+    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
+        queued = self.run_ahead + 64  # so many batches and a few reports never block
+        return GlooOutLink(
+            group, peer, self._name(peer), capacity, self._clocks.to(peer), max_queued=queued
+        )
+
+    def _in(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        capacity: int,
+        handlers: Mapping[Kind, Callable[[Frame], None]],
+        on_end: Callable[[LinkError], None] | None = None,
+    ) -> GlooInLink:
+        return GlooInLink(group, peer, self._name(peer), capacity, handlers, on_end=on_end)
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+def _ended(inbox: FeedInbox, source: Source, reason: LinkError) -> None:
+    inbox.set_ended(source, str(reason))

@@ -1,0 +1,161 @@
+"""What one rank of a one-way job does, from an empty process that is joined to the others to an
+exported part. worker.py starts it; feed_producer.py and feed_consumer.py are the two loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+
+from xcloud.cluster.feed_layout import FeedPlacement
+from xcloud.errors import LinkError
+from xcloud.feed_consumer import ConsumerRun, LocalFeeding
+from xcloud.feed_experiment import FeedExperiment
+from xcloud.feed_producer import ProducerRun, feed
+from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer
+from xcloud.parallel.feed_parts import FeedContext
+from xcloud.project import project_root
+from xcloud.reporter import EventFile, Reporter
+
+CLOSE_TIMEOUT_S = 60.0
+LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for long is waited for at the end
+LAST_WORDS_S = 0.3
+
+
+def run_feed(experiment: FeedExperiment, rank: int, run_dir: Path, device: torch.device) -> None:
+    """One rank's whole life, once its process group is there (a lone rank needs none)."""
+    placement = experiment.cluster.placement(rank)
+    if experiment.cluster.form == "local":
+        _local(experiment, run_dir, device)
+    elif placement.producer is None:
+        _consume(experiment, placement, run_dir, device)
+    else:
+        _produce(experiment, placement, run_dir, device)
+
+
+def _produce(
+    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+) -> None:
+    wiring = _wirer(experiment, placement.rank, run_dir).producer()
+    reporter = Reporter(placement.rank, placement.cloud, wiring.report)
+    try:
+        assert placement.producer is not None
+        part = experiment.model.producer(
+            placement.producer, placement.cloud, placement.lane, placement.num_lanes,
+            _context(experiment, device, wiring.cloud, reporter),
+        )  # fmt: skip
+        run = ProducerRun(part, wiring.cloud, placement.num_lanes, placement.cloud, reporter)
+        feed(run, wiring)
+        part.finish(run_dir, placement.lane)
+        reporter.event("finish")
+    except BaseException:
+        _last_words(reporter)
+        raise
+    reporter.flush()
+    wiring.close(CLOSE_TIMEOUT_S)
+
+
+def _consume(
+    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+) -> None:
+    rank = placement.rank
+    events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
+    wiring = _wirer(experiment, rank, run_dir).consumer(
+        events.append_frame if events is not None else lambda frame: None
+    )
+    sink = events.append if events is not None else wiring.report
+    reporter = Reporter(rank, placement.cloud, sink)
+    try:
+        _train(experiment, wiring, placement, run_dir, device, reporter)
+    except BaseException:
+        _last_words(reporter)
+        raise
+    reporter.flush()
+    for unheard in wiring.close(CLOSE_TIMEOUT_S, LOST_TIMEOUT_S):
+        if rank == 0:
+            reporter.note(f"at the end: {unheard}")
+
+
+def _train(
+    experiment: FeedExperiment,
+    wiring: ConsumerWiring | LocalFeeding,
+    placement: FeedPlacement,
+    run_dir: Path,
+    device: torch.device,
+    reporter: Reporter,
+) -> None:
+    lane, num_lanes = placement.lane, placement.num_lanes
+    leads = lane == 0
+    if leads:
+        reporter.event("phase", now=True, name="loading")
+    context = _context(experiment, device, wiring.cloud, reporter)
+    part = experiment.model.consumer(lane, num_lanes, context)
+    run = ConsumerRun(experiment, wiring, part, num_lanes, reporter, run_dir)
+    wiring.cloud.barrier()
+    if leads:
+        reporter.event("phase", now=True, name="training")
+    run.train()
+    run.stop_producers()
+    reporter.event("audit", rows=wiring.audit.rows())
+    if leads:
+        reporter.event("phase", now=True, name="evaluation")
+    started = time.perf_counter()
+    quality = dict(part.finish(run_dir, lane))
+    if leads and quality:
+        reporter.event(
+            "quality",
+            now=True,
+            split="test",
+            step=experiment.training.max_steps,
+            values=quality,
+            signature={},
+            evaluation_s=round(time.perf_counter() - started, 3),
+            samples_text="",
+        )
+    reporter.event("finish", num_steps=experiment.training.max_steps)
+
+
+def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> None:
+    """Producers and consumer in turn, in this one process."""
+    layout, model = experiment.cluster, experiment.model
+    reporter = Reporter(0, layout.consumer, EventFile(run_dir / "events.jsonl").append)
+    alone = CloudGroup(None, 0, 0)
+    try:
+        parts, producers = [], []
+        for index, name in enumerate(layout.producers):
+            context = _context(experiment, device, alone, reporter)
+            parts.append(model.producer(index, name, 0, 1, context))
+            producers.append(ProducerRun(parts[-1], alone, 1, name, reporter))
+        feeding = LocalFeeding(producers, model.max_payload_bytes)
+        place = FeedPlacement(0, layout.consumer, None, 0, 1)
+        _train(experiment, feeding, place, run_dir, device, reporter)
+        for part, producer in zip(parts, producers, strict=True):
+            producer.tell()
+            part.finish(run_dir, 0)
+    finally:
+        reporter.flush()
+
+
+def _wirer(experiment: FeedExperiment, rank: int, run_dir: Path) -> FeedWirer:
+    return FeedWirer(
+        rank, experiment.cluster, experiment.model.max_payload_bytes,
+        experiment.feed.run_ahead, run_dir,
+    )  # fmt: skip
+
+
+def _context(
+    experiment: FeedExperiment, device: torch.device, cloud: CloudGroup, reporter: Reporter
+) -> FeedContext:
+    cache_dir = Path(experiment.cache_dir)
+    cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
+    return FeedContext(experiment.seed, device, cache_dir, cloud.barrier, reporter.note)
+
+
+def _last_words(reporter: Reporter) -> None:
+    """Say what was not said yet, if rank 0 still listens; the threads end with this process."""
+    with contextlib.suppress(LinkError):
+        reporter.flush()
+        time.sleep(LAST_WORDS_S)

@@ -1,0 +1,97 @@
+"""What the tools around a run (launcher, monitor, sweeps) ask of an experiment, whatever kind of
+job it describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from xcloud.cluster.layout import Wan
+from xcloud.progress import ProgressLine
+from xcloud.security.observer import LeakMeter
+from xcloud.summary import RunStatistics
+from xcloud.tracking import Tracker
+
+
+class Place(Protocol):
+    """Where a rank stands."""
+
+    @property
+    def cloud(self) -> str: ...
+
+
+class Layout(Protocol):
+    """The clouds of a job."""
+
+    @property
+    def clouds(self) -> Mapping[str, Any]: ...
+
+    @property
+    def wan(self) -> Wan: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def crosses_clouds(self) -> bool: ...
+
+    def placement(self, rank: int) -> Place: ...
+
+    def describe(self) -> str: ...
+
+
+class Job(Protocol):
+    """One frozen object that describes a run. Experiment is one, FeedExperiment another."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def profile(self) -> str: ...
+
+    @property
+    def sweep(self) -> str | None: ...
+
+    @property
+    def label(self) -> str | None: ...
+
+    @property
+    def tracker(self) -> Tracker: ...
+
+    @property
+    def cluster(self) -> Layout: ...
+
+    @property
+    def run_name(self) -> str: ...
+
+    @property
+    def headline(self) -> str: ...
+
+    @property
+    def compression_in_force(self) -> str: ...
+
+    @property
+    def defences_in_force(self) -> str: ...
+
+    @property
+    def leak_meter(self) -> LeakMeter | None:
+        """Measures, after the run, what other clouds could recover; None where it is off."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For the pictures of a run: how it was scheduled, linked and compressed."""
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        """The run fails with any of these; the others may be lost."""
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError for what is missing, before anything starts."""
+
+    def new_statistics(self) -> RunStatistics: ...
+
+    def new_progress(self) -> ProgressLine: ...
