@@ -13,7 +13,7 @@ def split_run(
     layer: int | None,
     rank: int | None = 8,
     seed: int = 1,
-    accuracy: float = 0.85,
+    accuracy: float = 85.0,
     name: str = "bert_split_sst2",
     summary: dict[str, object] | None = None,
     **settings: object,
@@ -37,10 +37,10 @@ def split_run(
 
 def fig_9() -> list[Result]:
     """Two ranks at three layers, two seeds; accuracies that a reader can work out."""
-    runs = [split_run(None, 8, seed, 0.90 + 0.02 * (seed - 1)) for seed in (1, 2)]
+    runs = [split_run(None, 8, seed, 90 + 2 * (seed - 1)) for seed in (1, 2)]
     for layer in (0, 2, 4):
         for rank in (8, 16):
             for seed in (1, 2):
-                accuracy = 0.70 + 0.02 * layer + 0.001 * rank + 0.02 * (seed - 1)
+                accuracy = 70 + 2 * layer + 0.1 * rank + 2 * (seed - 1)
                 runs.append(split_run(layer, rank, seed, accuracy))
     return runs

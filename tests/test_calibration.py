@@ -16,8 +16,9 @@ from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.calibration import measured_basis
 from xcloud.models.encoder import Encoder
-from xcloud.models.low_rank_cut import Basis, Split
+from xcloud.models.low_rank_cut import Basis
 from xcloud.models.public_backbone import PublicBackbone
+from xcloud.models.split_point import Split
 from xcloud.parallel.stage import TokenIds
 
 TEXT = RandomText(9)

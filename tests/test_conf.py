@@ -26,17 +26,17 @@ def options(group: str) -> list[str]:
     return sorted(p.stem for p in (CONF / group).glob("*.yaml") if not p.stem.startswith("_"))
 
 
-TRANSLATORS, CLASSIFIERS = ("abnet", "transformer"), ("lowrank",)
+# Models that can do an experiment's task: those of translation, or the one it names itself.
+MODELS = {"abnet": ("abnet", "transformer"), "bert_split": ("lowrank",)}
+
+
+def models_of(exp: str) -> tuple[str, ...]:
+    return next(models for start, models in MODELS.items() if exp.startswith(start))
 
 
 @pytest.mark.parametrize("profile", options("profile"))
 @pytest.mark.parametrize(
-    ("exp", "model"),
-    [
-        (exp, model)
-        for exp in options("exp")
-        for model in (TRANSLATORS if exp.startswith("abnet") else CLASSIFIERS)
-    ],
+    ("exp", "model"), [(exp, model) for exp in options("exp") for model in models_of(exp)]
 )
 def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile: str) -> None:
     path = [] if profile == "demo" else ["task.path=somewhere"]
@@ -67,6 +67,21 @@ def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     assert found.cluster.crosses_clouds == (cluster == "feed")
     with pytest.raises(ConfigError, match="describes a FeedExperiment"):
         experiments.from_config(config)
+
+
+@pytest.mark.parametrize("task", ["glue", "squad"])
+def test_the_small_encoder_takes_the_place_of_the_packaged_one(task: str) -> None:
+    exp = {"glue": "bert_split_sst2", "squad": "bert_split_squad"}[task]
+    found = build(f"+exp={exp}", f"data={task}_small", "recipe=lowrank_small")
+
+    assert "own 4 x 128, pretrained on public sentences" in found.headline
+
+
+def test_the_encoder_follows_the_tokenizer_of_the_task() -> None:
+    found = build("+exp=bert_split_sst2", "task.tokenizer.name_or_path=some/encoder")
+
+    assert "some/encoder, cut in block 3, rank 8 by svd" in found.headline
+    assert "some/encoder" in repr(found.model.public_text)  # type: ignore[attr-defined]
 
 
 def test_the_hub_corpus_builds() -> None:

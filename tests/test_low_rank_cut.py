@@ -13,7 +13,6 @@ from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderConfig, EncoderLayer
 from xcloud.models.low_rank_cut import (
     Basis,
-    Split,
     factors,
     make_bottom,
     make_top,
@@ -21,6 +20,7 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
+from xcloud.models.split_point import Split
 
 H = 12
 PACKING = Packing(torch.tensor([5, 3, 1]))

@@ -7,8 +7,8 @@ from xcloud.scores import score_name, score_text, shown_scores
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
-    [("bleu", 0.4213, "0.42"), ("bleu", 41.92, "41.92"), ("accuracy", 0.92231, "0.9223"),
-     ("accuracy", 1.0, "1.0000"), ("something", 2.5, "2.5000")],
+    [("bleu", 0.4213, "0.42"), ("bleu", 41.92, "41.92"), ("accuracy", 92.231, "92.23"),
+     ("label_leak_auc", 0.57312, "0.5731"), ("something", 2.5, "2.50")],
 )  # fmt: skip
 def test_decimals_follow_the_score_not_its_value(name: str, value: float, text: str) -> None:
     assert score_text(name, value) == text

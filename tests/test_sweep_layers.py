@@ -67,7 +67,7 @@ def test_lines_are_ranks_and_the_unsplit_model_stands_apart() -> None:
     assert [line.label for line in found.lines] == ["r = 8", "r = 16"]
     assert [row.label for row in found.unsplit] == ["unsplit"]
     spread = found.lines[1].rows[4].quality["accuracy"]
-    assert spread == Spread(pytest.approx(0.806), pytest.approx(0.02 / 2**0.5), 2)
+    assert spread == Spread(pytest.approx(80.6), pytest.approx(2 / 2**0.5), 2)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_compressions_and_missing_points_are_told_apart() -> None:
     assert found is not None
     assert [line.label for line in found.lines] == ["r = 8, int8+int8", "r = 8, none"]
     assert [cells for layer, cells in table_of(found, "accuracy") if layer == "4"] == [
-        ["-", "0.8500"]
+        ["-", "85.00"]
     ]
 
 
@@ -121,13 +121,13 @@ def test_table_has_layers_down_and_ranks_across(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
     assert "layer r = 8 r = 16" in lines
-    assert "4 0.7980 ± 0.0141 0.8060 ± 0.0141" in lines
-    assert "unsplit 0.9100 ± 0.0141" in lines
+    assert "4 79.80 ± 1.41 80.60 ± 1.41" in lines
+    assert "unsplit 91.00 ± 1.41" in lines
     with open(write_layers(tmp_path / "new", found), encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     assert len(table) == 7 and table[-1]["layer"] == "unsplit" and table[-1]["seeds"] == "2"
     assert {k: table[0][k] for k in ("layer", "rank", "mean")} == {
-        **{"layer": "0", "rank": "8", "mean": "0.718"}
+        **{"layer": "0", "rank": "8", "mean": "71.8"}
     }
 
 

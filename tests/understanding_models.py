@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
 from xcloud.models.backbone import OwnBackbone
-from xcloud.models.low_rank_cut import Split
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.split import BuildContext
+from xcloud.models.split_point import Split
 from xcloud.parallel.stage import Batch, Head, Message, Stage, TokenIds
 
 HIDDEN, LAYERS = 16, 3

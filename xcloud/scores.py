@@ -17,7 +17,6 @@ SCORE_NAMES = {
     "label_leak_auc": "label leak AUC",
     "token_recovery": "token recovery",
 }
-UP_TO_100 = ("bleu", "chrf")  # the others are shares or correlations
 LEAKS = ("label_leak_auc", "token_recovery")  # less is better
 # Shown beside a task's first score. Not chrF, nor the languages of a task with many.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
@@ -28,11 +27,12 @@ def score_name(name: str) -> str:
 
 
 def score_digits(name: str) -> int:
-    return 2 if name in UP_TO_100 else 4
+    """Leaks are shares of 1, losses are nats; every other score goes to 100."""
+    return 4 if name in LEAKS or name == "loss" else 2
 
 
 def score_text(name: str, value: float) -> str:
-    """41.92 for what goes to 100, 0.9223 for a share."""
+    """41.92 for what goes to 100, 0.5731 for a leak."""
     return f"{value:.{score_digits(name)}f}"
 
 

@@ -26,17 +26,16 @@ from xcloud.models.low_rank_cut import (
     Basis,
     ProjectionBottom,
     ProjectionTop,
-    Split,
     largest_entry_sign,
     make_bottom,
     make_top,
-    num_places,
     start_bottom,
     start_top,
 )
 from xcloud.models.public_text import PublicTexts
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
+from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
 from xcloud.parallel.stage import TokenIds
 

@@ -1,5 +1,5 @@
 """A BERT-type encoder fine-tuned for one answer per text, cut so that few features of a row cross.
-The cut is in low_rank_cut.py, the answer in text_head.py; this is who holds what.
+Settings of the cut: split_point.py; its parts: low_rank_cut.py; the answer: text_head.py.
 
 2 stages:  embeddings, lower blocks, V | S, U, upper blocks, head
 3 stages:  embeddings, lower blocks, V | S, U, upper blocks | head     ("U-shape": with the first
@@ -27,8 +27,6 @@ from xcloud.models.calibration import measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import (
     Basis,
-    Split,
-    check_rank,
     make_bottom,
     make_top,
     replaced_linear,
@@ -39,6 +37,7 @@ from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.public_text import PublicTexts, check_public_text
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
+from xcloud.models.split_point import Split, check_rank
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
 from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
@@ -133,10 +132,15 @@ class LowRankSplit:
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         check_stage(stage, num_stages)
+        if stage == 2:  # the head alone needs nothing of the encoder but its width
+            pooler = self.backbone.pooler() if self.output == "sample" else None
+            width = self.backbone.width()
+            check_rank(self.split, width)
+            alone = self._head_alone(context.head, width, context.seed, pooler)
+            return alone.to(context.device)
         weights = self.backbone.weights(TEXT, context)
         self._check_network(weights.config.num_layers, weights.config.hidden)
-        holds_cut = stage < 2
-        basis = self._basis(weights, context) if holds_cut else None
+        basis = self._basis(weights, context)
         built = self._stage(
             stage,
             num_stages,
@@ -170,6 +174,8 @@ class LowRankSplit:
                 "architecture, and this file says nothing"
             )
         head = Head(**architecture["head"]) if architecture["head"] is not None else None
+        if stage == 2:
+            return self._head_alone(head, int(architecture["hidden"]), 0, None)
         return self._stage(
             stage,
             num_stages,
@@ -224,12 +230,18 @@ class LowRankSplit:
         if stage == 0:
             assert ids is not None, "stage 0 reads the text"
             return self._bottom(weights, basis, ids, max_length, about)
-        top = self._top(weights, basis, max_length, seed) if stage == 1 else None
+        top = self._top(weights, basis, max_length, seed)
         if not is_last:
-            assert top is not None
             return MiddleStage(top, about)
         pooler = self.backbone.pooler() if with_pooler and self.output == "sample" else None
         return HeadStage(top, self._head(head, weights.config.hidden, seed, pooler), about)
+
+    def _head_alone(
+        self, head: Head | None, hidden: int, seed: int, pooler: Mapping[str, Tensor] | None
+    ) -> HeadStage:
+        part = self._head(head, hidden, seed, pooler)
+        assert head is not None
+        return HeadStage(None, part, {"hidden": hidden, "head": asdict(head)})
 
     def _part(
         self, weights: Weights, blocks: range, *, embeddings: bool, dropout: float

@@ -24,7 +24,7 @@ SPLIT_FINE_TUNING = (
 )
 TRAFFIC = (
     "paper's ratio: 1/96 of the traffic for r=8 at layer 11 of BERT-base (768 / 8), counted in "
-    "values; ours is bytes counted on the link."
+    "values of the cut alone; ours is bytes on the link, the head's border and headers included."
 )
 THROUGHPUT = (
     "paper: 85 % of the throughput in a single cloud, on its own network, models and NPUs (Pan "

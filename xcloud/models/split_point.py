@@ -1,0 +1,150 @@
+"""Where an encoder is cut, and how: the settings. The parts themselves are in low_rank_cut.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xcloud.checks import check_choice, check_int
+from xcloud.errors import ConfigError
+
+METHODS = ("svd", "identity", "pca", "orthogonal")
+LINEARS = ("feed_forward_output", "attention_output")
+ANCHORS = ("none", "mean", "position")
+USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the encoder is cut, and what is done so that only `rank` features of a row cross.
+
+    layer: block that is cut, from 0. null: the unsplit model, the reference: rows cross whole
+        behind block 0, and nothing below acts.
+    rank: features that cross; null: all of them cross behind the block, and nothing is lost.
+    method:
+      svd: one linear layer of the block, W = U S V by truncated SVD, all three trained, cut
+        between S and V; the skip connection around that sub-layer is gone: its rows stay behind.
+        As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4), section 2.2.2.
+      identity: the block stays whole; its output h crosses as E h and goes on as D E h, E with
+        random orthonormal rows, D = E' at the start: a low-rank identity path across the cut,
+        after ResBM, arXiv:2604.11947. Difference: linear, nothing beside that path.
+      pca: as identity, but E and D are the principal components of h on public text.
+      orthogonal: as pca, and E and D stay orthonormal while they are trained; the mean of h at
+        each position is taken out before and put back behind, after MAPL, arXiv:2606.05484.
+        Difference: MAPL's anchor is that of the token, which the other cloud must not know.
+      LoRA's down projection (section 1.2 of the paper) is none of them: in y = W x + B A x the
+      other cloud needs W x besides A x, so x must cross whole, or W be given up. Given up, it is
+      the cut of svd with weights that know nothing at the start.
+    linear: which W (svd only): the last of the feed-forward sub-layer, or that of attention.
+    anchor: what is taken out before E and put back behind D: none, mean (of h on public text),
+        position (its mean at each position); null = none for identity, mean for pca, position for
+        orthogonal. Trained behind D.
+    whiten: scale the features that cross to variance 1 on public text, so that one scale fits all
+        of them when they are quantised.
+    freeze_bottom: all before the cut, V or E included, keeps its weights, without dropout: then no
+        gradient comes back over the border.
+    calibration_texts: public texts that basis and anchor are measured on; no private text is.
+    calibration_pairs: whether these come as pairs (a task of text pairs).
+    warm_start_steps: after that, E, D and anchor are trained for so many steps on public texts so
+        that the last hidden rows are those of the unsplit model. Every cloud computes both by
+        itself, from the public checkpoint and the public text: nothing crosses.
+    head_rank: features of what crosses to the head where that is a stage of its own; null = all.
+        The bottleneck is part of the model whatever the number of stages.
+    """
+
+    layer: int | None
+    rank: int | None = 8
+    method: Literal["svd", "identity", "pca", "orthogonal"] = "svd"
+    linear: Literal["feed_forward_output", "attention_output"] = "feed_forward_output"
+    anchor: Literal["none", "mean", "position"] | None = None
+    whiten: bool = False
+    freeze_bottom: bool = False
+    calibration_texts: int = 2000
+    calibration_pairs: bool = False
+    warm_start_steps: int = 0
+    head_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer is not None:
+            check_int("split.layer", self.layer, 0)
+        for name in ("rank", "head_rank"):
+            if getattr(self, name) is not None:
+                check_int(f"split.{name}", getattr(self, name), 1)
+        check_choice("split.method", self.method, METHODS)
+        check_choice("split.linear", self.linear, LINEARS)
+        check_choice("split.anchor", self.anchor, (None, *ANCHORS))
+        for name in ("whiten", "freeze_bottom", "calibration_pairs"):
+            check_choice(f"split.{name}", getattr(self, name), (True, False))
+        check_int("split.calibration_texts", self.calibration_texts, 1)
+        check_int("split.warm_start_steps", self.warm_start_steps, 0)
+        if self.method == "svd":
+            usual = {"anchor": (None, "none"), "whiten": (False,), "warm_start_steps": (0,)}
+            for name, allowed in usual.items():
+                if getattr(self, name) not in allowed:
+                    raise ConfigError(
+                        f"split.{name} belongs to the methods {', '.join(METHODS[1:])}; svd has "
+                        f"none: leave it out, or choose one of them"
+                    )
+        elif self.linear != "feed_forward_output":
+            raise ConfigError(
+                "split.linear says which linear layer split.method=svd replaces; "
+                f"{self.method} cuts behind the whole block: leave it out"
+            )
+        if self.whiten and self.method in ("identity", "orthogonal"):
+            raise ConfigError(
+                f"split.whiten scales the principal components of split.method=pca, not "
+                f"{self.method}"
+            )
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether anything is left out at the cut."""
+        return self.layer is not None and self.rank is not None
+
+    @property
+    def block(self) -> int:
+        """The block that the cut is in, or behind."""
+        return self.layer or 0
+
+    @property
+    def anchor_kind(self) -> str:
+        return self.anchor or USUAL_ANCHOR[self.method]
+
+    @property
+    def needs_public_text(self) -> bool:
+        """Whether a basis or an anchor is measured before training."""
+        if not self.is_low_rank:
+            return False
+        measured = self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
+        return measured or self.warm_start_steps > 0
+
+    @property
+    def kept_head_rank(self) -> int | None:
+        return self.head_rank if self.layer is not None else None
+
+    def describe(self) -> str:
+        if self.layer is None:
+            return "unsplit (split.layer=null: rank and method do not act)"
+        if self.rank is None:
+            return f"cut behind block {self.layer}, full width"
+        return f"cut in block {self.layer}, rank {self.rank} by {self.method}"
+
+
+def num_places(anchor: str, max_length: int) -> int:
+    return {"none": 0, "mean": 1, "position": max_length}[anchor]
+
+
+def check_rank(split: Split, hidden: int) -> None:
+    """Raise ConfigError when more features than there are would cross."""
+    if split.is_low_rank:
+        assert split.rank is not None
+        if split.rank > hidden:
+            raise ConfigError(
+                f"split.rank is {split.rank}, but the encoder has {hidden} features; give at most "
+                f"{hidden}, or null to let all cross"
+            )
+    if split.kept_head_rank is not None and split.kept_head_rank > hidden:
+        raise ConfigError(
+            f"split.head_rank is {split.head_rank}, but the encoder has {hidden} features; give "
+            f"at most {hidden}, or null"
+        )
