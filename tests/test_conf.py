@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from xcloud import experiment as experiments
+from xcloud.electra.config import MultilingualElectra
 from xcloud.errors import ConfigError
 from xcloud.experiment import Experiment
 
@@ -27,7 +29,7 @@ def options(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", options("profile"))
-@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("model", [name for name in options("model") if name != "electra"])
 @pytest.mark.parametrize("exp", options("exp"))
 def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile: str) -> None:
     path = [] if profile == "demo" else ["task.path=somewhere"]
@@ -35,6 +37,25 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
 
     assert found.profile == profile
     assert found.name == exp
+
+
+@pytest.mark.parametrize("profile", options("profile"))
+def test_electra_builds_in_every_profile(profile: str) -> None:
+    """It feeds instead of being cut into stages, so it is in no experiment of stages."""
+    config = composed(
+        "+exp=abnet_iwslt", "model=electra", f"profile={profile}", "data=translation_demo"
+    )
+    if profile == "files":
+        config.model.text.source.path = config.model.text.tokenizer.path = "somewhere"
+    model = instantiate(config.model, _convert_="all")
+    experiments.check_keys(OmegaConf.to_container(config.model, resolve=True), "model")
+
+    assert isinstance(model, MultilingualElectra)
+    assert list(model.generators) == ["cloud_a", "cloud_b"]
+    assert model.discriminator.loss_weight == 50.0
+    first, second = model.generators.values()
+    assert not set(first.languages) & set(second.languages)
+    assert model.max_payload_bytes < 100_000
 
 
 @pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])

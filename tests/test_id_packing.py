@@ -16,7 +16,9 @@ from xcloud.errors import ConfigError, FrameError
 XLM_R = 250_002
 
 
-def zipf_texts(num: int, length: int, vocab: int, replaced: float, seed: int = 0) -> CorruptedTexts:
+def zipf_texts(
+    num: int, length: int, vocab: int, replaced: float, seed: int = 0
+) -> CorruptedTexts:
     """Ids whose frequency falls with 1/rank, spread over the vocabulary."""
     draw = np.random.default_rng(seed)
     words = draw.permutation(vocab)[:20_000]
@@ -49,7 +51,7 @@ def any_texts(draw: st.DrawFn) -> tuple[IdPacking, CorruptedTexts]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(any_texts())
 def test_what_is_unpacked_is_what_was_packed(made: tuple[IdPacking, CorruptedTexts]) -> None:
     packing, texts = made
@@ -59,7 +61,7 @@ def test_what_is_unpacked_is_what_was_packed(made: tuple[IdPacking, CorruptedTex
     assert_equal(packing.unpack(payload), texts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(any_texts(), st.data())
 def test_damaged_bytes_are_refused_or_mean_something_valid(
     made: tuple[IdPacking, CorruptedTexts], data: st.DataObject
@@ -81,7 +83,7 @@ def test_damaged_bytes_are_refused_or_mean_something_valid(
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_behind_a_good_header_end_in_an_error_or_in_ids(tail: bytes) -> None:
     packing = IdPacking(1000, 4, 50, digest=1)
@@ -146,7 +148,7 @@ def test_flags_cost_little_more_than_their_entropy(chance: float) -> None:
     assert entropy * 0.99 < bits < entropy * 1.05
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 5000), max_size=200), st.integers(0, 40))
 def test_ascending_numbers_come_back_and_say_how_long_they_were(
     numbers: set[int], beyond: int
@@ -181,14 +183,14 @@ def test_classes_that_inflate_without_end_are_cut_off() -> None:
 
 def test_another_vocabulary_is_refused_in_words() -> None:
     payload = IdPacking(1000, 8, 64, digest=1).pack(zipf_texts(8, 64, 1000, 0.1))
-    with pytest.raises(FrameError, match="All clouds need one tokenizer file"):
+    with pytest.raises(FrameError, match="All clouds need one tokenizer"):
         IdPacking(1000, 8, 64, digest=2).unpack(payload)
 
 
 def test_a_sender_may_not_exceed_what_was_agreed() -> None:
     texts = zipf_texts(8, 64, 1000, 0.1)
     for packing in (IdPacking(1000, 7, 64), IdPacking(1000, 8, 31), IdPacking(10, 8, 64)):
-        with pytest.raises(ValueError, match="allowed are|ids must be"):
+        with pytest.raises(ValueError, match=r"allowed are|ids must be"):
             packing.pack(texts)
     with pytest.raises(ConfigError, match=r"IdPacking\.coding must be one of smallest, fixed"):
         IdPacking(10, 1, 1, coding="gzip")  # type: ignore[arg-type]

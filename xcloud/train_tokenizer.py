@@ -1,5 +1,5 @@
 """Make the tokenizer that all clouds of a one-way job share, from public text:
-    python -m xcloud.train_tokenizer FOLDER --languages es en --vocab-size 8000 --out tokenizer.json
+    python -m xcloud.train_tokenizer FOLDER --languages es en --out tokenizer.json
 
 FOLDER is read as text.source.path of a run is (xcloud/tasks/corpus/text_folder.py). Whoever gets
 the file learns which pieces of words the texts use: train it on text that may be known, then copy
@@ -15,7 +15,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
-from xcloud.errors import XcloudError
+from xcloud.errors import DataError, XcloudError
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
@@ -33,11 +33,13 @@ def train(
     source = FolderText(folder)
     source.check(languages)
     texts = {name: [row[0] for row in islice(source.read(name), max_texts)] for name in languages}
+    if empty := [name for name, side in texts.items() if not any(side)]:
+        raise DataError(f"{folder}: there is no text of {empty[0]!r}, or all is empty")
     weights = {name: len(side) ** power for name, side in texts.items()}
     draw = random.Random(0)
     chosen: list[str] = []
     for name, side in texts.items():
-        wanted = round(max_texts * weights[name] / max(sum(weights.values()), 1e-9))
+        wanted = round(max_texts * weights[name] / sum(weights.values()))
         chosen += side if len(side) <= wanted else draw.sample(side, wanted)
     with tempfile.TemporaryDirectory() as scratch:
         return settings.prepare(chosen, Path(scratch))

@@ -1,9 +1,9 @@
 """Ascending numbers as the gaps between them, Rice-coded: which tokens were replaced, which ids
 stand in a dictionary. Knows nothing of what the numbers mean.
 
-A gap g is (g >> k) zeros and a one, in a bit string of its own, and its k low bits, packed by
-bitpack.py; k, one byte, is the cheapest for these gaps. For places drawn at random with chance p
-that costs 1 to 3 % more than the entropy H(p) (Rice 1979; Golomb, IEEE Trans. IT 1966).
+A gap g is (g >> k) zeros and a one, in one bit string, and its k low bits in another; k, one byte,
+is the cheapest for these gaps. For places drawn at random with chance p that costs 1 to 3 % more
+than the entropy H(p) (Golomb, IEEE Trans. IT 1966; Rice 1979).
 
 Shapes: N numbers.
 """
@@ -11,14 +11,11 @@ Shapes: N numbers.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xcloud.comm.bitpack import pack, packed_bytes, unpack
+from xcloud.comm.variable_bits import Ints, bits_bytes, read_bits, write_bits
 from xcloud.errors import FrameError
-
-Ints = npt.NDArray[np.int64]
 
 
 def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
@@ -30,7 +27,7 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
     ends = np.cumsum((gaps >> k) + 1) - 1
     bits = np.zeros(int(ends[-1]) + 1, dtype=np.uint8)
     bits[ends] = 1
-    low = pack(torch.from_numpy((gaps & ((1 << k) - 1)).astype(np.int32)), k)
+    low = write_bits(gaps & ((1 << k) - 1), np.full(len(gaps), k))
     head = torch.tensor([k], dtype=torch.uint8)
     return torch.cat((head, torch.from_numpy(np.packbits(bits)), low))
 
@@ -54,11 +51,12 @@ def decode_ascending(data: Tensor, count: int, below: int) -> tuple[Ints, int]:
     if len(ends) < count:
         raise FrameError(f"{len(ends)} of {count} gaps arrived")
     start = 1 + (int(ends[-1]) // 8 + 1)
-    stop = start + packed_bytes(count, k)
+    widths = np.full(count, k)
+    stop = start + bits_bytes(widths)
     if stop > len(data):
         raise FrameError("the low bits of the gaps are cut short")
-    low = unpack(data[start:stop], k, count).numpy().astype(np.int64)
-    gaps = ((np.diff(ends, prepend=-1) - 1) << k) + low
+    high = np.diff(ends, prepend=-1) - 1
+    gaps = (high << k) + read_bits(data[start:stop], widths)
     numbers = np.cumsum(gaps + 1) - 1
     if int(numbers[-1]) >= below:
         raise FrameError(f"a number is {int(numbers[-1])}, expected below {below}")

@@ -127,7 +127,8 @@ class IdPacking:
         if (vocab_size, digest) != (self.vocab_size, self.digest):
             raise FrameError(
                 f"token ids of another vocabulary: {vocab_size} words, digest {digest:08x}; "
-                f"expected {self.vocab_size}, {self.digest:08x}. All clouds need one tokenizer file"
+                f"expected {self.vocab_size}, {self.digest:08x}. All clouds need one tokenizer "
+                "file"
             )
         if not 1 <= num_samples <= self.max_samples or length_bits > 31:
             raise FrameError(f"{num_samples} samples in a message, most {self.max_samples}")

@@ -1,11 +1,11 @@
 """Token ids in fewer bits than log2(vocabulary): a small dictionary of the frequent ids of the
 message, and codes whose length follows the rank. Lossless, self-contained, no shared table.
 
-Ids that occur MIN_COUNT times or more get ranks by frequency. A token is a class and the bits
-below it: class c holds the ranks (or, for rare tokens, the ids themselves) 2**c - 1 .. 2**(c+1) - 2
-(Elias gamma's classes, IEEE Trans. IT 1975), so c bits follow. The classes are Huffman-coded by
-zlib, the bits of each class packed by bitpack.py; the dictionary's ids within a class are in no
-order that must be kept, so they go as ascending numbers (gap_code.py).
+Ids that occur MIN_COUNT times or more get ranks by frequency. A token is a class and c bits: class
+c holds the ranks 2**c - 1 .. 2**(c+1) - 2, or, for rare tokens, the ids in that range (the classes
+of Elias gamma, IEEE Trans. IT 1975). The classes are Huffman-coded by zlib, the bits follow one
+another (variable_bits.py). Within a class the dictionary needs no order, so its ids go as
+ascending numbers (gap_code.py).
 
 Shapes: T tokens, U different ids, D of them in the dictionary.
 """
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.gap_code import Ints, decode_ascending, encode_ascending
+from xcloud.comm.gap_code import decode_ascending, encode_ascending
+from xcloud.comm.variable_bits import Ints, bits_bytes, read_bits, write_bits
 from xcloud.errors import FrameError
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
@@ -55,11 +55,7 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     head = np.array([len(ids_D), len(classes)], dtype="<u4").tobytes() + classes
     parts = [torch.from_numpy(np.frombuffer(bytearray(head), dtype=np.uint8))]
     parts += [encode_ascending(ids_D[first:stop], vocab_size) for first, stop in ranges]
-    order, runs = _runs(symbol_T)
-    low_T = (value_T - (np.int64(1) << class_T)).astype(np.int32)[order]
-    parts += [
-        pack(torch.from_numpy(low_T[start:stop]), symbol % RARE) for symbol, start, stop in runs
-    ]
+    parts.append(write_bits(value_T - (np.int64(1) << class_T), class_T))
     return torch.cat(parts)
 
 
@@ -81,23 +77,18 @@ def decode_ids(data: Tensor, num_tokens: int, vocab_size: int) -> tuple[Ints, in
         ids_D[first:stop], taken = decode_ascending(data[at:], stop - first, vocab_size)
         at += taken
 
-    order, runs = _runs(symbol_T)
-    sorted_T = np.empty(num_tokens, dtype=np.int64)
-    for symbol, start, stop in runs:
-        rare, width = divmod(symbol, RARE)
-        known = vocab_size if rare else size
-        end = at + packed_bytes(stop - start, width)
-        if rare > 1 or width >= RARE or end > len(data):
-            raise FrameError(f"{stop - start} tokens of class {symbol} do not fit the message")
-        low = unpack(data[at:end], width, stop - start).numpy().astype(np.int64)
-        values = low + ((1 << width) - 1)
-        if int(values.max()) >= known:
-            raise FrameError(f"a token's code is {int(values.max())}, expected below {known}")
-        sorted_T[start:stop] = values if rare else ids_D[values]
-        at = end
-    ids_T = np.empty(num_tokens, dtype=np.int64)
-    ids_T[order] = sorted_T
-    return ids_T, at
+    rare_T, class_T = symbol_T // RARE, (symbol_T % RARE).astype(np.int64)
+    end = at + bits_bytes(class_T)
+    if int(rare_T.max(initial=0)) > 1 or end > len(data):
+        raise FrameError(f"{len(data) - at} bytes for codes of {end - at}, or unknown classes")
+    value_T = read_bits(data[at:end], class_T) + (np.int64(1) << class_T) - 1
+    is_rare_T = rare_T == 1
+    known_T = np.where(is_rare_T, vocab_size, size)
+    if (value_T >= known_T).any():
+        raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
+    ids_T = value_T
+    ids_T[~is_rare_T] = ids_D[value_T[~is_rare_T]]
+    return ids_T, end
 
 
 def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
@@ -121,12 +112,3 @@ def _class_ranges(size: int) -> list[tuple[int, int]]:
     """(first rank, rank behind the last) of each class among `size` ranks."""
     edges = [2**c - 1 for c in range(size.bit_length() + 1)]
     return [(first, min(stop, size)) for first, stop in pairwise(edges) if first < size]
-
-
-def _runs(symbol_T: npt.NDArray[np.uint8]) -> tuple[Ints, list[tuple[int, int, int]]]:
-    """The order that sorts the tokens by symbol, and (symbol, start, stop) in that order."""
-    order = np.argsort(symbol_T, kind="stable")  # a radix sort for bytes
-    stops = np.cumsum(np.bincount(symbol_T, minlength=1)).tolist()
-    starts = [0, *stops[:-1]]
-    pieces = zip(range(len(stops)), starts, stops, strict=True)
-    return order, [piece for piece in pieces if piece[1] < piece[2]]

@@ -97,7 +97,8 @@ def sample_words(
     random_M = torch.rand(len(scores_MV), generator=draw).to(scores_MV.device)
     drawn = []
     rows = max(1, SAMPLED_TOGETHER // scores_MV.shape[1])
-    for scores, random in zip(scores_MV.split(rows), random_M.split(rows), strict=True):
+    for first in range(0, len(scores_MV), rows):
+        scores, random = scores_MV[first : first + rows], random_M[first : first + rows]
         chances = (scores / temperature).masked_fill(forbidden_V, -torch.inf).softmax(1)
         sums = chances.cumsum(1)
         # A hair below the whole sum, or rounding could step behind the last allowed word.
@@ -152,7 +153,7 @@ def tell_replaced(
     discriminator: Discriminator, ids_C: Tensor, counts_B: Tensor, replaced_C: Tensor,
     special: TokenIds,
 ) -> Told:  # fmt: skip
-    """Loss and counts of what arrived: tokens without the outer bos and eos, which are put back."""
+    """Loss and counts of what arrived: tokens without outer bos and eos, which are put back."""
     ids_R, inner_C = with_ends(ids_C, counts_B, special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -67,6 +67,10 @@ class MultilingualText:
     def check(self, parts: Sequence[str]) -> None:
         """Raise DataError or ConfigError if the texts of these parts are not there."""
         self.source.check(parts)
+
+    def of(self, source: TextSource | None) -> MultilingualText:
+        """The same settings for another source; None: this one."""
+        return self if source is None else replace(self, source=source)
 
     def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
         trains = isinstance(self.tokenizer, TrainedTokenizer)
@@ -159,7 +163,7 @@ class TextStream:
 
         mine = slice(self._lane * self._batch_size, (self._lane + 1) * self._batch_size)
         lines: list[Tensor] = [torch.empty(0)] * self._batch_size
-        for part in parts_N[mine].unique().tolist():
+        for part in sorted(set(parts_N[mine].tolist())):
             is_part_N = parts_N == part
             turn_N = used_L[part] + is_part_N.cumsum(0) - 1
             places = is_part_N[mine].nonzero()[:, 0]
@@ -184,11 +188,9 @@ class TextStream:
         """The samples at these places of a part's endless order."""
         size = len(self._tables[part])
         rows = torch.empty_like(turns)
-        for epoch in (turns // size).unique().tolist():
+        for epoch in sorted(set((turns // size).tolist())):
             if self._orders.get(part, (-1,))[0] != epoch:
-                draw = torch.Generator().manual_seed(
-                    _seed(self._seed, self._names[part], epoch)
-                )
+                draw = torch.Generator().manual_seed(_seed(self._seed, self._names[part], epoch))
                 self._orders[part] = (epoch, torch.randperm(size, generator=draw))
             inside = turns // size == epoch
             rows[inside] = self._orders[part][1][turns[inside] % size]

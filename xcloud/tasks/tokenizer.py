@@ -62,7 +62,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> int:
-        """32 bits that stand for vocabulary and rules: equal where two clouds hold one tokenizer."""
+        """32 bits for vocabulary and rules: equal where two clouds hold the same tokenizer."""
         described = f"{self.token_ids!r} {sorted(self._special)} {self._backend.to_str()}"
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
 

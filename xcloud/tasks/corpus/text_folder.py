@@ -1,4 +1,4 @@
-"""Running text by language from the files of a folder, for pre-training. Streams, filters nothing."""
+"""Running text by language from the files of a folder, for pre-training. Filters nothing."""
 
 from __future__ import annotations
 
