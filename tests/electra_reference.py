@@ -18,7 +18,7 @@ from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.training.optimizer import Optimizer
 
-FAST = Optimizer(3e-3, warmup_steps=20, decay="constant", weight_decay=0.01, clip_norm=1.0)
+FAST = Optimizer(4e-3, warmup_steps=20, decay="constant", weight_decay=0.01, clip_norm=1.0)
 
 
 def feed_context(cache_dir: Path, **changes: Any) -> FeedContext:
@@ -34,14 +34,16 @@ def feed_context(cache_dir: Path, **changes: Any) -> FeedContext:
 
 
 def small_electra(**changes: Any) -> MultilingualElectra:
-    """Spanish in one cloud, English in the other."""
+    """Spanish in one cloud, English in the other; mostly whole words, short texts."""
     network = SeededBackbone(64, 2, 2, 128, dropout=0.0)
     generators = {
-        language: Generator([language], backbone=network, optimizer=FAST, precision="fp32")
+        language: Generator(
+            [language], backbone=network, optimizer=FAST, batch_size=128, precision="fp32"
+        )
         for language in ("es", "en")
     }
     settings: dict[str, Any] = {
-        "text": MultilingualText(DemoText(4000), TrainedTokenizer(600), max_length=48),
+        "text": MultilingualText(DemoText(4000), TrainedTokenizer(2000), max_length=10),
         "generators": generators,
         "discriminator": DiscriminatorSettings(network, FAST, precision="fp32"),
     }

@@ -1,6 +1,7 @@
 """Multilingual ELECTRA as a one-way job's parts: what is masked, sent, learned and exported."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.comm.id_packing import IdPacking
 from xcloud.electra.config import DiscriminatorSettings, Generator, MultilingualElectra
 from xcloud.errors import ConfigError, FrameError
+from xcloud.models.attention import Packing
 from xcloud.models.backbone import PretrainedBackbone, SeededBackbone
+from xcloud.models.electra import with_ends
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_parts import Fed
 from xcloud.tasks.corpus.monolingual import DemoText
@@ -61,13 +64,41 @@ def made_by(
     return made
 
 
+def mean(steps: list[dict[str, float]], key: str) -> float:
+    return sum(step[key] for step in steps) / len(steps)
+
+
 def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
     part = model.consumer(0, 1, feed_context(cache_dir))
     return part._packing.unpack(fed.payload)
 
 
 def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Path) -> None:
-    pass
+    """What some seconds can teach. Of as many tokens as are replaced, those with the highest
+    scores, a share as large as theirs would be right by chance.
+    """
+    reference = Reference(small_electra(), feed_context(cache_dir))
+    steps = [reference.step() for _ in range(60)]
+    first, last = steps[:5], steps[-15:]
+    for generator in ("0", "1"):
+        assert mean(last, generator) < 0.9 * mean(first, generator)
+    share = mean(last, "true_positives") + mean(last, "false_negatives")
+    share /= mean(last, "weight")
+    by_share_alone = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    assert mean(last, "loss_sum") / mean(last, "weight") < 0.98 * by_share_alone
+
+    network, special = reference.consumer._network, reference.consumer._tokenizer.token_ids
+    right = replaced = tokens = 0
+    for number in range(61, 64):
+        payload = reference.producers[0].produce(number).payload
+        ids_C, counts_B, replaced_C = reference.consumer._packing.unpack(payload)
+        ids_R, inner_C = with_ends(ids_C, counts_B, special)
+        with torch.no_grad():
+            scores_C = network(ids_R, Packing(counts_B + 2))[inner_C]
+        num = int(replaced_C.sum())
+        right += int(replaced_C[scores_C.topk(num).indices].sum())
+        replaced, tokens = replaced + num, tokens + len(ids_C)
+    assert right / replaced > 1.4 * replaced / tokens
 
 
 def test_a_batch_follows_from_seed_lane_and_number(cache_dir: Path) -> None:
@@ -183,7 +214,6 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
-    from xcloud.models.attention import Packing
     from xcloud.models.checkpoint import _quiet
     from xcloud.models.encoder import Encoder
     from xcloud.models.split import BuildContext
