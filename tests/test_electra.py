@@ -188,6 +188,17 @@ def test_generators_of_two_sizes_and_a_pair_feed_one_discriminator(cache_dir: Pa
     assert (payload.ids_R == eos).sum() == 8  # between the sides of every pair
 
 
+def test_generator_and_discriminator_may_differ_in_precision(cache_dir: Path) -> None:
+    settings = DiscriminatorSettings(NETWORK, FAST, precision="bf16")
+    for changes in ({"precision": "bf16"}, {"discriminator": settings}):
+        plain, mixed = (
+            Reference(tiny(**c), feed_context(cache_dir)).step() for c in ({}, changes)
+        )
+        assert mixed["loss_sum"] == pytest.approx(plain["loss_sum"], rel=0.05)
+        assert mixed["0"] == pytest.approx(plain["0"], rel=0.05)
+        assert mixed != plain
+
+
 def test_a_frozen_generator_needs_weights_and_trains_nothing(
     cache_dir: Path, tmp_path: Path
 ) -> None:

@@ -152,7 +152,7 @@ class MultilingualElectra:
                 f"{', '.join(self.generators)}; there must be one for each"
             )
         for generator in self.generators.values():
-            (generator.source or self.text.source).check(generator.parts)
+            self.text.of(generator.source).check(generator.parts)
 
     def producer(
         self, index: int, cloud: str, lane: int, num_lanes: int, context: FeedContext
@@ -170,7 +170,7 @@ class MultilingualElectra:
         stream = TextStream(
             tables, special, text.language_power, seed, settings.batch_size, lane, num_lanes
         )
-        report(f"{cloud}: {stream.describe()}")
+        report(f"texts: {stream.describe()}")
         encoder = _encoder(settings.backbone, "generator", special, text, context, lane, True)
         return GeneratorRank(
             encoder.to(context.device),

@@ -23,7 +23,7 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.corpus.monolingual import TextSource, languages_of
 from xcloud.tasks.token_table import TokenTable, write_table
-from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
+from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
 
 FORMAT = "xcloud tokens 1"
 CHUNK = 1000  # texts that are tokenised together
@@ -67,6 +67,8 @@ class MultilingualText:
     def check(self, parts: Sequence[str]) -> None:
         """Raise DataError or ConfigError if the texts of these parts are not there."""
         self.source.check(parts)
+        if isinstance(self.tokenizer, FileTokenizer):
+            self.tokenizer.check()
 
     def of(self, source: TextSource | None) -> MultilingualText:
         """The same settings for another source; None: this one."""

@@ -259,6 +259,14 @@ class FileTokenizer:
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError("FileTokenizer.path must name a file of xcloud.train_tokenizer")
 
+    def check(self) -> None:
+        """Raise DataError if the file is not there."""
+        if not Path(self.path).expanduser().is_file():
+            raise DataError(
+                f"no tokenizer file {self.path}; make it with "
+                f"`python -m xcloud.train_tokenizer FOLDER --languages … --out {self.path}`"
+            )
+
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         return Tokenizer.load(Path(self.path).expanduser())
 
