@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from xcloud import experiment as experiments
+from xcloud.electra.config import MultilingualElectra
 from xcloud.errors import ConfigError
 from xcloud.experiment import Experiment
 
@@ -27,7 +29,11 @@ def options(group: str) -> list[str]:
 
 
 # Models that can do an experiment's task: those of translation, or the one it names itself.
-MODELS = {"abnet": ("abnet", "transformer"), "bert_split": ("lowrank",)}
+MODELS = {
+    "abnet": ("abnet", "transformer"),
+    "bert_split": ("lowrank",),
+    "electra": ("electra",),
+}
 
 
 def models_of(exp: str) -> tuple[str, ...]:
@@ -40,10 +46,33 @@ def models_of(exp: str) -> tuple[str, ...]:
 )
 def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile: str) -> None:
     path = [] if profile == "demo" else ["task.path=somewhere"]
-    found = build(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
+    if model == "electra":
+        path = ["model.text.source.path=somewhere"] if profile != "demo" else []
+        path += ["model.text.tokenizer.path=somewhere"] if profile == "files" else []
+    config = composed(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
+    found = experiments.job_from_config(config)
 
     assert found.profile == profile
     assert found.name == exp
+
+
+@pytest.mark.parametrize("profile", options("profile"))
+def test_electra_builds_in_every_profile(profile: str) -> None:
+    """It feeds instead of being cut into stages, so it is in no experiment of stages."""
+    config = composed(
+        "+exp=abnet_iwslt", "model=electra", f"profile={profile}", "data=translation_demo"
+    )
+    if profile == "files":
+        config.model.text.source.path = config.model.text.tokenizer.path = "somewhere"
+    model = instantiate(config.model, _convert_="all")
+    experiments.check_keys(OmegaConf.to_container(config.model, resolve=True), "model")
+
+    assert isinstance(model, MultilingualElectra)
+    assert list(model.generators) == ["cloud_a", "cloud_b"]
+    assert model.discriminator.loss_weight == 50.0
+    first, second = model.generators.values()
+    assert not set(first.languages) & set(second.languages)
+    assert model.max_payload_bytes < 100_000
 
 
 @pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])

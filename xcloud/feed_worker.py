@@ -5,6 +5,7 @@ exported part. worker.py starts it; feed_producer.py and feed_consumer.py are th
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
 
@@ -43,9 +44,10 @@ def _produce(
     reporter = Reporter(placement.rank, placement.cloud, wiring.report)
     try:
         assert placement.producer is not None
+        batches = _batches_of(experiment, placement.producer)
         part = experiment.model.producer(
             placement.producer, placement.cloud, placement.lane, placement.num_lanes,
-            _context(experiment, device, wiring.cloud, reporter),
+            _context(experiment, device, wiring.cloud, reporter, batches),
         )  # fmt: skip
         run = ProducerRun(part, wiring.cloud, placement.num_lanes, placement.cloud, reporter)
         feed(run, wiring)
@@ -91,7 +93,7 @@ def _train(
     leads = lane == 0
     if leads:
         reporter.event("phase", now=True, name="loading")
-    context = _context(experiment, device, wiring.cloud, reporter)
+    context = _context(experiment, device, wiring.cloud, reporter, experiment.training.max_steps)
     part = experiment.model.consumer(lane, num_lanes, context)
     run = ConsumerRun(experiment, wiring, part, num_lanes, reporter, run_dir)
     wiring.cloud.barrier()
@@ -126,7 +128,8 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
     try:
         parts, producers = [], []
         for index, name in enumerate(layout.producers):
-            context = _context(experiment, device, alone, reporter)
+            batches = _batches_of(experiment, index)
+            context = _context(experiment, device, alone, reporter, batches)
             parts.append(model.producer(index, name, 0, 1, context))
             producers.append(ProducerRun(parts[-1], alone, 1, name, reporter))
         feeding = LocalFeeding(producers, model.max_payload_bytes)
@@ -147,11 +150,24 @@ def _wirer(experiment: FeedExperiment, rank: int, run_dir: Path) -> FeedWirer:
 
 
 def _context(
-    experiment: FeedExperiment, device: torch.device, cloud: CloudGroup, reporter: Reporter
+    experiment: FeedExperiment,
+    device: torch.device,
+    cloud: CloudGroup,
+    reporter: Reporter,
+    num_steps: int,
 ) -> FeedContext:
     cache_dir = Path(experiment.cache_dir)
     cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
-    return FeedContext(experiment.seed, device, cache_dir, cloud.barrier, reporter.note)
+    return FeedContext(
+        experiment.seed, device, cache_dir, cloud.barrier, reporter.note, num_steps
+    )
+
+
+def _batches_of(experiment: FeedExperiment, producer: int) -> int:
+    """Batches that each rank of a producer will make if every cloud keeps to its share."""
+    layout, training = experiment.cluster, experiment.training
+    batches = training.max_steps * training.batches_per_step * layout.shares[producer]
+    return max(1, math.ceil(batches / layout.num_lanes[producer]))
 
 
 def _last_words(reporter: Reporter) -> None:

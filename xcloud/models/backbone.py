@@ -200,6 +200,55 @@ class OwnBackbone:
 
 
 @dataclass(frozen=True)
+class SeededBackbone:
+    """A network of our own with weights drawn from the run's seed, to be trained in the run."""
+
+    hidden: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    feed_forward: int = 512
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
+            check_int(f"SeededBackbone.{name}", getattr(self, name), 1)
+        check_heads("SeededBackbone.num_heads", self.num_heads, self.hidden)
+        check_number("SeededBackbone.dropout", self.dropout, 0, 1)
+
+    def describe(self) -> str:
+        return f"{self.num_layers} x {self.hidden}"
+
+    @property
+    def needs_sentences(self) -> bool:
+        return False
+
+    def width(self) -> int:
+        return self.hidden
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        return EncoderConfig(
+            vocab_size=vocabularies[name].size,
+            hidden=self.hidden,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            feed_forward=self.feed_forward,
+            max_positions=max_length,
+            dropout=self.dropout,
+        )
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        config = self.config(name, context.vocabularies, context.max_length)
+        with seeded(context.seed, "backbone", name):
+            encoder = Encoder(config)
+        return Weights(config, encoder.state_dict())
+
+    def pooler(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
 class PretrainedBackbone:
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
     electra with one width; a local folder, a name on the hub, or one that

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.errors import ConfigError, DataError
 from xcloud.hub_access import go_offline_if_unreachable
@@ -183,32 +183,57 @@ def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
     """Write a whole Encoder as a BertForMaskedLM that transformers loads: config.json and
     model.safetensors. The tokenizer is not written.
     """
-    config = encoder.config
-    weights = {name: tensor.detach().cpu() for name, tensor in encoder.state_dict().items()}
+    theirs = _their_encoder(encoder, "bert.")
+    weights = encoder.state_dict()
+    dense, norm, bias = HEAD_NAMES[0]
+    for kind in ("weight", "bias"):
+        theirs[f"{dense}.{kind}"] = weights[f"head.dense.{kind}"]
+        theirs[f"{norm}.{kind}"] = weights[f"head.norm.{kind}"]
+    theirs[bias] = weights["head.bias"]
+    _write(folder, theirs, _their_config(encoder.config, "bert", "BertForMaskedLM", pad))
+
+
+def export_electra(
+    encoder: Encoder, dense: nn.Linear, score: nn.Linear, folder: Path, pad: int
+) -> None:
+    """Write an Encoder and the two layers that score each token as an ElectraForPreTraining (a
+    discriminator) that transformers loads: config.json and model.safetensors, no tokenizer.
+    """
+    theirs = _their_encoder(encoder, "electra.")
+    for name, layer in (("dense", dense), ("dense_prediction", score)):
+        for kind, tensor in layer.state_dict().items():
+            theirs[f"discriminator_predictions.{name}.{kind}"] = tensor
+    described = _their_config(encoder.config, "electra", "ElectraForPreTraining", pad)
+    _write(folder, theirs, described | {"embedding_size": encoder.config.hidden})
+
+
+def _their_encoder(encoder: Encoder, prefix: str) -> dict[str, Tensor]:
+    weights = encoder.state_dict()
     theirs = {
-        "bert.embeddings.word_embeddings.weight": weights["embeddings.words.weight"],
-        "bert.embeddings.position_embeddings.weight": weights["embeddings.positions.weight"],
-        "bert.embeddings.token_type_embeddings.weight": weights["embeddings.types.weight"],
-        "bert.embeddings.LayerNorm.weight": weights["embeddings.norm.weight"],
-        "bert.embeddings.LayerNorm.bias": weights["embeddings.norm.bias"],
+        f"{prefix}embeddings.word_embeddings.weight": weights["embeddings.words.weight"],
+        f"{prefix}embeddings.position_embeddings.weight": weights["embeddings.positions.weight"],
+        f"{prefix}embeddings.token_type_embeddings.weight": weights["embeddings.types.weight"],
+        f"{prefix}embeddings.LayerNorm.weight": weights["embeddings.norm.weight"],
+        f"{prefix}embeddings.LayerNorm.bias": weights["embeddings.norm.bias"],
     }
-    for layer in range(config.num_layers):
-        ours, into = f"layers.{layer}.", f"bert.encoder.layer.{layer}."
+    for layer in range(encoder.config.num_layers):
+        ours, into = f"layers.{layer}.", f"{prefix}encoder.layer.{layer}."
         for kind in ("weight", "bias"):
             parts = weights[f"{ours}attention.query_key_value.{kind}"].chunk(3)
             for part, tensor in zip(QUERY_KEY_VALUE, parts, strict=True):
                 theirs[f"{into}attention.self.{part}.{kind}"] = tensor
             for our_name, their_name in LAYER_NAMES.items():
                 theirs[f"{into}{their_name}.{kind}"] = weights[f"{ours}{our_name}.{kind}"]
-    dense, norm, bias = HEAD_NAMES[0]
-    for kind in ("weight", "bias"):
-        theirs[f"{dense}.{kind}"] = weights[f"head.dense.{kind}"]
-        theirs[f"{norm}.{kind}"] = weights[f"head.norm.{kind}"]
-    theirs[bias] = weights["head.bias"]
+    return theirs
+
+
+def _their_config(
+    config: EncoderConfig, model_type: str, architecture: str, pad: int
+) -> dict[str, object]:
     activation = {ours: name for name, ours in reversed(ACTIVATION_NAMES.items())}
-    described = {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden,
         "num_hidden_layers": config.num_layers,
@@ -223,9 +248,12 @@ def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
         "pad_token_id": pad,
         "dtype": "float32",
     }
+
+
+def _write(folder: Path, weights: Mapping[str, Tensor], described: Mapping[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    whole = {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -20,6 +20,18 @@ def seed_of(seed: int, *names: str | int) -> int:
 
 
 @contextmanager
+def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from a stream of its own on the CPU and on this device (dropout, say)."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        # torch.manual_seed would do, but takes milliseconds where no GPU is used yet.
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def seeded(seed: int, *names: str | int) -> Iterator[None]:
     """Draw from the part's own stream on the CPU; the caller's stream is as before afterwards."""
     with torch.random.fork_rng(devices=[]):

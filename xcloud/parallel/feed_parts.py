@@ -46,6 +46,8 @@ class FeedContext:
     """What a rank hands to a model that builds its part.
 
     barrier: waits for the other ranks of the same cloud. report: one line for the user.
+    num_steps: updates that this part will make, as far as is known beforehand; of a producer its
+    share of the batches. Only learning rates that fall to zero need it.
     """
 
     seed: int
@@ -53,6 +55,7 @@ class FeedContext:
     cache_dir: Path
     barrier: Callable[[], None]
     report: Callable[[str], None]
+    num_steps: int
 
 
 class Producer(Protocol):

@@ -5,14 +5,27 @@ Shapes: B samples, S positions, T all tokens of all sentences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from xcloud.parallel.stage import TokenIds
+
+
+def write_table(sentences: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:
+    """A table as two files, written as the sentences come: int32 tokens, int64 offsets."""
+    ends = array("q", [0])
+    with tokens.open("wb") as file:
+        for sentence in sentences:
+            array("i", sentence).tofile(file)
+            ends.append(ends[-1] + len(sentence))
+    with offsets.open("wb") as file:
+        ends.tofile(file)
 
 
 class TokenTable(Sequence[Sequence[int]]):
@@ -24,6 +37,21 @@ class TokenTable(Sequence[Sequence[int]]):
         self._offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
         flat = [token for sentence in cut for token in sentence]
         self._flat_T = torch.tensor(flat, dtype=torch.int32)
+
+    @classmethod
+    def mapped(cls, tokens: Path, offsets: Path) -> TokenTable:
+        """From files that `write_table` wrote, as long as they stay; read where they are used."""
+        table = cls.__new__(cls)
+        table._offsets = torch.from_file(
+            str(offsets), size=offsets.stat().st_size // 8, dtype=torch.int64
+        )
+        size = tokens.stat().st_size // 4
+        table._flat_T = torch.from_file(str(tokens), size=size, dtype=torch.int32)
+        return table
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._flat_T)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 FORMAT = "xcloud tokenizer 1"
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
+UNKNOWN_TOKENS = ("[UNK]", "<unk>")
 BYTES = 256
 
 
@@ -72,6 +74,58 @@ class Tokenizer:
                 kept.append(int(token))
         text: str = self._backend.decode(kept)
         return rejoin_marks(text) if self._rejoin else text
+
+    @cached_property
+    def digest(self) -> int:
+        """32 bits for vocabulary and rules: equal where two clouds hold the same tokenizer."""
+        described = f"{self.token_ids!r} {sorted(self._special)} {self._backend.to_str()}"
+        return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
+
+    def word_starts(self) -> list[bool]:
+        """Of every id, whether it begins a word when it stands in a text. Special ids do."""
+        kind = type(self._backend.model).__name__
+        pieces = [self._backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
+        if kind == "WordPiece":
+            prefix = self._backend.model.continuing_subword_prefix
+            return [i in self._special or not p.startswith(prefix) for i, p in enumerate(pieces)]
+        # "Ġ" is a space in byte-level pieces, "▁" in those of SentencePiece.
+        return [i in self._special or p.startswith(("Ġ", "▁")) for i, p in enumerate(pieces)]
+
+    def save_pretrained(self, folder: Path, max_length: int) -> None:
+        """tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer loads them:
+        bos a eos, pairs in the tokenizer's own form or bos a eos b eos.
+        """
+        from tokenizers.processors import TemplateProcessing
+
+        named = {
+            name: self._backend.id_to_token(getattr(self.token_ids, name))
+            for name in ("pad", "bos", "eos", "mask")
+        }
+        backend = type(self._backend).from_str(self._backend.to_str())
+        if backend.post_processor is None:
+            bos, eos = named["bos"], named["eos"]
+            backend.post_processor = TemplateProcessing(
+                single=f"{bos} $A {eos}",
+                pair=f"{bos} $A {eos} $B {eos}",
+                special_tokens=[(bos, self.token_ids.bos), (eos, self.token_ids.eos)],
+            )
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "cls_token": named["bos"],
+            "sep_token": named["eos"],
+            "pad_token": named["pad"],
+            "mask_token": named["mask"],
+            "model_max_length": max_length,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "clean_up_tokenization_spaces": False,
+        }
+        unknown = [i for i in self._special if self._backend.id_to_token(i) in UNKNOWN_TOKENS]
+        if unknown:
+            about["unk_token"] = self._backend.id_to_token(unknown[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        backend.save(str(folder / "tokenizer.json"))
+        content = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
 
     def save(self, path: Path) -> None:
         content = {
@@ -208,6 +262,30 @@ class TrainedTokenizer:
         backend.train_from_iterator(texts, trainer)
         backend.decoder = decoders.WordPiece(cleanup=False)
         return backend
+
+
+@dataclass(frozen=True)
+class FileTokenizer:
+    """One that was made beforehand, and that all clouds hold a copy of:
+    python -m xcloud.train_tokenizer --out FILE …
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError("FileTokenizer.path must name a file of xcloud.train_tokenizer")
+
+    def check(self) -> None:
+        """Raise DataError if the file is not there."""
+        if not Path(self.path).expanduser().is_file():
+            raise DataError(
+                f"no tokenizer file {self.path}; make it with "
+                f"`python -m xcloud.train_tokenizer FOLDER --languages … --out {self.path}`"
+            )
+
+    def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        return Tokenizer.load(Path(self.path).expanduser())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,315 @@
+"""Multilingual ELECTRA as a one-way job's parts: what is masked, sent, learned and exported."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.electra_reference import FAST, Reference, feed_context, small_electra
+from xcloud.comm.id_packing import IdPacking
+from xcloud.electra.config import DiscriminatorSettings, Generator, MultilingualElectra
+from xcloud.errors import ConfigError, FrameError
+from xcloud.models.attention import Packing
+from xcloud.models.backbone import PretrainedBackbone, SeededBackbone
+from xcloud.models.electra import with_ends
+from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.feed_parts import Fed
+from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.multilingual_text import MultilingualText
+from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
+
+NETWORK = SeededBackbone(32, 1, 2, 64, dropout=0.1)
+TEXT = MultilingualText(DemoText(400), TrainedTokenizer(400), max_length=32)
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def tiny(**changes: Any) -> MultilingualElectra:
+    """changes: of the Spanish generator, or of the whole where it has such a field."""
+    own = {f.name for f in dataclasses.fields(MultilingualElectra)}
+    whole = {name: value for name, value in changes.items() if name in own}
+    spanish: dict[str, Any] = {
+        "languages": ["es"], "backbone": NETWORK, "optimizer": FAST, "batch_size": 8,
+        "precision": "fp32",
+    }  # fmt: skip
+    generators = {
+        "es": Generator(**(spanish | {k: v for k, v in changes.items() if k not in own})),
+        "en": Generator(["en"], backbone=NETWORK, optimizer=FAST, batch_size=4, precision="fp32"),
+    }
+    settings = DiscriminatorSettings(NETWORK, FAST, precision="fp32")
+    return MultilingualElectra(
+        **({"text": TEXT, "generators": generators, "discriminator": settings} | whole)
+    )
+
+
+def made_by(
+    model: MultilingualElectra, cache_dir: Path, numbers: range, lane: int = 0, **changes: Any
+) -> list[Fed]:
+    """A lone producer, which learns from its own batches."""
+    part = model.producer(0, "es", lane, 2, feed_context(cache_dir, **changes))
+    module = part.parameters_module
+    buffer = None if module is None else GradientBuffer(module.parameters())
+    made = []
+    for number in numbers:
+        if buffer is not None:
+            buffer.zero()
+        made.append(part.produce(number))
+        part.update(number)
+    return made
+
+
+def mean(steps: list[dict[str, float]], key: str) -> float:
+    return sum(step[key] for step in steps) / len(steps)
+
+
+def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
+    part = model.consumer(0, 1, feed_context(cache_dir))
+    return part._packing.unpack(fed.payload)
+
+
+def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Path) -> None:
+    """What some seconds can teach. Of as many tokens as are replaced, those with the highest
+    scores, a share as large as theirs would be right by chance.
+    """
+    reference = Reference(small_electra(), feed_context(cache_dir))
+    steps = [reference.step() for _ in range(80)]
+    first, last = steps[:5], steps[-15:]
+    for generator in ("0", "1"):
+        assert mean(last, generator) < 0.9 * mean(first, generator)
+    share = mean(last, "true_positives") + mean(last, "false_negatives")
+    share /= mean(last, "weight")
+    by_share_alone = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    assert mean(last, "loss_sum") / mean(last, "weight") < 0.98 * by_share_alone
+
+    network, special = reference.consumer._network, reference.consumer._tokenizer.token_ids
+    right = replaced = tokens = 0
+    for number in range(81, 84):
+        payload = reference.producers[0].produce(number).payload
+        ids_C, counts_B, replaced_C = reference.consumer._packing.unpack(payload)
+        ids_R, inner_C = with_ends(ids_C, counts_B, special)
+        with torch.no_grad():
+            scores_C = network(ids_R, Packing(counts_B + 2))[inner_C]
+        num = int(replaced_C.sum())
+        right += int(replaced_C[scores_C.topk(num).indices].sum())
+        replaced, tokens = replaced + num, tokens + len(ids_C)
+    assert right / replaced > 1.4 * replaced / tokens
+
+
+def test_a_batch_follows_from_seed_lane_and_number(cache_dir: Path) -> None:
+    first, again = (made_by(tiny(), cache_dir, range(1, 4)) for _ in range(2))
+    other_lane = made_by(tiny(), cache_dir, range(1, 4), lane=1)
+    other_seed = made_by(tiny(), cache_dir, range(1, 4), seed=2)
+
+    for number in range(3):
+        assert torch.equal(first[number].payload, again[number].payload)
+        assert first[number].loss == again[number].loss
+        assert not torch.equal(first[number].payload, other_lane[number].payload)
+        assert not torch.equal(first[number].payload, other_seed[number].payload)
+
+
+def test_what_crosses_is_the_corrupted_text_and_its_flags_alone(cache_dir: Path) -> None:
+    model = tiny(batch_size=64)
+    part = model.producer(0, "es", 0, 1, feed_context(cache_dir))
+    ids_R, counts_B = part._stream.batch(1)
+    fed = part.produce(1)
+    got = unpacked(model, cache_dir, fed)
+    ends = counts_B.cumsum(0)
+    inner = torch.ones(len(ids_R), dtype=torch.bool)
+    inner[ends - 1] = inner[ends - counts_B] = False
+    special = part._tokenizer.token_ids
+
+    assert fed.payload.dtype == torch.uint8 and len(fed.payload) <= model.max_payload_bytes
+    assert fed.num_samples == 64 and fed.num_tokens == len(got.ids_R)
+    assert torch.equal(got.counts_B, counts_B - 2)
+    assert torch.equal(got.replaced_R, got.ids_R != ids_R[inner])
+    assert 0.08 < got.replaced_R.float().mean() < 0.2
+    assert not (
+        torch.isin(got.ids_R, torch.tensor([special.pad, special.bos, special.mask]))
+    ).any()
+    assert set(vars(fed)) == {"payload", "num_samples", "num_tokens", "loss"}
+
+
+def test_the_consumer_learns_the_sum_whatever_the_order_and_the_ranks(cache_dir: Path) -> None:
+    model = tiny()
+    payloads = [fed.payload for fed in made_by(model, cache_dir, range(1, 4))]
+
+    def gradients(orders: list[list[int]]) -> tuple[torch.Tensor, float]:
+        total, loss = torch.zeros(1), 0.0
+        for order in orders:
+            part = model.consumer(0, 1, feed_context(cache_dir))
+            buffer = GradientBuffer(part.module.parameters())
+            sums = part.consume([(0, payloads[i]) for i in order])
+            total, loss = total + buffer.flat, loss + sums["loss_sum"]
+        return total, loss
+
+    whole, loss = gradients([[0, 1, 2]])
+    for orders in ([[2, 0, 1]], [[0], [1, 2]]):
+        other, other_loss = gradients(orders)
+        torch.testing.assert_close(other, whole, atol=1e-4, rtol=1e-4)
+        assert other_loss == pytest.approx(loss)
+    assert whole.abs().max() > 0.1
+
+
+def test_the_loss_weight_scales_gradients_and_so_meets_the_clip(cache_dir: Path) -> None:
+    def step(weight: float, clip: float) -> torch.Tensor:
+        optimizer = dataclasses.replace(FAST, clip_norm=clip)
+        settings = DiscriminatorSettings(NETWORK, optimizer, weight, precision="fp32")
+        model = tiny(discriminator=settings)
+        part = model.consumer(0, 1, feed_context(cache_dir))
+        fed = made_by(model, cache_dir, range(1, 2))[0]
+        sums = part.consume([(0, fed.payload)])
+        part.update(1, sums["weight"])
+        return torch.cat([p.grad.flatten() for p in part.module.parameters()])  # type: ignore[union-attr]
+
+    plain, weighted = step(1.0, 0.0), step(50.0, 0.0)
+    torch.testing.assert_close(weighted, 50 * plain)
+    assert float(step(50.0, 0.5).norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_generators_of_two_sizes_and_a_pair_feed_one_discriminator(cache_dir: Path) -> None:
+    model = tiny(
+        languages=[], pairs=["es-en"], backbone=SeededBackbone(64, 2, 4, 64), whole_words=True,
+        temperature=0.5, mask_share=0.3,
+    )  # fmt: skip
+    reference = Reference(model, feed_context(cache_dir))
+    sums = reference.step()
+
+    assert sums["samples"] == 12
+    sizes = [sum(p.numel() for p in r.parameters_module.parameters()) for r in reference.producers]  # type: ignore[union-attr]
+    assert sizes[0] > sizes[1]
+    payload = unpacked(model, cache_dir, reference.producers[0].produce(2))
+    eos = reference.producers[0]._tokenizer.token_ids.eos
+    assert (payload.ids_R == eos).sum() == 8  # between the sides of every pair
+
+
+def test_generator_and_discriminator_may_differ_in_precision(cache_dir: Path) -> None:
+    settings = DiscriminatorSettings(NETWORK, FAST, precision="bf16")
+    for changes in ({"precision": "bf16"}, {"discriminator": settings}):
+        plain, mixed = (
+            Reference(tiny(**c), feed_context(cache_dir)).step() for c in ({}, changes)
+        )
+        assert mixed["loss_sum"] == pytest.approx(plain["loss_sum"], rel=0.05)
+        assert mixed["0"] == pytest.approx(plain["0"], rel=0.05)
+        assert mixed != plain
+
+
+def test_a_frozen_generator_needs_weights_and_trains_nothing(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="frozen needs a PretrainedBackbone"):
+        Generator(["es"], frozen=True)
+    part = tiny().producer(0, "es", 0, 1, feed_context(cache_dir))
+    part.finish(tmp_path, 0)
+    folder = tmp_path / "model" / "generator_es"
+    model = tiny(backbone=PretrainedBackbone(str(folder)), frozen=True)
+    frozen = model.producer(0, "es", 0, 1, feed_context(cache_dir))
+
+    before = [p.clone() for p in frozen._encoder.parameters()]
+    assert frozen.parameters_module is None
+    payload = frozen.produce(1).payload
+    frozen.update(1)
+    assert all(map(torch.equal, before, frozen._encoder.parameters()))
+    assert torch.equal(frozen.produce(1).payload, payload)
+    frozen.finish(tmp_path / "nothing", 0)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_discriminator_is_exported_as_transformers_loads_it(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
+
+    from xcloud.models.checkpoint import _quiet
+    from xcloud.models.encoder import Encoder
+    from xcloud.models.split import BuildContext
+
+    reference = Reference(tiny(), feed_context(cache_dir))
+    for _ in range(3):
+        reference.step()
+    quality = reference.consumer.finish(tmp_path, 0)
+    assert set(quality) == {
+        "replaced_precision", "replaced_recall", "replaced_f1", "replaced_loss"
+    }  # fmt: skip
+    assert reference.consumer.finish(tmp_path / "other", 1) == {}
+    folder = tmp_path / "model" / "discriminator"
+    with _quiet():
+        theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        telling = ElectraForPreTraining.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    batch = tokenizer(
+        ["El gato duerme.", "I see a house there."], padding=True, return_tensors="pt"
+    )
+
+    ours = reference.consumer._network.eval()
+    packing = Packing(batch["attention_mask"].sum(1))
+    ids_R = packing.pack(batch["input_ids"])
+    with torch.no_grad():
+        hidden = packing.pack(theirs(**batch).last_hidden_state)
+        logits = packing.pack(telling(**batch).logits)
+        torch.testing.assert_close(ours.encoder(ids_R, packing), hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours(ids_R, packing), logits, atol=1e-5, rtol=1e-5)
+
+    # And as a backbone here, with its own tokenizer.
+    prepared = PretrainedTokenizer(str(folder)).prepare((), tmp_path)
+    context = BuildContext(
+        0, torch.device("cpu"), tmp_path, {"text": prepared.token_ids}, lambda f: (), 32, 0,
+        lambda: None, lambda line: None,
+    )  # fmt: skip
+    weights = PretrainedBackbone(str(folder)).weights("text", context)
+    encoder = Encoder(weights.config, head=False).eval()
+    assert weights.tensors is not None and not weights.have_head
+    encoder.load_part(weights.tensors)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(ids_R, packing), hidden, atol=1e-5, rtol=1e-5)
+    ids = prepared.encode(["El gato duerme."])[0]
+    assert [prepared.token_ids.bos, *ids, prepared.token_ids.eos] == ids_R[: len(ids) + 2].tolist()
+
+
+def test_a_message_of_another_tokenizer_is_refused(cache_dir: Path) -> None:
+    fed = made_by(tiny(), cache_dir, range(1, 2))[0]
+    other = dataclasses.replace(TEXT, source=DemoText(399))
+    consumer = tiny(text=other).consumer(0, 1, feed_context(cache_dir))
+    with pytest.raises(FrameError, match="All clouds need one tokenizer"):
+        consumer.consume([(0, fed.payload)])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"languages": "es"}, r"generator\.languages must be a list such as \[es\], got 'es'"),
+        ({"languages": []}, r"generator\.languages and generator\.pairs are both empty"),
+        ({"pairs": ["es"]}, r"generator\.pairs must be such as \[es-en\], got 'es'"),
+        ({"mask_share": 0}, r"generator\.mask_share must be a number in \(0"),
+        ({"temperature": 0}, r"generator\.temperature"),
+        ({"batch_size": "big"}, r"generator\.batch_size must be a whole number"),
+        ({"whole_words": "yes"}, r"generator\.whole_words"),
+        ({"precision": "fp8"}, r"generator\.precision must be one of fp32, bf16, auto"),
+        ({"backbone": 3}, r"generator\.backbone must be a SeededBackbone"),
+        ({"coding": "gzip"}, r"model\.coding must be one of smallest, fixed"),
+        ({"generators": {}}, r"model\.generators must name a generator"),
+        ({"discriminator": None}, r"model\.discriminator must be a DiscriminatorSettings"),
+    ],
+)
+def test_a_wrong_setting_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny(**change)
+
+
+def test_every_cloud_that_feeds_needs_a_generator_and_texts() -> None:
+    with pytest.raises(ConfigError, match=r"clouds that feed are es, de, but model\.generators"):
+        tiny().check(["es", "de"])
+    with pytest.raises(ConfigError, match="demo grammar has es, en"):
+        tiny(languages=["fr"]).check(["es", "en"])
+    tiny().check(["en", "es"])
+
+
+def test_the_longest_message_is_known_before_anything_is_read() -> None:
+    model = tiny()
+    assert model.max_payload_bytes == IdPacking(400, 8, 30).max_bytes
+    assert model.describe().startswith("demo grammar; generators es (es; 1 x 32), en (en; ")

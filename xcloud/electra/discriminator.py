@@ -1,0 +1,116 @@
+"""What one rank of the discriminator's cloud does with what arrives (Consumer): unpack, learn,
+count, export. It holds no text, no network reaches it from here, and nothing goes back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.comm.id_packing import IdPacking
+from xcloud.models.checkpoint import export_electra
+from xcloud.models.electra import Discriminator, tell_replaced
+from xcloud.models.seeding import seed_of, seeded_on
+from xcloud.parallel.feed_parts import FeedContext
+from xcloud.tasks.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from xcloud.electra.config import DiscriminatorSettings
+
+MODEL_DIR = "model"
+SCORED_STEPS = 50  # the last ones: each batch is scored before it is learned from
+
+
+class DiscriminatorRank:
+    def __init__(
+        self,
+        network: Discriminator,
+        tokenizer: Tokenizer,
+        packing: IdPacking,
+        settings: DiscriminatorSettings,
+        context: FeedContext,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing
+        self._settings, self._seed, self._num_steps = settings, context.seed, context.num_steps
+        self._device, self._autocast = context.device, autocast
+        self._optimizer = settings.optimizer.build(network.parameters())
+        self._step_sums: Counter[str] = Counter()
+        self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._network
+
+    def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
+        sums: Counter[str] = Counter()
+        for _, payload in payloads:
+            sums.update(self._learn(payload))
+        self._step_sums.update(sums)
+        return sums
+
+    def _learn(self, payload: Tensor) -> dict[str, float]:
+        ids_C, counts_B, replaced_C = self._packing.unpack(payload)
+        # Dropout follows from the batch itself, not from who consumes it, and when.
+        content = zlib.crc32(ids_C.numpy().tobytes())
+        dropout = seed_of(self._seed, "discriminator dropout", content)
+        with seeded_on(self._device, dropout), self._autocast():
+            told = tell_replaced(
+                self._network,
+                ids_C.to(self._device),
+                counts_B.to(self._device),
+                replaced_C.to(self._device),
+                self._tokenizer.token_ids,
+            )
+        torch.autograd.backward(told.loss)
+        return {
+            "loss_sum": float(told.loss.detach()),
+            "weight": len(ids_C),
+            "samples": len(counts_B),
+            "tokens": len(ids_C),
+            "true_positives": told.true_positives,
+            "false_positives": told.false_positives,
+            "false_negatives": told.false_negatives,
+        }
+
+    def update(self, step: int, weight: float) -> None:
+        settings = self._settings.optimizer
+        factor = self._settings.loss_weight / weight
+        for parameter in self._network.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        if settings.clip_norm:
+            nn.utils.clip_grad_norm_(self._network.parameters(), settings.clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.learning_rate_at(step, self._num_steps)
+        self._optimizer.step()
+        self._recent.append(self._step_sums)
+        self._step_sums = Counter()
+
+    def finish(self, run_dir: Path, lane: int) -> Mapping[str, float]:
+        """model/discriminator, a checkpoint with its tokenizer; and, of this rank's share of the
+        last steps, how well replaced tokens were told: percent, and nats a token.
+        """
+        if lane:
+            return {}
+        folder = run_dir / MODEL_DIR / "discriminator"
+        encoder, head = self._network.encoder, self._network.head
+        special = self._tokenizer.token_ids
+        export_electra(encoder, head.dense, head.score, folder, special.pad)
+        self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
+        sums: Counter[str] = sum(self._recent, Counter())
+        hits = sums["true_positives"]
+        told, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
+        return {
+            "replaced_precision": round(100 * hits / max(1, told), 4),
+            "replaced_recall": round(100 * hits / max(1, replaced), 4),
+            "replaced_f1": round(200 * hits / max(1, told + replaced), 4),
+            "replaced_loss": round(sums["loss_sum"] / max(1, sums["weight"]), 6),
+        }

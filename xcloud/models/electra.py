@@ -1,0 +1,182 @@
+"""ELECTRA's two networks: a generator that fills masked tokens, a discriminator that tells which
+were replaced (Clark et al., arXiv:2003.10555). No optimizer, no data, no message.
+
+Differences: the networks share no embeddings, because only ids go from one to the other; special
+ids are never sampled, and no loss is counted on the outer ones.
+
+Shapes: B samples, R rows (tokens, bos and eos included), M masked rows, C rows without the outer
+bos and eos, V words, H features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xcloud.models.attention import Packing
+from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.parallel.stage import TokenIds
+
+SAMPLED_TOGETHER = 2**24  # probabilities held at once while words are sampled
+
+
+class Corrupted(NamedTuple):
+    """loss: mean cross-entropy of the masked tokens, with graph. num_right: masked tokens for
+    which the original word was sampled, so that they do not count as replaced.
+    """
+
+    ids_R: Tensor
+    replaced_R: Tensor
+    loss: Tensor
+    num_masked: int
+    num_right: int
+
+
+def choose_masked(
+    ids_R: Tensor,
+    special: TokenIds,
+    share: float,
+    draw: torch.Generator,
+    starts_V: Tensor | None = None,
+) -> Tensor:
+    """Rows to be masked, int64 [M], ascending, 1 or more: each token, or with starts_V (bool [V],
+    ids that begin a word) each word whole, with chance `share`. Never pad, bos or eos.
+    """
+    fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
+    if starts_V is None:
+        chance_R = torch.rand(len(ids_R), generator=draw)
+    else:
+        after_fixed_R = torch.cat((torch.ones(1, dtype=torch.bool), fixed_R[:-1]))
+        word_R = (starts_V[ids_R] | fixed_R | after_fixed_R).cumsum(0) - 1
+        chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
+    chance_R = chance_R.masked_fill(fixed_R, 1.0)
+    masked_M = (chance_R < share).nonzero()[:, 0]
+    return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)
+
+
+def corrupt(
+    generator: Encoder,
+    ids_R: Tensor,
+    packing: Packing,
+    masked_M: Tensor,
+    special: TokenIds,
+    temperature: float,
+    draw: torch.Generator,
+) -> Corrupted:
+    """Mask these rows, let the generator fill them by chance, and take its loss on the truth.
+
+    ids_R, masked_M: on the generator's device. draw: a generator of the CPU, so that the same
+    numbers are drawn for every device.
+    """
+    truth_M = ids_R[masked_M]
+    hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
+    # Only the masked rows go through the head.
+    scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
+    loss = F.cross_entropy(scores_MV, truth_M)
+    words_M = sample_words(scores_MV.detach(), special, temperature, draw)
+    corrupted_R = ids_R.index_copy(0, masked_M, words_M)
+    replaced_R = corrupted_R != ids_R
+    return Corrupted(
+        corrupted_R, replaced_R, loss, len(masked_M), len(masked_M) - int(replaced_R.sum())
+    )
+
+
+@torch.no_grad()
+def sample_words(
+    scores_MV: Tensor, special: TokenIds, temperature: float, draw: torch.Generator
+) -> Tensor:
+    """One word of softmax(scores / temperature) for each row, int64 [M], by the inverse of the
+    cumulated chances: one random number a row. Special ids, and ids that the tokenizer does not
+    have, are never drawn.
+    """
+    forbidden_V = torch.arange(scores_MV.shape[1], device=scores_MV.device) >= special.size
+    forbidden_V[[special.pad, special.bos, special.eos, special.mask]] = True
+    random_M = torch.rand(len(scores_MV), generator=draw).to(scores_MV.device)
+    drawn = []
+    rows = max(1, SAMPLED_TOGETHER // scores_MV.shape[1])
+    for first in range(0, len(scores_MV), rows):
+        scores, random = scores_MV[first : first + rows], random_M[first : first + rows]
+        chances = (scores / temperature).masked_fill(forbidden_V, -torch.inf).softmax(1)
+        sums = chances.cumsum(1)
+        # A hair below the whole sum, or rounding could step behind the last allowed word.
+        wanted = (random * (1 - 1e-6))[:, None] * sums[:, -1:]
+        drawn.append(torch.searchsorted(sums, wanted, right=True)[:, 0])
+    return torch.cat(drawn)
+
+
+class ReplacedTokenHead(nn.Module):
+    """score = w . gelu(dense(x)) + b, above 0 for a replaced token."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden, config.hidden)
+        self.score = nn.Linear(config.hidden, 1)
+        for layer in (self.dense, self.score):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, rows_RH: Tensor) -> Tensor:
+        """[R, H] -> [R]."""
+        scores: Tensor = self.score(F.gelu(self.dense(rows_RH)))[:, 0]
+        return scores
+
+
+class Discriminator(nn.Module):
+    """Encoder without a masked-language head, and a score for each token."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.encoder = Encoder(config, head=False)
+        self.head = ReplacedTokenHead(config)
+
+    def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
+        """[R] -> [R]."""
+        scores: Tensor = self.head(self.encoder(ids_R, packing))
+        return scores
+
+
+class Told(NamedTuple):
+    """Sums over the tokens of a batch. loss: with graph. A token is told to be replaced when its
+    score is above 0.
+    """
+
+    loss: Tensor
+    true_positives: int
+    false_positives: int
+    false_negatives: int
+
+
+def tell_replaced(
+    discriminator: Discriminator, ids_C: Tensor, counts_B: Tensor, replaced_C: Tensor,
+    special: TokenIds,
+) -> Told:  # fmt: skip
+    """Loss and counts of what arrived: tokens without outer bos and eos, which are put back."""
+    ids_R, inner_C = with_ends(ids_C, counts_B, special)
+    scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
+    loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
+    told_C = scores_C.detach() > 0
+    counts = torch.stack(
+        ((told_C & replaced_C).sum(), (told_C & ~replaced_C).sum(), (~told_C & replaced_C).sum())
+    ).tolist()
+    return Told(loss, *counts)
+
+
+def inner_rows(counts_B: Tensor) -> Tensor:
+    """Rows that are neither first nor last of their sample, int64 [C]. counts_B: with bos, eos."""
+    ends = counts_B.cumsum(0)
+    is_inner = torch.ones(int(ends[-1]), dtype=torch.bool, device=counts_B.device)
+    is_inner[ends - 1] = False
+    is_inner[ends - counts_B] = False
+    return is_inner.nonzero()[:, 0]
+
+
+def with_ends(ids_C: Tensor, counts_B: Tensor, special: TokenIds) -> tuple[Tensor, Tensor]:
+    """bos and eos around each sample: ids [R], and where the tokens now stand [C]."""
+    inner_C = inner_rows(counts_B + 2)
+    ids_R = ids_C.new_full((len(ids_C) + 2 * len(counts_B),), special.eos)
+    ids_R[(counts_B + 2).cumsum(0) - counts_B - 2] = special.bos
+    ids_R[inner_C] = ids_C
+    return ids_R, inner_C

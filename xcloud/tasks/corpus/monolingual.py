@@ -1,0 +1,166 @@
+"""Running text by language, for pre-training: the embedded grammar, or the hub (files:
+text_folder.py). Nothing here cuts text into tokens.
+
+A *part* of a source is a language ("es") or a pair of two ("es-en", translations of each other).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError, DataError
+from xcloud.hub_access import go_offline_if_unreachable
+from xcloud.tasks.corpus.demo_grammar import MAX_PAIRS, demo_pairs
+
+
+def languages_of(part: str) -> tuple[str, ...]:
+    """("es",) of "es", ("es", "en") of "es-en"."""
+    return tuple(part.split("-")) if part.count("-") == 1 else (part,)
+
+
+class TextSource(Protocol):
+    """Where texts come from. Frozen, checked when built, reads nothing before `read`."""
+
+    def describe(self) -> str:
+        """In a few words, without reading it."""
+
+    def check(self, parts: Sequence[str]) -> None:
+        """Raise DataError or ConfigError if one is not there, as far as that is seen at once."""
+
+    def identity(self, part: str) -> str:
+        """Changes when the texts change: what was made of them is kept under it."""
+
+    def read(self, part: str) -> Iterator[tuple[str, ...]]:
+        """(text,) of a language, (text, its translation) of a pair."""
+
+    def public_texts(self) -> Sequence[str] | None:
+        """What every cloud may train the shared tokenizer on; None if there is nothing such."""
+
+
+@dataclass(frozen=True)
+class DemoText:
+    """The embedded Spanish-English grammar: parts es, en and es-en. Public, so that every cloud
+    can train the shared tokenizer on it. See DemoGrammar.
+    """
+
+    num_texts: int = 22_000
+    corpus_seed: int = 7
+
+    def __post_init__(self) -> None:
+        check_int("text.source.num_texts", self.num_texts, 2, MAX_PAIRS)
+        check_int("text.source.corpus_seed", self.corpus_seed, 0)
+
+    def describe(self) -> str:
+        return "demo grammar"
+
+    def check(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            if part not in ("es", "en", "es-en", "en-es"):
+                raise ConfigError(
+                    f"the demo grammar has es, en and the pair es-en, got {part!r}; for other "
+                    "languages take profile=files"
+                )
+
+    def identity(self, part: str) -> str:
+        digest = hashlib.sha256("\n".join(map(str, self._pairs())).encode()).hexdigest()
+        return f"demo {part} {digest}"
+
+    def read(self, part: str) -> Iterator[tuple[str, ...]]:
+        self.check([part])
+        for es, en in self._pairs():
+            sides = {"es": es, "en": en}
+            yield tuple(sides[language] for language in languages_of(part))
+
+    def public_texts(self) -> Sequence[str]:
+        return [text for pair in self._pairs() for text in pair]
+
+    def _pairs(self) -> tuple[tuple[str, str], ...]:
+        return _demo_pairs(self.num_texts, self.corpus_seed)
+
+
+@cache
+def _demo_pairs(num_pairs: int, seed: int) -> tuple[tuple[str, str], ...]:
+    return demo_pairs(num_pairs, seed)
+
+
+@dataclass(frozen=True)
+class HubText:
+    """Texts of the Hugging Face hub, streamed.
+
+    name, config: "wikimedia/wikipedia" and "20231101.{language}", {language} filled in; column:
+    where the text is. pairs_name, pairs_config: "Helsinki-NLP/opus-100" and "{pair}", with rows
+    {"translation": {"es": …, "en": …}}; null = no parallel text.
+    """
+
+    name: str
+    config: str | None = "{language}"
+    column: str = "text"
+    split: str = "train"
+    revision: str | None = None
+    pairs_name: str | None = None
+    pairs_config: str | None = "{pair}"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError("text.source.name must be a data set of the hub, such as owner/name")
+
+    def describe(self) -> str:
+        return self.name
+
+    def check(self, parts: Sequence[str]) -> None:
+        """The hub is asked when it is read, by the ranks."""
+        for part in parts:
+            if len(languages_of(part)) == 2 and self.pairs_name is None:
+                raise ConfigError(
+                    f"the pair {part} needs parallel text: set text.source.pairs_name"
+                )
+
+    def identity(self, part: str) -> str:
+        return f"hub {self!r} {part}"
+
+    def read(self, part: str) -> Iterator[tuple[str, ...]]:
+        languages = languages_of(part)
+        if len(languages) == 1:
+            config = self.config and self.config.format(language=part)
+            for row in self._stream(self.name, config):
+                yield (_text(row, self.column, self.name),)
+            return
+        assert self.pairs_name is not None
+        config = self.pairs_config and self.pairs_config.format(pair=part)
+        for row in self._stream(self.pairs_name, config):
+            sides = row.get("translation", row)
+            yield tuple(_text(sides, language, self.pairs_name) for language in languages)
+
+    def public_texts(self) -> None:
+        return None
+
+    def _stream(self, name: str, config: str | None) -> Iterator[Mapping[str, Any]]:
+        local = Path(name).expanduser().exists()
+        reached = local or go_offline_if_unreachable()
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(
+                str(Path(name).expanduser()) if local else name,
+                config, split=self.split, revision=self.revision, streaming=True,
+            )  # fmt: skip
+            yield from rows
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, DataError):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            if not reached:
+                reason = "the hub cannot be reached; give a folder of files (profile=files)"
+            raise DataError(f"{name}: {reason}") from error
+
+
+def _text(row: Mapping[str, Any], column: str, name: str) -> str:
+    if not isinstance(row.get(column), str):
+        raise DataError(f"{name}: no text under {column!r}; there are: {', '.join(row)}")
+    return str(row[column])

@@ -1,0 +1,168 @@
+"""Running text by language from the files of a folder, for pre-training. Filters nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.files import DEV_NAMES, TextFile, list_corpus_files, read_lines
+from xcloud.tasks.corpus.monolingual import languages_of
+
+HELD_OUT = (*DEV_NAMES, "test")
+Row = tuple[str, ...]
+Reader = Callable[[], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class FolderText:
+    """Files told by their names; each may end in .gz. Held-out ones (dev, val, valid, validation,
+    test) are left alone.
+
+    a language:  es.txt, train.es.txt, wiki.es.txt, train.es    one text a line
+                 es.jsonl, train.es.jsonl    one object a line, the text under `text_key`
+                 any .tsv whose first line names lang and text: the rows of that language
+    a pair:      train.es and train.en; a .tsv with the columns es and en, or with lang, text and
+                 a column for the other language
+    """
+
+    path: str
+    text_key: str = "text"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError("text.source.path must name the folder that holds the texts")
+        if not isinstance(self.text_key, str) or not self.text_key:
+            raise ConfigError(f"text.source.text_key must name a key, got {self.text_key!r}")
+
+    def describe(self) -> str:
+        return f"files in {Path(self.path).expanduser().resolve().name}"
+
+    def check(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            self._found(part)
+
+    def identity(self, part: str) -> str:
+        stats = [(path.name, path.stat()) for path, _ in self._found(part)]
+        files = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+        return f"files {self.text_key} {part} {' '.join(files)}"
+
+    def read(self, part: str) -> Iterator[Row]:
+        for _, reader in self._found(part):
+            yield from reader()
+
+    def public_texts(self) -> None:
+        return None
+
+    def _found(self, part: str) -> list[tuple[Path, Reader]]:
+        """The files of this part, and how to stream each."""
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise DataError(f"{folder} {what}; text.source.path must be a folder of texts")
+        languages = languages_of(part)
+        if len(languages) == 1:
+            found = self._of_language(folder, part)
+            expected = (
+                f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the columns "
+                "lang and text"
+            )
+        else:
+            a, b = languages
+            found = _of_pair(folder, a, b)
+            expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
+        if not found:
+            there = ", ".join(path.name for path in _files(folder)[:20]) or "none"
+            raise DataError(
+                f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
+                f"training files there: {there}"
+            )
+        return found
+
+    def _of_language(self, folder: Path, language: str) -> list[tuple[Path, Reader]]:
+        found: list[tuple[Path, Reader]] = []
+        for path in _files(folder):
+            *names, ending = path.name.removesuffix(".gz").split(".")
+            if ending == "tsv" and {"lang", "text"} <= set(_header(path)):
+                found.append((path, partial(_rows_of, path, language, ("text",))))
+            elif ending == "jsonl" and language in names:
+                found.append((path, partial(self._json_texts, path)))
+            elif (ending == "txt" and language in names) or ending == language:
+                found.append((path, partial(_lines, path)))
+        return found
+
+    def _json_texts(self, path: Path) -> Iterator[Row]:
+        for number, line in enumerate(read_lines(path), start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)[self.text_key]
+            except (json.JSONDecodeError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{path}, line {number}: no JSON object with {self.text_key!r} "
+                    "(text.source.text_key)"
+                ) from error
+            if not isinstance(text, str):
+                raise DataError(f"{path}, line {number}: {self.text_key!r} is no text")
+            yield (text,)
+
+
+def _of_pair(folder: Path, a: str, b: str) -> list[tuple[Path, Reader]]:
+    found: list[tuple[Path, Reader]] = []
+    for file in list_corpus_files(folder, a, b):
+        path = next(iter(file.paths.values()))
+        if _is_held_out(path):
+            continue
+        columns = set(_header(path)) if file.kind == "table" else set()
+        if file.kind == "lines" and len(file.paths) == 2:
+            found.append((path, partial(_line_pairs, file, a, b)))
+        elif {a, b} <= columns:
+            found.append((path, partial(_rows_of, path, None, (a, b))))
+        elif {"lang", "text", b} <= columns:
+            found.append((path, partial(_rows_of, path, a, ("text", b))))
+        elif {"lang", "text", a} <= columns:
+            found.append((path, partial(_rows_of, path, b, (a, "text"))))
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.iterdir()) if p.is_file() and not _is_held_out(p)]
+
+
+def _is_held_out(path: Path) -> bool:
+    return path.name.split(".")[0] in HELD_OUT
+
+
+def _header(path: Path) -> list[str]:
+    return next(read_lines(path), "").split("\t")
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    return ((line,) for line in read_lines(path))
+
+
+def _line_pairs(file: TextFile, a: str, b: str) -> Iterator[Row]:
+    sides = [read_lines(file.paths[language]) for language in (a, b)]
+    try:
+        yield from zip(*sides, strict=True)
+    except ValueError as error:
+        raise DataError(f"{file.label}: the sides of a line pair differ in lines") from error
+
+
+def _rows_of(path: Path, language: str | None, columns: Sequence[str]) -> Iterator[Row]:
+    """These columns of a table; only the rows whose `lang` is `language`, if that is given."""
+    lines = read_lines(path)
+    header = next(lines, "").split("\t")
+    places = [header.index(column) for column in columns]
+    for number, line in enumerate(lines, start=2):
+        cells = line.split("\t")
+        if len(cells) != len(header):
+            raise DataError(
+                f"{path}, line {number}: {len(cells)} columns, but the first line names "
+                f"{len(header)}; a text may hold no tab"
+            )
+        if language is None or cells[header.index("lang")] == language:
+            yield tuple(cells[place] for place in places)

@@ -1,0 +1,204 @@
+"""Texts of several languages as token ids, for pre-training: which are read, how they are mixed.
+Where texts come from is corpus/; masking is models/electra.py's affair.
+
+Shapes: B samples of a batch, R tokens of a batch, L parts (languages, and pairs of languages),
+N samples of a batch in all lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import TokenIds
+from xcloud.tasks.corpus.monolingual import TextSource, languages_of
+from xcloud.tasks.token_table import TokenTable, write_table
+from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
+
+FORMAT = "xcloud tokens 1"
+CHUNK = 1000  # texts that are tokenised together
+
+
+@dataclass(frozen=True)
+class MultilingualText:
+    """Texts of `source`, cut into samples of at most max_length tokens, special ids included: a
+    language as `bos text eos`, a pair as `bos text eos translation eos` (TLM, Lample & Conneau,
+    arXiv:1901.07291).
+
+    tokenizer: the same in all clouds: a FileTokenizer, a PretrainedTokenizer, or, with a source
+        that is public (the demo), a TrainedTokenizer that each cloud trains for itself.
+    language_power: of p ~ n**power, n the samples of a part; 1 = as there are, 0 = all alike. XLM
+        takes 0.7, XLM-R 0.3.
+    max_texts: of every part, the first ones; null = all.
+    """
+
+    source: TextSource
+    tokenizer: TokenizerChoice
+    max_length: int = 128
+    language_power: float = 0.7
+    max_texts: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("text.max_length", self.max_length, 8)
+        check_number("text.language_power", self.language_power, 0, 1)
+        if self.max_texts is not None:
+            check_int("text.max_texts", self.max_texts, 1)
+        if isinstance(self.tokenizer, TrainedTokenizer) and self.source.public_texts() is None:
+            raise ConfigError(
+                "text.tokenizer cannot be trained within this run: each cloud reads its own "
+                "languages only, and all need the same tokenizer. Make it beforehand with "
+                "`python -m xcloud.train_tokenizer --out FILE …` and set "
+                "text.tokenizer={_target_: xcloud.tasks.tokenizer.FileTokenizer, path: FILE}"
+            )
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+    def check(self, parts: Sequence[str]) -> None:
+        """Raise DataError or ConfigError if the texts of these parts are not there."""
+        self.source.check(parts)
+        if isinstance(self.tokenizer, FileTokenizer):
+            self.tokenizer.check()
+
+    def of(self, source: TextSource | None) -> MultilingualText:
+        """The same settings for another source; None: this one."""
+        return self if source is None else replace(self, source=source)
+
+    def load_tokenizer(self, cache_dir: Path) -> Tokenizer:
+        trains = isinstance(self.tokenizer, TrainedTokenizer)
+        return self.tokenizer.prepare((trains and self.source.public_texts()) or (), cache_dir)
+
+    def table(
+        self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
+    ) -> TokenTable:
+        """The samples of a language or pair without their outer special ids. Tokenised once, then
+        mapped from cache_dir/tokens. Raises DataError if there are none.
+        """
+        described = (
+            f"{FORMAT} {self.source.identity(part)} {tokenizer.digest} {self.max_length} "
+            f"{self.max_texts}"
+        )
+        key = hashlib.sha256(described.encode()).hexdigest()[:32]
+        tokens, offsets = (
+            cache_dir / "tokens" / f"{key}.{kind}" for kind in ("tokens", "offsets")
+        )
+        tokens.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(tokens.with_suffix(".lock")):
+            if not offsets.exists():
+                report(f"texts of {part!r}: tokenising {self.source.describe()}")
+                unfinished = [path.with_name(f"{path.name}.{os.getpid()}.part")
+                              for path in (tokens, offsets)]  # fmt: skip
+                write_table(self._samples(part, tokenizer), *unfinished)
+                for path, whole in zip(unfinished, (tokens, offsets), strict=True):
+                    path.replace(whole)  # the offsets last: they say that all is there
+        if tokens.stat().st_size == 0:
+            raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
+        return TokenTable.mapped(tokens, offsets)
+
+    def _samples(self, part: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+        rows = islice(self.source.read(part), self.max_texts)
+        room = self.max_length - 2
+        eos = tokenizer.token_ids.eos
+        while chunk := list(islice(rows, CHUNK)):
+            if len(languages_of(part)) == 1:
+                lines = [line for (text,) in chunk for line in text.split("\n")]
+                for ids in tokenizer.encode(lines):
+                    yield from (ids[start : start + room] for start in range(0, len(ids), room))
+                continue
+            first, second = (tokenizer.encode(side) for side in zip(*chunk, strict=True))
+            for a, b in zip(first, second, strict=True):
+                if a and b:
+                    cut = a[: max((room - 1) // 2, room - 1 - len(b))]
+                    yield [*cut, eos, *b[: room - 1 - len(cut)]]
+
+
+class TextStream:
+    """Endless batches of one cloud's texts. Batch `number` of a lane depends on seed, number and
+    the texts alone; the lanes of a cloud deal a common order, in which every sample of a part
+    comes once before any comes again.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, TokenTable],
+        special: TokenIds,
+        power: float,
+        seed: int,
+        batch_size: int,
+        lane: int = 0,
+        num_lanes: int = 1,
+    ) -> None:
+        self._tables, self._special, self._seed = list(tables.values()), special, seed
+        self._names = list(tables)
+        self._batch_size, self._lane, self._num_lanes = batch_size, lane, num_lanes
+        sizes_L = torch.tensor([len(table) for table in self._tables], dtype=torch.float64)
+        self._shares_L = sizes_L**power / (sizes_L**power).sum()
+        self._next, self._used_L = 1, torch.zeros(len(self._tables), dtype=torch.int64)
+        self._orders: dict[int, tuple[int, Tensor]] = {}
+
+    def describe(self) -> str:
+        shares = zip(self._names, self._tables, self._shares_L.tolist(), strict=True)
+        return ", ".join(
+            f"{name} {len(table):,} samples, {table.num_tokens:,} tokens, {share:.0%}"
+            for name, table, share in shares
+        )
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """int64 [R], each sample as bos, its tokens, eos; and int64 [B], tokens of each."""
+        if number < self._next:
+            self._next, self._used_L = 1, torch.zeros_like(self._used_L)
+        while self._next < number:
+            self._count(self._parts(self._next))
+        parts_N = self._parts(number)
+        used_L = self._used_L.clone()
+        self._count(parts_N)
+
+        mine = slice(self._lane * self._batch_size, (self._lane + 1) * self._batch_size)
+        lines: list[Tensor] = [torch.empty(0)] * self._batch_size
+        for part in sorted(set(parts_N[mine].tolist())):
+            is_part_N = parts_N == part
+            turn_N = used_L[part] + is_part_N.cumsum(0) - 1
+            places = is_part_N[mine].nonzero()[:, 0]
+            ids = self._rows(part, turn_N[mine][places])
+            padded = self._tables[part].padded(ids, self._special)
+            lengths = (self._tables[part].lengths(ids) + 2).tolist()
+            for place, line, length in zip(places.tolist(), padded, lengths, strict=True):
+                lines[place] = line[:length]
+        return torch.cat(lines), torch.tensor([len(line) for line in lines])
+
+    def _parts(self, number: int) -> Tensor:
+        """Which part each sample of this number comes from, for all lanes."""
+        draw = torch.Generator().manual_seed(_seed(self._seed, "parts", number))
+        num = self._batch_size * self._num_lanes
+        return torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
+
+    def _count(self, parts_N: Tensor) -> None:
+        self._used_L += parts_N.bincount(minlength=len(self._tables))
+        self._next += 1
+
+    def _rows(self, part: int, turns: Tensor) -> Tensor:
+        """The samples at these places of a part's endless order."""
+        size = len(self._tables[part])
+        rows = torch.empty_like(turns)
+        for epoch in sorted(set((turns // size).tolist())):
+            if self._orders.get(part, (-1,))[0] != epoch:
+                draw = torch.Generator().manual_seed(_seed(self._seed, self._names[part], epoch))
+                self._orders[part] = (epoch, torch.randperm(size, generator=draw))
+            inside = turns // size == epoch
+            rows[inside] = self._orders[part][1][turns[inside] % size]
+        return rows
+
+
+def _seed(seed: int, name: str, number: int) -> int:
+    digest = hashlib.sha256(repr((seed, name, number)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
