@@ -4,7 +4,7 @@ one with integers. Its file is read and checked like any experiment's (experimen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xcloud.checks import check_int
 from xcloud.cluster.feed_layout import FeedLayout
@@ -62,6 +62,9 @@ class FeedExperiment:
                 "FeedModel (xcloud/parallel/feed_parts.py)"
             )
         layout = self.cluster
+        if self.feed.run_ahead is None:
+            usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
+            object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
         self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
 
     @property

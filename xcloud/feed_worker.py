@@ -145,7 +145,7 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
 def _wirer(experiment: FeedExperiment, rank: int, run_dir: Path) -> FeedWirer:
     return FeedWirer(
         rank, experiment.cluster, experiment.model.max_payload_bytes,
-        experiment.feed.run_ahead, run_dir,
+        experiment.feed.most_ahead, run_dir,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ class Feed:
     """How a consumer takes from its producers.
 
     run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. It must
-        cover what one step takes and what the round trip of the link takes meanwhile.
+        cover what one step takes and what the round trip of the link takes meanwhile. null = twice
+        what one producer alone would have to give for a step, at least 8.
     order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
         and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
         ready, nearest to the shares.
@@ -37,7 +38,7 @@ class Feed:
     min_producers: start as soon as so many are ready, the others join later; null = all.
     """
 
-    run_ahead: int = 8
+    run_ahead: int | None = None
     order: Literal["fixed", "arrival"] = "fixed"
     on_slow: Literal["wait", "redistribute"] = "wait"
     slow_after_s: float = 30.0
@@ -45,13 +46,23 @@ class Feed:
     min_producers: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("feed.run_ahead", self.run_ahead, 1, 4096)
+        if self.run_ahead is not None:
+            check_int("feed.run_ahead", self.run_ahead, 1, 4096)
         check_choice("feed.order", self.order, ("fixed", "arrival"))
         check_choice("feed.on_slow", self.on_slow, ("wait", "redistribute"))
         check_number("feed.slow_after_s", self.slow_after_s, 0.0, above=True)
         check_choice("feed.on_dead", self.on_dead, ("redistribute", "pause", "stop"))
         if self.min_producers is not None:
             check_int("feed.min_producers", self.min_producers, 1)
+
+    @property
+    def most_ahead(self) -> int:
+        """run_ahead as a number; FeedExperiment puts what is usual for its job in null's place."""
+        return 8 if self.run_ahead is None else self.run_ahead
+
+    @staticmethod
+    def usual_run_ahead(num_lanes: Sequence[int], batches_per_step: int) -> int:
+        return max(8, 2 * _needed(num_lanes, batches_per_step))
 
     def check(self, num_lanes: Sequence[int], num_consumers: int, batches_per_step: int) -> None:
         """Raises ConfigError if these cannot work together."""
@@ -60,12 +71,11 @@ class Feed:
                 f"training.batches_per_step is {batches_per_step}, which cannot be dealt evenly "
                 f"to the consumer's {num_consumers} ranks; make it a multiple of {num_consumers}"
             )
-        fewest = min(num_lanes)
-        needed = -(-(batches_per_step + fewest - 1) // fewest)
-        if self.run_ahead < needed:
+        needed = _needed(num_lanes, batches_per_step)
+        if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
                 f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
-                f"{batches_per_step} batches of a step with {fewest} ranks; set it to at least "
+                f"{batches_per_step} batches of a step with {min(num_lanes)} ranks; set it to at least "
                 f"{needed}, better {2 * needed}"
             )
         if self.min_producers is not None and self.min_producers > len(num_lanes):
@@ -73,6 +83,12 @@ class Feed:
                 f"feed.min_producers is {self.min_producers}, but only {len(num_lanes)} clouds "
                 "feed"
             )
+
+
+def _needed(num_lanes: Sequence[int], batches_per_step: int) -> int:
+    """Batches of each rank of the smallest producer, if it alone had to fill a step."""
+    fewest = min(num_lanes)
+    return -(-(batches_per_step + fewest - 1) // fewest)
 
 
 class State(Enum):
@@ -174,7 +190,7 @@ class FeedPlan:
         total = sum(taken.get(p, 0) for p in able) + 1
         ahead = {p: taken.get(p, 0) + 1 - total * self.shares[p] / whole for p in ready}
         if self.feed.on_slow == "wait" and len(able) > 1:
-            ahead = {p: a for p, a in ahead.items() if a <= self.feed.run_ahead or p not in able}
+            ahead = {p: a for p, a in ahead.items() if a <= self.feed.most_ahead or p not in able}
         return min(ahead, key=lambda p: (ahead[p], p), default=None)
 
     def orders(self) -> list[Order]:
@@ -199,7 +215,7 @@ class FeedPlan:
                 total = sum(self.numbers(Source(chosen, n)) for n in range(self.num_lanes[chosen]))
                 source = Source(chosen, total % self.num_lanes[chosen])
             enough = all(len(slots) >= self.per_consumer for slots in self._slots)
-            if enough and self._planned[source] >= self.feed.run_ahead:
+            if enough and self._planned[source] >= self.feed.most_ahead:
                 return orders
             for p in active:
                 self._turn[p] += self.shares[p] / whole
@@ -230,7 +246,7 @@ class FeedPlan:
         }
         by_consumer = [sum(open_[s, c] for s in sources) for c in range(self.num_consumers)]
         room = {
-            s: self.feed.run_ahead - sum(open_[s, c] for c in range(self.num_consumers))
+            s: self.feed.most_ahead - sum(open_[s, c] for c in range(self.num_consumers))
             for s in sources
         }
         # One each in turn, to the rank with the least to come, so that none runs dry.
