@@ -27,6 +27,7 @@ from tests.understanding_models import (
     where,
 )
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
@@ -78,6 +79,24 @@ def test_what_crosses_is_what_the_border_says(tmp_path: Path, way: str, num_stag
                 assert found.shape == (rows, *field.features) and found.dtype == field.dtype
             if "counts" in message:
                 assert int(message["counts"].max()) <= border.max_rows_per_sample
+
+
+def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_never(
+    tmp_path: Path,
+) -> None:
+    own, public = model(method="pca"), model(method="pca", calibration="public")
+    (bottom, top), (_, alone) = (
+        build(made, 2, where(tmp_path), handed_over=False) for made in (own, public)
+    )
+    promised = own.border(0, 2, 16).start
+
+    assert public.border(0, 2, 16).start == ()
+    assert tuple(TensorSpec.of(tensor) for tensor in bottom.hand_over()) == promised
+    assert not top.state_dict()["top.cut.decode.weight"].any(), "it sees no text to measure"
+    top.take_over(bottom.hand_over())
+    weight = top.state_dict()["top.cut.decode.weight"]
+    assert torch.equal(weight, bottom.hand_over()[0])
+    assert weight.shape == alone.state_dict()["top.cut.decode.weight"].shape
 
 
 def test_only_rank_features_of_a_row_cross() -> None:
@@ -150,9 +169,10 @@ TWO_CLOUDS = ClusterLayout({"a": Cloud(), "b": Cloud()})
 def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict[str, Any]]:
     """Two pipeline steps of 12 samples in 4 micro-batches; loss and gradients."""
     n = layout.num_stages
-    parts = build(made, n, where(cache))
+    parts = build(made, n, where(cache), handed_over=False)
     borders = {stage: made.border(stage, n, 16) for stage in range(n - 1)}
     ranks = pipelines(layout, borders=borders, stages=dict(enumerate(parts)))
+    in_threads([rank.hand_over for rank in ranks])
     whole = question(12)
 
     def fetch(ids: torch.Tensor) -> Batch:
@@ -298,4 +318,6 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="every cloud can build without seeing"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"measured on public text: set model\.public_text"):
-        LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, method="pca"))
+        LowRankSplit(
+            PretrainedBackbone(str(tmp_path)), Split(1, method="pca", calibration="public")
+        )

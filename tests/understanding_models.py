@@ -67,13 +67,21 @@ def where(cache_dir: Path, head: Head | None = CLASSES, **changes: Any) -> Build
 
 
 def build(
-    split_model: LowRankSplit, num_stages: int, at: BuildContext, head: Head = CLASSES
+    split_model: LowRankSplit,
+    num_stages: int,
+    at: BuildContext,
+    head: Head = CLASSES,
+    handed_over: bool = True,
 ) -> list[Stage]:
-    """As clouds do: only stage 0 knows the words, only the last the labels."""
+    """As clouds do: only stage 0 knows the words, only the last the labels. handed_over: whether
+    stage 1 has been told what stage 0 measured."""
     hidden = replace(at, vocabularies={}, head=None)
     places = [at if n == 0 else hidden for n in range(num_stages)]
     places[-1] = replace(places[-1], head=head)
-    return [split_model.build_stage(n, num_stages, place) for n, place in enumerate(places)]
+    stages = [split_model.build_stage(n, num_stages, place) for n, place in enumerate(places)]
+    if handed_over and (tensors := stages[0].hand_over()):
+        stages[1].take_over(tensors)
+    return stages
 
 
 def question(num: int, seed: int = 0, kind: str = "classes") -> Batch:

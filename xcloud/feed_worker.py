@@ -158,9 +158,7 @@ def _context(
 ) -> FeedContext:
     cache_dir = Path(experiment.cache_dir)
     cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
-    return FeedContext(
-        experiment.seed, device, cache_dir, cloud.barrier, reporter.note, num_steps
-    )
+    return FeedContext(experiment.seed, device, cache_dir, cloud.barrier, reporter.note, num_steps)
 
 
 def _batches_of(experiment: FeedExperiment, producer: int) -> int:

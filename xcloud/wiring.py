@@ -200,6 +200,9 @@ class _Builder:
                 continue
             codecs = _codecs(compression, direction) if crosses else _plain
             capacity = _capacity(fields, codecs(), max_samples, border.max_rows_per_sample)
+            if direction == "forward":
+                start = sum(spec.num_bytes for spec in border.start)
+                capacity = max(capacity, start + _FRAME_SLACK_BYTES)
             for a, b in sorted(meets):
                 sender, receiver = (a, b) if direction == "forward" else (b, a)
                 if sender == receiver:

@@ -147,6 +147,7 @@ def _train(
         device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
         observer := _observer(experiment, rank, data),
     )  # fmt: skip
+    pipeline.hand_over()
     if layout.num_ranks > 1:
         dist.barrier()  # nobody starts the clock while another cloud still prepares
 

@@ -53,6 +53,7 @@ class Kind(IntEnum):
     REPORT = 5
     AGREEMENT = 6
     GOODBYE = 7
+    START = 8  # what a stage hands to the next one, once, before the first step
     # One-way jobs: a producer's batch, its word that it is there, the consumer's order for
     # batches, and its word that no more are wanted.
     BATCH = 16

@@ -53,11 +53,15 @@ class BorderField:
 
 @dataclass(frozen=True)
 class Border:
-    """All that crosses between stage s and stage s+1."""
+    """All that crosses between stage s and stage s+1.
+
+    start: tensors that stage s hands over once, before the first step, as they are.
+    """
 
     fields: tuple[BorderField, ...]
     max_rows_per_sample: int
     gradient_returns: bool = True
+    start: tuple[TensorSpec, ...] = ()
 
     @property
     def gradient_fields(self) -> tuple[BorderField, ...]:

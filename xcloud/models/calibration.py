@@ -1,5 +1,6 @@
-"""The basis of a cut, measured on public text: principal components, anchor, warm start.
-Reads no private text, so every cloud that has the checkpoint can do it alone, and nothing crosses.
+"""The basis of a cut, measured before training: principal components, anchor, warm start.
+On public text every cloud that has the checkpoint can do it alone; on the owner's text the owner
+does it, and hands the other cloud its half (Stage.hand_over).
 
 Shapes: R rows (tokens that are not padding), H features, K = rank features, P places of an anchor.
 """
@@ -56,32 +57,37 @@ def random_basis(split: Split, hidden: int, seed: int) -> Basis:
 def measured_basis(
     split: Split,
     weights: Weights,
-    public: PublicTexts,
+    public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis:
-    """Basis and anchor on public text, kept as cache_dir/cuts/<hash>.safetensors. The hash covers
-    settings, weights and text; the run's seed too where the basis starts at random.
+    """Basis and anchor on public text, or (None) on the training text of this cloud.
+
+    Kept as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text; the
+    run's seed too where the basis starts at random.
 
     Raises ConfigError or DataError when the text does not fit the network.
     """
     assert weights.tensors is not None
     cache_dir, max_length = context.cache_dir, context.max_length
-    ids = public.token_ids(cache_dir)
+    ids = public.token_ids(cache_dir) if public is not None else context.vocabularies["text"]
     if ids.size > weights.config.vocab_size:
         raise ConfigError(
             f"the public text is cut into {ids.size} kinds of tokens, but the encoder knows "
             f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
         )
     wanted = split.calibration_texts * (1 + split.calibration_pairs)
-    texts = _Texts.of(split, public.sentences(wanted, cache_dir), ids, max_length)
+    if public is not None:
+        said, sentences = public.describe(), public.sentences(wanted, cache_dir)
+    else:
+        said, sentences = "the owner's", _spread(context.sentences("text"), wanted)
+    texts = _Texts.of(split, sentences, ids, max_length)
     drawn = context.seed if split.method == "identity" else None
     path = cache_dir / "cuts" / f"{_key(split, weights, texts, drawn)}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not path.exists():
             context.report(
-                f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts "
-                f"({public.describe()})"
+                f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
             )
             basis = _measure(split, weights, texts, context)
             unfinished = path.with_suffix(f".{os.getpid()}.tmp")
@@ -90,9 +96,24 @@ def measured_basis(
     return Basis(**load_file(path))
 
 
+def _spread(sentences: Sequence[Sequence[int]], wanted: int) -> list[Sequence[int]]:
+    """So many of them, evenly spread: files are often sorted."""
+    every = max(1, len(sentences) // wanted)
+    return [sentences[i] for i in range(0, len(sentences), every)][:wanted]
+
+
+def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
+    """For the cloud that is told its half before the first step."""
+    assert split.rank is not None
+    places = num_places(split.anchor_kind, max_length)
+    anchor = torch.zeros(places, hidden)
+    encode = torch.zeros(split.rank, hidden)
+    return Basis(encode, torch.zeros(hidden, split.rank), anchor, anchor @ encode.T)
+
+
 @dataclass(frozen=True)
 class _Texts:
-    """Public texts with their special ids, and the number of tokens of type 0 in each."""
+    """Texts with their special ids, and the number of tokens of type 0 in each."""
 
     ids: Sequence[Sequence[int]]
     first_tokens: Sequence[int]

@@ -148,6 +148,11 @@ class ProjectionTop(TopCut):
         if orthonormal:
             register_parametrization(self.decode, "weight", Orthonormal())
 
+    @torch.no_grad()
+    def start(self, decode_HK: Tensor, anchor_PH: Tensor) -> None:
+        _set_weight(self.decode, decode_HK)
+        self.anchor.copy_(anchor_PH)
+
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         rows: Tensor = self.decode(sent_RK)
         return rows + at_places(self.anchor, packing) if len(self.anchor) else rows
@@ -251,8 +256,7 @@ def start_top(cut: TopCut, split: Split, linear: nn.Linear | None, basis: Basis 
         cut.s.weight.copy_(s)
     elif isinstance(cut, ProjectionTop):
         assert basis is not None
-        _set_weight(cut.decode, basis.decode)
-        cut.anchor.copy_(basis.anchor)
+        cut.start(basis.decode, basis.anchor)
 
 
 def _set_weight(linear: nn.Linear, weight: Tensor) -> None:

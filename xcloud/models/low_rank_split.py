@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.checks import check_choice, check_int, check_number
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
-from xcloud.models.calibration import measured_basis, random_basis
+from xcloud.models.calibration import blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import (
     Basis,
@@ -37,7 +38,7 @@ from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.public_text import PublicTexts, check_public_text
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
-from xcloud.models.split_point import Split, check_rank
+from xcloud.models.split_point import Split, check_rank, num_places
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
 from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
@@ -89,7 +90,7 @@ class LowRankSplit:
             raise ConfigError(
                 f"split.method={self.split.method} with anchor {self.split.anchor_kind} and "
                 f"{self.split.warm_start_steps} warm-start steps is measured on public text: set "
-                "model.public_text, or split.method=svd"
+                "model.public_text, split.calibration=own, or split.method=svd"
             )
         if isinstance(self.backbone, PublicBackbone):
             self._check_network(self.backbone.network.num_layers, self.backbone.network.hidden)
@@ -121,7 +122,12 @@ class LowRankSplit:
             hidden = BorderField(
                 "hidden", (width or whole,), torch.float32, rows="counted", replaces=whole
             )
-            return Border((counts, hidden), max_length, gradient_returns=not self._freezes_bottom)
+            start: tuple[TensorSpec, ...] = ()
+            if self.split.hands_over:
+                places = num_places(self.split.anchor_kind, max_length)
+                shapes = ((whole, self.split.rank or 0), (places, whole))
+                start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+            return Border((counts, hidden), max_length, not self._freezes_bottom, start)
         whole = self.backbone.width()
         features = (self.split.kept_head_rank or whole,)
         if self.output == "sample":
@@ -140,7 +146,7 @@ class LowRankSplit:
             return alone.to(context.device)
         weights = self.backbone.weights(TEXT, context)
         self._check_network(weights.config.num_layers, weights.config.hidden)
-        basis = self._basis(weights, context)
+        basis = self._basis(stage, weights, context)
         built = self._stage(
             stage,
             num_stages,
@@ -199,14 +205,17 @@ class LowRankSplit:
             )
         check_rank(self.split, hidden)
 
-    def _basis(self, weights: Weights, context: BuildContext) -> Basis | None:
+    def _basis(self, stage: int, weights: Weights, context: BuildContext) -> Basis | None:
         """What the two sides of the cut start from, the same in both clouds; None for svd."""
         if not self.split.is_low_rank or self.split.method == "svd":
             return None
-        if not self.split.needs_public_text:
+        if not self.split.is_measured:
             return random_basis(self.split, weights.config.hidden, context.seed)
-        assert self.public_text is not None
-        return measured_basis(self.split, weights, self.public_text, context)
+        if self.split.needs_public_text:
+            return measured_basis(self.split, weights, self.public_text, context)
+        if stage > 0:  # told before the first step
+            return blank_basis(self.split, weights.config.hidden, context.max_length)
+        return measured_basis(self.split, weights, None, context)
 
     def _stage(
         self,
@@ -278,6 +287,7 @@ class LowRankSplit:
             ids.pad,
             self._freezes_bottom,
             about,
+            (basis.decode, basis.anchor) if basis is not None and self.split.hands_over else (),
         )
 
     def _top(self, weights: Weights, basis: Basis | None, max_length: int, seed: int) -> TopPart:

@@ -28,7 +28,7 @@ class Split:
       identity: the block stays whole; its output h crosses as E h and goes on as D E h, E with
         random orthonormal rows, D = E' at the start: a low-rank identity path across the cut,
         after ResBM, arXiv:2604.11947. Difference: linear, nothing beside that path.
-      pca: as identity, but E and D are the principal components of h on public text.
+      pca: as identity, but E and D are the principal components of h.
       orthogonal: as pca, and E and D stay orthonormal while they are trained; the mean of h at
         each position is taken out before and put back behind, after MAPL, arXiv:2606.05484.
         Difference: MAPL's anchor is that of the token, which the other cloud must not know.
@@ -36,18 +36,21 @@ class Split:
       other cloud needs W x besides A x, so x must cross whole, or W be given up. Given up, it is
       the cut of svd with weights that know nothing at the start.
     linear: which W (svd only): the last of the feed-forward sub-layer, or that of attention.
-    anchor: what is taken out before E and put back behind D: none, mean (of h on public text),
+    anchor: what is taken out before E and put back behind D: none, mean (of h),
         position (its mean at each position); null = none for identity, mean for pca, position for
         orthogonal. Trained behind D.
-    whiten: scale the features that cross to variance 1 on public text, so that one scale fits all
+    whiten: scale the features that cross to variance 1, so that one scale fits all
         of them when they are quantised.
     freeze_bottom: all before the cut, V or E included, keeps its weights, without dropout: then no
         gradient comes back over the border.
-    calibration_texts: public texts that basis and anchor are measured on; no private text is.
+    calibration: the text that basis and anchor are measured on. own: the owner's training text;
+        the other cloud gets D and the anchor in one message before the first step (4 K H bytes,
+        and 4 H or 4 P H), which tells it the second moments of h. public: text that every cloud
+        has; nothing crosses, and the basis fits less well.
+    calibration_texts: how many of these texts.
     calibration_pairs: whether these come as pairs (a task of text pairs).
-    warm_start_steps: after that, E, D and anchor are trained for so many steps on public texts so
-        that the last hidden rows are those of the unsplit model. Every cloud computes both by
-        itself, from the public checkpoint and the public text: nothing crosses.
+    warm_start_steps: after that, E, D and anchor are trained for so many steps on the same texts,
+        so that the last hidden rows are those of the unsplit model.
     head_rank: features of what crosses to the head where that is a stage of its own; null = all.
         The bottleneck is part of the model whatever the number of stages.
     """
@@ -59,6 +62,7 @@ class Split:
     anchor: Literal["none", "mean", "position"] | None = None
     whiten: bool = False
     freeze_bottom: bool = False
+    calibration: Literal["own", "public"] = "own"
     calibration_texts: int = 2000
     calibration_pairs: bool = False
     warm_start_steps: int = 0
@@ -75,6 +79,7 @@ class Split:
         check_choice("split.anchor", self.anchor, (None, *ANCHORS))
         for name in ("whiten", "freeze_bottom", "calibration_pairs"):
             check_choice(f"split.{name}", getattr(self, name), (True, False))
+        check_choice("split.calibration", self.calibration, ("own", "public"))
         check_int("split.calibration_texts", self.calibration_texts, 1)
         check_int("split.warm_start_steps", self.warm_start_steps, 0)
         if self.method == "svd":
@@ -111,12 +116,21 @@ class Split:
         return self.anchor or USUAL_ANCHOR[self.method]
 
     @property
-    def needs_public_text(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether a basis or an anchor is measured before training."""
         if not self.is_low_rank:
             return False
         measured = self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
         return measured or self.warm_start_steps > 0
+
+    @property
+    def needs_public_text(self) -> bool:
+        return self.is_measured and self.calibration == "public"
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the owner measures, and tells the other cloud its half."""
+        return self.is_measured and self.calibration == "own"
 
     @property
     def kept_head_rank(self) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Embeddings
-from xcloud.models.low_rank_cut import BottomCut, TopCut
+from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut
 from xcloud.models.text_head import Pooling, TextHead, pool
 from xcloud.parallel.stage import Batch, Message, Stage, StageOutput
 
@@ -35,8 +35,10 @@ class BottomStage(Stage):
         pad: int,
         frozen: bool,
         architecture: Mapping[str, Any],
+        handed_over: tuple[Tensor, ...] = (),
     ) -> None:
         super().__init__()
+        self.handed_over = handed_over
         self.embeddings = embeddings
         self.blocks = nn.ModuleDict(blocks)
         self.cut = cut
@@ -44,6 +46,10 @@ class BottomStage(Stage):
         self.architecture = dict(architecture)
         if frozen:
             self.requires_grad_(False)
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """D [H, K] and anchor [P, H], where this cloud alone has measured them."""
+        return self.handed_over
 
     def train(self, mode: bool = True) -> BottomStage:
         super().train(mode and not self.frozen)
@@ -81,6 +87,11 @@ class TopPart(nn.Module):
         self.pooling = pooling
         self.narrow = narrow
 
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        decode, anchor = tensors
+        assert isinstance(self.cut, ProjectionTop)
+        self.cut.start(decode, anchor)
+
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         """[R, K] -> [B, H or head_rank], or [R, H or head_rank] without pooling."""
         rows = self.cut(sent_RK, packing)
@@ -113,6 +124,9 @@ class MiddleStage(Stage):
         self.top = top
         self.architecture = dict(architecture)
 
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        self.top.take_over(tensors)
+
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         assert received is not None
         rows = self.top(received["hidden"], Packing(received["counts"])).float()
@@ -131,6 +145,10 @@ class HeadStage(Stage):
         self.top = top
         self.head = head
         self.architecture = dict(architecture)
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        assert self.top is not None
+        self.top.take_over(tensors)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         scores, packing = self._scores(received)

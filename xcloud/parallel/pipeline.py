@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, Message
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
+from xcloud.errors import FrameError
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule
 from xcloud.parallel.simulate import rank_actions
 from xcloud.parallel.stage import Batch, Stage, StageOutput
@@ -125,6 +127,31 @@ class Pipeline:
                 self._backward(action, in_flight.pop(place), step, weight)
         self.clock.place = NOWHERE
         return loss
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Before the first step: what stages hand to their successors once (Border.start)."""
+        key = MessageKey(Kind.START)
+        for stage, module in sorted(self.stages.items()):
+            port = self.ports.get(stage)
+            if port is None or not port.border.start:
+                continue
+            handed = tuple(tensor.detach() for tensor in module.hand_over())
+            found = tuple(TensorSpec.of(tensor) for tensor in handed)
+            assert found == port.border.start, (found, port.border.start)
+            for channel in port.forward_out.values():
+                channel.link.send(key, handed, ("start",) * len(handed))
+            if stage + 1 in self.stages:
+                self.stages[stage + 1].take_over(handed)
+        for stage, module in sorted(self.stages.items()):
+            port = self.ports.get(stage - 1)
+            if port is None or not port.border.start:
+                continue
+            for giver in port.forward_in.values():  # every lane before hands over the same
+                parts = giver.link.recv(key, giver.overdue_s)
+                if tuple(TensorSpec.of(part) for part in parts) != port.border.start:
+                    raise FrameError(f"{key}: not what the border between the stages promises")
+                module.take_over(tuple(part.to(self.device) for part in parts))
 
     @torch.no_grad()
     def predict(

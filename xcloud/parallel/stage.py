@@ -42,6 +42,14 @@ class StageOutput(NamedTuple):
 class Stage(nn.Module):
     """One part of a split model."""
 
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """What the next stage must have before the first step, as its border's `start` says."""
+        return ()
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        """What the stage before handed over. Called only where its border has a `start`."""
+        raise NotImplementedError
+
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         """Training and evaluation alike; `received` is None in the first stage."""
         raise NotImplementedError

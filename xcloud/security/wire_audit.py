@@ -21,7 +21,12 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 
 AUDIT_FILE = "wire_audit.json"
-_DIRECTION = {"activation": "forward", "evaluation": "forward", "gradient": "backward"}
+_DIRECTION = {
+    "activation": "forward",
+    "evaluation": "forward",
+    "gradient": "backward",
+    "start": "forward",
+}
 
 # What torch.distributed says on its own account: before the first step, and after the last one.
 UNFRAMED = [
