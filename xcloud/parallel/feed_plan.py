@@ -75,8 +75,8 @@ class Feed:
         if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
                 f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
-                f"{batches_per_step} batches of a step with {min(num_lanes)} ranks; set it to at least "
-                f"{needed}, better {2 * needed}"
+                f"{batches_per_step} batches of a step with {min(num_lanes)} ranks; set it to at "
+                f"least {needed}, better {2 * needed}"
             )
         if self.min_producers is not None and self.min_producers > len(num_lanes):
             raise ConfigError(
