@@ -18,6 +18,7 @@ from tests.feed_toy import cloud, feed_config
 from tests.test_run import losses, no_workers, read, wait_for
 from xcloud.errors import ConfigError, RunFailed
 from xcloud.local_run import run
+from xcloud.security.wire_audit import compact
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,15 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def made_up(audit: dict) -> set[tuple[str, str, str, tuple[str, ...]]]:
+    """Every kind of message: from, to, kind, dtype and number of axes of its parts."""
+    return {
+        (m["from"], m["to"], m["kind"],
+         tuple(f"{part['dtype']} {len(part['shape'])}" for part in m["parts"]))
+        for m in audit["messages"]
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
@@ -83,27 +93,36 @@ def test_clouds_train_the_same_bits_as_one(
     assert summary["feed"]["num_batches"] == 24 and summary["feed"]["num_skipped"] == 0
     assert summary["wan_bytes_per_step"]["forward"] > 0
     assert alone["wan_bytes_per_step"]["forward"] == 0
-    assert alone["feed"]["wire"] == []
+    assert alone["wire"] == {}
 
 
 def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> None:
     summary = json.loads((two / "summary.json").read_text())
     feed = summary["feed"]
-    kinds = {(w["from"], w["to"], w["kind"], w["parts"]) for w in feed["wire"]}
+    audit = json.loads((two / "wire_audit.json").read_text())
+    kinds = made_up(audit)
 
     forth = {(n, "disc", kind, parts) for n in ("one", "two")
-             for kind, parts in (("batch", "uint8[N]"), ("ready", ""))}  # fmt: skip
+             for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
+                                 ("goodbye", ()))}  # fmt: skip
     back = {("disc", n, kind, parts) for n in ("one", "two")
-            for kind, parts in (("order", "int32[N, 2]"), ("stop", "int32[N]"))}  # fmt: skip
-    reports = {(n, "disc", "report", "uint8[N]") for n in ("one", "two")}
-    assert forth | back <= kinds <= forth | back | reports
+            for kind, parts in (("order", ("int32 2",)), ("stop", ("int32 1",)),
+                                ("goodbye", ()))}  # fmt: skip
+    reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
+    assert kinds == forth | back | reports
+    assert audit["missing_ranks"] == [] and summary["wire"] == compact(audit)
+    assert all(p["carries"] != "unnamed" for m in audit["messages"] for p in m["parts"])
     # 16 of 24 batches by share, each of 8 x 7 bytes, with a frame's header of 40 + 6.
     assert feed["producers"]["one"]["num_batches"] == 16
     assert feed["producers"]["one"]["share_taken"] == pytest.approx(2 / 3, abs=1e-3)
     assert feed["bytes_per_token"] == pytest.approx((8 * 7 + 46) / (8 * 6), abs=1e-3)
     assert summary["wan_bytes_per_step"]["forward"] == 2 * (8 * 7 + 46)
-    orders = [w for w in feed["wire"] if w["kind"] == "order"]
-    assert sum(w["bytes"] for w in orders) < 24 * 100
+    back = [summary["wire"][f"disc -> {name}"]["order"] for name in ("one", "two")]
+    assert sum(order["bytes"] for order in back) < 24 * 100
+    forth = [summary["wire"][f"{name} -> disc"]["batch"] for name in ("one", "two")]
+    # What is on its way when the last step ends crosses, but is not used: up to run_ahead a rank.
+    assert 24 <= sum(batch["messages"] for batch in forth) <= 24 + 2 * 8
+    assert all(batch["bytes"] == batch["messages"] * (8 * 7 + 46) for batch in forth)
     assert 0 <= feed["recall"] <= 1
     assert summary["quality"] == {"accuracy": 0.5}
     made = {name: found["num_made"] for name, found in feed["producers"].items()}
@@ -137,6 +156,9 @@ def test_the_others_take_over_from_a_dead_producer(tmp_path: Path) -> None:
     assert ("two", "dead") in states(tmp_path)
     assert "producer two is gone" in notes(tmp_path)
     assert "one take over its share" in notes(tmp_path)
+    audit = json.loads((tmp_path / "wire_audit.json").read_text())
+    assert audit["missing_ranks"]  # killed: what it sent is known from who got it
+    assert ("two", "disc", "batch", ("uint8 1",)) in made_up(audit)
     assert no_workers(tmp_path)
 
 

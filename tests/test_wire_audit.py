@@ -143,7 +143,8 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
 
     for rank, message in ((0, entry("3-5", 2)), (1, entry(7, 1))):
         audit = {"rank": rank, "cloud": "a", "num_ranks": 3, "crosses_clouds": True,
-                 "messages": [message], "reports": {"step": ["loss", f"x{rank}"]}}  # fmt: skip
+                 "messages": [message], "received": [], "unframed": [],
+                 "reports": {"step": ["loss", f"x{rank}"]}}  # fmt: skip
         (tmp_path / f"rank{rank}.wire.json").write_text(json.dumps(audit))
 
     assert main([str(tmp_path)]) == 0

@@ -2,7 +2,7 @@
 Not a place for statistics over steps (summary.py) or for showing anything.
 
 One JSON object a line in `events.jsonl`, append only; all have "event", "rank", "cloud", "t":
-start, note, phase, step, timeline, quality, finish; in one-way jobs also fed, producer, audit.
+start, note, phase, step, timeline, quality, finish; in one-way jobs also fed, producer.
 Rank 0 writes it for all ranks, the parent follows.
 A step is complete when every rank has reported it.
 """

@@ -1,5 +1,5 @@
 """What a one-way job came to: the figures of any run (summary.py), and under "feed" who fed how
-much, who waited for whom, and what crossed the wire. No torch.
+much and who waited for whom. What crossed is "wire", as in any run. No torch.
 
 How the figures are made:
 - A step is the consumer's; its time and the waiting of the consumer (starvation) are of its ranks.
@@ -61,8 +61,6 @@ class FeedStatistics(RunStatistics):
         self._states: dict[str, Counter[str]] = {name: Counter() for name in shares}
         self._last_state: dict[str, str] = {}
         self._counts: deque[dict[str, float]] = deque(maxlen=LAST_STEPS)
-        self._wire: Counter[tuple[str, str, str, str]] = Counter()
-        self._wire_bytes: Counter[tuple[str, str, str, str]] = Counter()
 
     def feed(self, event: Event) -> StepTotals | None:
         kind = event["event"]
@@ -83,11 +81,6 @@ class FeedStatistics(RunStatistics):
         elif kind == "producer":
             self._states[event["producer"]][event["state"]] += 1
             self._last_state[event["producer"]] = event["state"]
-        elif kind == "audit":
-            for row in event["rows"]:
-                key = (row["sender"], row["receiver"], row["kind"], row["parts"])
-                self._wire[key] += row["messages"]
-                self._wire_bytes[key] += row["bytes"]
         return super().feed(event)
 
     def _count(self, totals: StepTotals) -> None:
@@ -138,12 +131,7 @@ class FeedStatistics(RunStatistics):
                 }
                 for name, share in self._shares.items()
             },
-            "wire": [
-                {"from": sender, "to": receiver, "kind": kind, "parts": parts,
-                 "messages": count, "bytes": self._wire_bytes[sender, receiver, kind, parts]}
-                for (sender, receiver, kind, parts), count in sorted(self._wire.items())
-            ],
-        }  # fmt: skip
+        }
         return summary
 
     def _per_batch(self, kind: str, name: str) -> float | None:

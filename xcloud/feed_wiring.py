@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
-from xcloud.cluster.wire_audit import WireAudit
+from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import LinkClosed, LinkError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES
 from xcloud.parallel.feed_inbox import FeedInbox
@@ -31,6 +31,17 @@ from xcloud.wiring import LinkClocks
 _FRAME_SLACK_BYTES = 4096
 _ORDER_BYTES = 8  # a number and a rank of the consumer, int32 each
 _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+
+_CARRIES = {
+    Kind.BATCH: ("packed token ids and flags uint8 [N]",),
+    Kind.READY: (),
+    Kind.REPORT: ("report lines, see reports",),
+    Kind.ORDER: ("number and receiver of each ordered batch int32 [N, 2]",),
+    Kind.STOP: ("number of the last batch int32 [1]",),
+    Kind.GOODBYE: (),
+}
+
+_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP)
 
 OnReport = Callable[[Frame], None]
 
@@ -64,16 +75,18 @@ class ProducerWiring:
     ins: list[GlooInLink]
     to_recorder: GlooOutLink
     orders: queue.SimpleQueue[tuple[int, int] | LinkError | None]
+    records: list[LinkRecord]  # of what leaves the cloud
 
     def report(self, lines: bytes) -> None:
         send_report(self.to_recorder, lines)
 
     def say_ready(self) -> None:
         for out in self.outs:
-            out.send(MessageKey(Kind.READY), ())
+            out.send(MessageKey(Kind.READY), (), _CARRIES[Kind.READY])
 
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
-        self.outs[consumer].send(MessageKey(Kind.BATCH, number), (payload,))
+        key = MessageKey(Kind.BATCH, number)
+        self.outs[consumer].send(key, (payload,), _CARRIES[Kind.BATCH])
 
     def close(self, timeout_s: float) -> None:
         for out in self.outs:
@@ -84,16 +97,23 @@ class ProducerWiring:
 
 @dataclass
 class ConsumerWiring:
-    """What a rank of the consumer holds. out: to the producers' ranks (first rank only)."""
+    """What a rank of the consumer holds. out: to the producers' ranks (first rank only). records:
+    of what leaves the cloud. received: by rank of the producer, as a lost one writes no record."""
 
     cloud: CloudGroup
     inbox: FeedInbox
-    audit: WireAudit
+    records: list[LinkRecord] = field(default_factory=list)
+    received: dict[int, LinkRecord] = field(default_factory=dict)
     out: dict[Source, GlooOutLink] = field(default_factory=dict)
     ins: dict[Source, GlooInLink] = field(default_factory=dict)
     peers_out: list[GlooOutLink] = field(default_factory=list)
     peers_in: list[GlooInLink] = field(default_factory=list)
-    _note: Callable[[Source, Kind, Tensor, int], None] = lambda *_: None
+
+    @property
+    def other_bytes(self) -> int:
+        """What has crossed between clouds besides batches: orders, reports and the like."""
+        both = (*self.records, *self.received.values())
+        return sum(record.bytes_of[kind] for record in both for kind in _OTHER)
 
     def report(self, lines: bytes) -> None:
         """Of a rank that is not the first."""
@@ -115,14 +135,10 @@ class ConsumerWiring:
     def _send(self, source: Source, kind: Kind, part: Tensor) -> None:
         if source not in self.out or self.inbox.end_of(source.producer) is not None:
             return
-        out = self.out[source]
-        before = out.stats.num_bytes[kind]
         try:
-            out.send(MessageKey(kind), (part,))
+            self.out[source].send(MessageKey(kind), (part,), _CARRIES[kind])
         except LinkClosed as error:
             self.inbox.set_ended(source, str(error))
-            return
-        self._note(source, kind, part, out.stats.num_bytes[kind] - before)
 
     def close(self, timeout_s: float, slow_timeout_s: float) -> list[str]:
         """Hear every goodbye. Returns what did not end well among the producers: not an error."""
@@ -148,7 +164,7 @@ def send_report(link: GlooOutLink, lines: bytes) -> None:
     """Whole lines, at most REPORT_CAPACITY_BYTES."""
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-    link.send(MessageKey(Kind.REPORT), (data,))
+    link.send(MessageKey(Kind.REPORT), (data,), _CARRIES[Kind.REPORT])
 
 
 def sources_of(layout: FeedLayout) -> dict[Source, int]:
@@ -174,6 +190,7 @@ class FeedWirer:
         self.rank, self.layout = rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._clocks = LinkClocks(rank, layout, run_dir)
+        self._records: list[LinkRecord] = []
         self._own = self._join_clouds()
         # One group for each direction, so that both flow at once.
         self._batches, self._orders, self._inside = (
@@ -201,15 +218,17 @@ class FeedWirer:
         ]
         handlers = {Kind.ORDER: take_orders, Kind.STOP: take_stop}
         incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.put)
-        return ProducerWiring(self._own, outs, [incoming], outs[0], orders)
+        return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._records)
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
-        inbox, audit = FeedInbox(list(sources), self.max_payload_bytes), WireAudit()
-        wiring = ConsumerWiring(self._own, inbox, audit)
+        inbox = FeedInbox(list(sources), self.max_payload_bytes)
+        wiring = ConsumerWiring(self._own, inbox, self._records)
         for source, rank in sources.items():
+            if self.layout.crosses_clouds:
+                wiring.received[rank] = LinkRecord(self.layout.consumer, self.rank, None)
             handlers = {
-                kind: partial(self._arrived, wiring, source, on_report)
+                kind: partial(_arrived, wiring, source, wiring.received.get(rank), on_report)
                 for kind in (Kind.BATCH, Kind.READY, Kind.REPORT)
             }
             capacity = self._to_consumer_bytes(self.rank)
@@ -226,29 +245,7 @@ class FeedWirer:
             ]
         else:
             wiring.peers_out = [self._out(self._inside, 0, capacity)]
-        wiring._note = partial(self._sent, audit)
         return wiring
-
-    def _arrived(
-        self, wiring: ConsumerWiring, source: Source, on_report: OnReport, frame: Frame
-    ) -> None:
-        cloud = self.layout.producers[source.producer]
-        if self.layout.crosses_clouds:
-            kind, consumer = frame.key.kind, self.layout.consumer
-            wiring.audit.count(cloud, consumer, kind, frame.parts, frame.num_bytes)
-        if frame.key.kind is Kind.BATCH:
-            wiring.inbox.put(source, frame)
-        elif frame.key.kind is Kind.READY:
-            wiring.inbox.set_ready(source)
-        else:
-            on_report(frame)
-
-    def _sent(
-        self, audit: WireAudit, source: Source, kind: Kind, part: Tensor, num_bytes: int
-    ) -> None:
-        if self.layout.crosses_clouds:
-            cloud = self.layout.producers[source.producer]
-            audit.count(self.layout.consumer, cloud, kind, (part,), num_bytes)
 
     def _join_clouds(self) -> CloudGroup:
         own = None
@@ -270,9 +267,14 @@ class FeedWirer:
 
     def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
         queued = self.run_ahead + 64  # so many batches and a few reports never block
+        record = None
+        if self.layout.wan_between(self.rank, peer) is not None:
+            record = LinkRecord(self.layout.placement(peer).cloud, peer, None)
+            self._records.append(record)
         return GlooOutLink(
-            group, peer, self._name(peer), capacity, self._clocks.to(peer), max_queued=queued
-        )
+            group, peer, self._name(peer), capacity, self._clocks.to(peer), max_queued=queued,
+            record=record,
+        )  # fmt: skip
 
     def _in(
         self,
@@ -286,6 +288,25 @@ class FeedWirer:
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+def _arrived(
+    wiring: ConsumerWiring,
+    source: Source,
+    record: LinkRecord | None,
+    on_report: OnReport,
+    frame: Frame,
+) -> None:
+    """In the link's thread. record: None where nothing crosses clouds."""
+    kind = frame.key.kind
+    if record is not None:
+        record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)
+    if kind is Kind.BATCH:
+        wiring.inbox.put(source, frame)
+    elif kind is Kind.READY:
+        wiring.inbox.set_ready(source)
+    else:
+        on_report(frame)
 
 
 def _ended(inbox: FeedInbox, source: Source, reason: LinkError) -> None:

@@ -20,6 +20,7 @@ from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer
 from xcloud.parallel.feed_parts import FeedContext
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
+from xcloud.security.wire_audit import write_rank_audit
 
 CLOSE_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for long is waited for at the end
@@ -40,8 +41,9 @@ def run_feed(experiment: FeedExperiment, rank: int, run_dir: Path, device: torch
 def _produce(
     experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
 ) -> None:
-    wiring = _wirer(experiment, placement.rank, run_dir).producer()
-    reporter = Reporter(placement.rank, placement.cloud, wiring.report)
+    rank, layout = placement.rank, experiment.cluster
+    wiring = _wirer(experiment, rank, run_dir).producer()
+    reporter = Reporter(rank, placement.cloud, wiring.report)
     try:
         assert placement.producer is not None
         batches = _batches_of(experiment, placement.producer)
@@ -55,9 +57,11 @@ def _produce(
         reporter.event("finish")
     except BaseException:
         _last_words(reporter)
+        write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
         raise
     reporter.flush()
     wiring.close(CLOSE_TIMEOUT_S)
+    write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
 
 
 def _consume(
@@ -74,11 +78,26 @@ def _consume(
         _train(experiment, wiring, placement, run_dir, device, reporter)
     except BaseException:
         _last_words(reporter)
+        _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
         raise
     reporter.flush()
     for unheard in wiring.close(CLOSE_TIMEOUT_S, LOST_TIMEOUT_S):
         if rank == 0:
             reporter.note(f"at the end: {unheard}")
+    _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
+
+
+def _write_consumer_audit(
+    experiment: FeedExperiment,
+    rank: int,
+    run_dir: Path,
+    wiring: ConsumerWiring,
+    reporter: Reporter,
+) -> None:
+    """With what came, for producers that are lost or on another machine."""
+    write_rank_audit(
+        run_dir, rank, experiment.cluster, wiring.records, reporter.contents, wiring.received
+    )
 
 
 def _train(
@@ -101,7 +120,6 @@ def _train(
         reporter.event("phase", now=True, name="training")
     run.train()
     run.stop_producers()
-    reporter.event("audit", rows=wiring.audit.rows())
     if leads:
         reporter.event("phase", now=True, name="evaluation")
     started = time.perf_counter()
@@ -140,6 +158,7 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
             part.finish(run_dir, 0)
     finally:
         reporter.flush()
+        write_rank_audit(run_dir, 0, layout, [], reporter.contents)
 
 
 def _wirer(experiment: FeedExperiment, rank: int, run_dir: Path) -> FeedWirer:

@@ -1,9 +1,10 @@
-"""What one rank sent to other clouds, kind by kind: what it carries, shapes, counts, bytes.
-Keeps no value of any tensor, and never the order of messages.
+"""What one rank sent to other clouds, or got from them, kind by kind: what it carries, shapes,
+counts, bytes. Keeps no value of any tensor, and never the order of messages.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +45,13 @@ class _Entry:
 @dataclass
 class LinkRecord:
     """What went over one link. to: cloud of the receiver. border: stage before it, None for the
-    small messages around rank 0."""
+    small messages around rank 0 and in one-way jobs. bytes_of: whole frames, by kind; another
+    thread may read it."""
 
     to: str
     receiver: int
     border: int | None
+    bytes_of: Counter[Kind] = field(default_factory=Counter)
     _entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
 
     def note(
@@ -62,6 +65,7 @@ class LinkRecord:
             sizes = [list(part.shape) for part in parts]
             self._entries[key] = _Entry(tuple(carries), dtypes, sizes, [list(s) for s in sizes])
         self._entries[key].add(parts, num_bytes)
+        self.bytes_of[kind] += num_bytes
 
     def described(self) -> list[dict[str, Any]]:
         return [

@@ -2,8 +2,9 @@
 Worked out from what the links counted; holds no value of any tensor.
 
 Every rank writes `rankN.wire.json` beside its own run when its links have closed, so nothing that
-it sent is missing. `join_audit` makes `wire_audit.json` of those that lie in one folder; of a run
-on several machines put them together first and run
+it sent is missing. For a rank whose file is missing stands what its receivers got, where they note
+it (one-way jobs, which outlive a producer). `join_audit` makes `wire_audit.json` of those that lie
+in one folder; of a run on several machines put them together first and run
     python -m xcloud.security.wire_audit RUN_DIR
 """
 
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
@@ -26,6 +28,7 @@ _DIRECTION = {
     "evaluation": "forward",
     "gradient": "backward",
     "start": "forward",
+    "batch": "forward",
 }
 
 # What torch.distributed says on its own account: before the first step, and after the last one.
@@ -36,16 +39,18 @@ UNFRAMED = [
     "start: a barrier before the first step",
     "end: float64 [8] or fewer from each rank, the times of its last steps",
 ]
+UNFRAMED_IN_FEED = UNFRAMED[:3]
 
 
 def write_rank_audit(
     run_dir: Path,
     rank: int,
-    layout: ClusterLayout,
+    layout: ClusterLayout | FeedLayout,
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
+    received: Mapping[int, LinkRecord] | None = None,
 ) -> Path:
-    """report_contents: kind of event -> names of what it told."""
+    """report_contents: kind of event -> names of what it told. received: by rank of the sender."""
     path = run_dir / f"rank{rank}.wire.json"
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
@@ -55,6 +60,12 @@ def write_rank_audit(
         "num_ranks": layout.num_ranks,
         "crosses_clouds": layout.crosses_clouds,
         "messages": sent,
+        "received": [
+            {"sender": sender, "from": layout.placement(sender).cloud, **message}
+            for sender, record in (received or {}).items()
+            for message in record.described()
+        ],
+        "unframed": UNFRAMED_IN_FEED if isinstance(layout, FeedLayout) else UNFRAMED,
         "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
         if crosses
         else {},
@@ -72,10 +83,11 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
         )
     joined: dict[str, dict[str, Any]] = {}
     reports: dict[str, set[str]] = {}
+    missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     for rank in ranks:
-        for message in rank["messages"]:
+        for message in _messages(rank, missing):
             entry = {
-                "from": rank["cloud"],
+                "from": message["from"],
                 "to": message["to"],
                 "border": "control" if message["border"] is None else message["border"],
                 "direction": _DIRECTION.get(message["kind"], ""),
@@ -94,13 +106,12 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
             found["num_bytes"] += message["num_bytes"]
         for event, names in rank["reports"].items():
             reports.setdefault(event, set()).update(names)
-    missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     audit = {
         "ranks": [rank["rank"] for rank in ranks],
         "missing_ranks": missing,
         "messages": list(joined.values()),
         "reports": {event: sorted(names) for event, names in sorted(reports.items())},
-        "unframed": UNFRAMED if ranks[0]["crosses_clouds"] else [],
+        "unframed": ranks[0]["unframed"] if ranks[0]["crosses_clouds"] else [],
     }
     text = json.dumps(audit, indent=1, ensure_ascii=False)
     (run_dir / AUDIT_FILE).write_text(text + "\n", encoding="utf-8")
@@ -113,7 +124,7 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
     for message in audit["messages"]:
         kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
         name = message["kind"]
-        if message["direction"]:
+        if message["border"] != "control":
             name = f"{name} {message['border']}"
         entry = kinds.setdefault(name, {"messages": 0, "bytes": 0, "carries": []})
         entry["messages"] += message["num_messages"]
@@ -124,6 +135,15 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
     if audit["missing_ranks"]:
         short["missing_ranks"] = audit["missing_ranks"]
     return short
+
+
+def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What a rank sent, and what it got of ranks whose own record is missing."""
+    for message in rank["messages"]:
+        yield {**message, "from": rank["cloud"]}
+    for message in rank["received"]:
+        if message["sender"] in missing:
+            yield message
 
 
 def _span(a: int | str, b: int | str) -> int | str:
