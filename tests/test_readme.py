@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_conf import build
+from tests.test_conf import composed
+from xcloud.experiment import job_from_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,7 +34,9 @@ def test_every_run_command_builds_its_experiments(command: str) -> None:
     ]
     keys = [word.split("=", 1)[0] for word in words]
     for number in range(max(map(len, choices))):
-        build(*(f"{k}={c[min(number, len(c) - 1)]}" for k, c in zip(keys, choices, strict=True)))
+        pairs = zip(keys, choices, strict=True)
+        overrides = (f"{k}={c[min(number, len(c) - 1)]}" for k, c in pairs)
+        job_from_config(composed(*overrides))
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
