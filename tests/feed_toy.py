@@ -60,6 +60,9 @@ class ToyFeed:
     def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> ToyConsumer:
         return ToyConsumer(self, context)
 
+    def next_command(self, run_dir: Path) -> None:
+        return None
+
 
 class ToyProducer:
     def __init__(

@@ -162,6 +162,9 @@ class Experiment:
             line += "; leak meter: off (one cloud)"
         return line
 
+    def next_command(self, run_dir: Path) -> str | None:
+        return None
+
     @property
     def facts(self) -> dict[str, str]:
         """For the pictures of a run."""

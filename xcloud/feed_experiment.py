@@ -5,6 +5,7 @@ one with integers. Its file is read and checked like any experiment's (experimen
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from xcloud.checks import check_int
 from xcloud.cluster.feed_layout import FeedLayout
@@ -111,6 +112,9 @@ class FeedExperiment:
 
     def check(self) -> None:
         self.model.check(self.cluster.producers)
+
+    def next_command(self, run_dir: Path) -> str | None:
+        return self.model.next_command(run_dir)
 
     @property
     def _bandwidth_bits_per_s(self) -> float | None:

@@ -5,6 +5,7 @@ job it describes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from xcloud.cluster.layout import Wan
@@ -91,6 +92,9 @@ class Job(Protocol):
 
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""
+
+    def next_command(self, run_dir: Path) -> str | None:
+        """What to do with what a finished run left, to be copied; None: nothing in particular."""
 
     def new_statistics(self) -> RunStatistics: ...
 

@@ -110,9 +110,11 @@ class Monitor:
             if path.exists():
                 tracker.artifact(path)
         tracker.finish("finished" if cause is None else "failed", summary)
-        places = {"run folder": self.run_dir}
+        places: dict[str, object] = {"run folder": self.run_dir}
         if (self.run_dir / MODEL_DIR).is_dir():
             places["model"] = self.run_dir / MODEL_DIR
+            if cause is None and (command := experiment.next_command(self.run_dir)) is not None:
+                places["next"] = command
         print_report(summary, {**places, **tracker.places()})
         return summary
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.comm.id_packing import IdPacking
-from xcloud.electra.discriminator import DiscriminatorRank
+from xcloud.electra.discriminator import DISCRIMINATOR_DIR, MODEL_DIR, DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, SeededBackbone
@@ -17,7 +18,7 @@ from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
 from xcloud.parallel.feed_parts import FeedContext
-from xcloud.tasks.corpus.monolingual import TextSource
+from xcloud.tasks.corpus.monolingual import DemoText, TextSource
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 from xcloud.training.optimizer import Optimizer
@@ -207,6 +208,12 @@ class MultilingualElectra:
             context,
             autocast_for(settings.precision, context.device),
         )
+
+    def next_command(self, run_dir: Path) -> str:
+        """Fine-tunes the discriminator; the files of the inference pairs are the user's."""
+        encoder = f"task.tokenizer.name_or_path={run_dir / MODEL_DIR / DISCRIMINATOR_DIR}"
+        files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
+        return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
 
     def _tokenizer(self, context: FeedContext) -> Tokenizer:
         tokenizer = self.text.load_tokenizer(context.cache_dir)

@@ -24,7 +24,7 @@ from xcloud.tasks.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from xcloud.electra.config import DiscriminatorSettings
 
-MODEL_DIR = "model"
+MODEL_DIR, DISCRIMINATOR_DIR = "model", "discriminator"
 SCORED_STEPS = 50  # the last ones: each batch is scored before it is learned from
 
 
@@ -100,7 +100,7 @@ class DiscriminatorRank:
         """
         if lane:
             return {}
-        folder = run_dir / MODEL_DIR / "discriminator"
+        folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         encoder, head = self._network.encoder, self._network.head
         special = self._tokenizer.token_ids
         export_electra(encoder, head.dense, head.score, folder, special.pad)

@@ -300,7 +300,10 @@ class PretrainedTokenizer:
 
     def __post_init__(self) -> None:
         if not self.name_or_path:
-            raise ConfigError("PretrainedTokenizer.name_or_path must name a model or a folder")
+            raise ConfigError(
+                "PretrainedTokenizer.name_or_path must name a model or a folder, as "
+                f"task.tokenizer.name_or_path=DIR; got {self.name_or_path!r}"
+            )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         from transformers import AutoTokenizer
