@@ -184,11 +184,8 @@ def test_our_output_equals_that_of_transformers(tmp_path: Path, model_type: str)
 
 def test_a_checkpoint_without_a_head_is_an_encoder_all_the_same(tmp_path: Path) -> None:
     model = saved(tmp_path, "bert", head=False)
-    lines: list[str] = []
-    where = context(tmp_path, report=lines.append)
-    weights = PretrainedBackbone(str(tmp_path)).weights("source", where)
+    weights = PretrainedBackbone(str(tmp_path)).weights("source", context(tmp_path))
     assert weights.tensors is not None and not weights.have_head
-    assert "no tied masked-language head" in lines[-1]
     ours = Encoder(weights.config, head=False).eval()
     ours.load_part(weights.tensors)
     ids = padded_ids(0)

@@ -315,6 +315,14 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     made = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(2))
     with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
         made.build_stage(0, 2, context(tmp_path, fields=["text"]))
+    with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
+        made.border(0, 2, 16)  # what is checked before a rank starts
+    wide = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, rank=17))
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
+        wide.border(0, 2, 16)
+    # Where only the width is known, the rank alone can be checked.
+    told = PretrainedBackbone("nowhere", hidden=16)
+    assert LowRankSplit(told, Split(2)).border(0, 2, 16).fields[1].features == (8,)
     with pytest.raises(ConfigError, match="every cloud can build without seeing"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"measured on public text: set model\.public_text"):

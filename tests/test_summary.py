@@ -56,7 +56,7 @@ def test_figures_of_two_equal_steps() -> None:
             "t": 1010.0,
             "split": "test",
             "step": 2,
-            "values": {"bleu": 41.9249, "accuracy": 0.92231},
+            "values": {"bleu": 41.9249, "accuracy": 92.2312},
             "signature": {"bleu": "nrefs:1"},
         }
     )
@@ -71,7 +71,7 @@ def test_figures_of_two_equal_steps() -> None:
     assert summary["samples_per_s"] == 16.0 and summary["tokens_per_s"] == 200.0
     assert summary["link_utilisation"] == {"forward": 0.2, "backward": 0.1}  # 800 bits of 4000
     assert summary["final_loss"] == 3.0 and summary["num_steps"] == 2
-    assert summary["quality"] == {"bleu": 41.92, "accuracy": 0.9223}
+    assert summary["quality"] == {"bleu": 41.92, "accuracy": 92.23}
     assert summary["signatures"] == {"bleu": "nrefs:1"}
     assert summary["started_at"] == "1970-01-01T00:16:41+00:00" and summary["wall_s"] == 9.0
     assert (summary["seed"], summary["profile"], summary["commit"]) == (3, "full", "1a2b3c4")

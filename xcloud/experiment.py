@@ -180,8 +180,10 @@ class Experiment:
         return frozenset(range(self.cluster.num_ranks))
 
     def check(self) -> None:
-        """Raise DataError if the task's data are missing."""
+        """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
+        model cannot have."""
         self.task.check()
+        _ = self.borders
 
     @property
     def _bandwidth_bits_per_s(self) -> float | None:

@@ -112,7 +112,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         remark = f"{100 * summary['token_recovery_baseline']:.1f} % without looking"
         yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
-    yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
+    if summary["tokens_per_s"] is not None:
+        yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
     if "feed" in summary:
         yield from _feed_rows(summary["feed"])
 

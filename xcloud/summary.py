@@ -86,6 +86,8 @@ class RunStatistics:
         timed = _Sums.of([*self._first[num_left_out:], self._rest])
         every = _Sums.of([*self._first[:num_left_out], timed])
         step_s = sorted(self._step_s[num_left_out:])
+        # A loss that counts samples (classes, spans) says nothing of tokens.
+        tokens = timed.tokens if timed.tokens != timed.samples else None
 
         summary: Summary = {
             "name": name,
@@ -104,7 +106,7 @@ class RunStatistics:
             "wan_bytes_per_step": every.bytes_per_step(),
             "compression_ratio": every.compression_ratio(),
             "samples_per_s": _ratio(timed.samples or None, timed.step_s),
-            "tokens_per_s": _ratio(timed.tokens or None, timed.step_s),
+            "tokens_per_s": _ratio(tokens or None, timed.step_s),
             "num_steps": self.num_steps,
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),

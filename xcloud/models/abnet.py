@@ -199,6 +199,8 @@ class AbNet:
             built: Stage = self._source_stage(weights, stage, num_stages, ids, context.seed)
         else:
             weights = self.decoder.weights(TARGET, context)
+            if context.lane == 0 and not weights.have_head:
+                context.report("the decoder's checkpoint has no tied word head: it is trained")
             ids = context.vocabularies[TARGET]
             built = self._target_stage(
                 weights, self.encoder.width(), ids, context.max_length, context.seed

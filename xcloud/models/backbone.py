@@ -57,6 +57,9 @@ class Backbone(Protocol):
     def width(self) -> int:
         """Features of a row, which the other cloud must know too."""
 
+    def depth(self) -> int | None:
+        """Blocks; None where only the width was given."""
+
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
@@ -113,6 +116,9 @@ class OwnBackbone:
 
     def width(self) -> int:
         return self.hidden
+
+    def depth(self) -> int:
+        return self.num_layers
 
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
@@ -280,6 +286,11 @@ class PretrainedBackbone:
     def width(self) -> int:
         return self.hidden or read_config(resolve(self.name_or_path)).config.hidden
 
+    def depth(self) -> int | None:
+        if self.hidden is not None:  # the checkpoint may be out of reach here
+            return None
+        return read_config(resolve(self.name_or_path)).config.num_layers
+
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
@@ -292,10 +303,7 @@ class PretrainedBackbone:
             context.report(f"backbone for {name!r}: reading {self.name_or_path}")
         checkpoint, tensors = read_weights(resolve(self.name_or_path))
         self._check(checkpoint, context.vocabularies.get(name), context.max_length)
-        weights = Weights(checkpoint.config, tensors)
-        if context.lane == 0 and not weights.have_head:
-            context.report(f"backbone for {name!r}: it has no tied masked-language head")
-        return weights
+        return Weights(checkpoint.config, tensors)
 
     def pooler(self) -> Mapping[str, Tensor] | None:
         return read_pooler(resolve(self.name_or_path))

@@ -93,7 +93,7 @@ class LowRankSplit:
                 "model.public_text, split.calibration=own, or split.method=svd"
             )
         if isinstance(self.backbone, PublicBackbone):
-            self._check_network(self.backbone.network.num_layers, self.backbone.network.hidden)
+            self._check_network(self.backbone.depth(), self.backbone.width())
 
     def describe(self) -> str:
         return f"{self.backbone.describe()}, {self.split.describe()}"
@@ -113,8 +113,10 @@ class LowRankSplit:
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """Behind stage 0: counts and [R, K] rows, 4 K bytes a token; nothing comes back of a
         frozen bottom. In front of a head of its own: [B, H or head_rank], or as many for a row.
+        ConfigError for a layer or a rank that the backbone has not.
         """
         check_stage(stage, num_stages)
+        self._check_network(self.backbone.depth(), self.backbone.width())
         counts = BorderField("counts", (), torch.int16)
         if stage == 0:
             width = self.split.rank if self.split.is_low_rank else None
@@ -197,8 +199,8 @@ class LowRankSplit:
     def _freezes_bottom(self) -> bool:
         return self.split.layer is not None and self.split.freeze_bottom
 
-    def _check_network(self, num_layers: int, hidden: int) -> None:
-        if self.split.block >= num_layers:
+    def _check_network(self, num_layers: int | None, hidden: int) -> None:
+        if num_layers is not None and self.split.block >= num_layers:
             raise ConfigError(
                 f"split.layer must be 0..{num_layers - 1} or null: {self.backbone.describe()} has "
                 f"{num_layers} blocks; got {self.split.layer}"

@@ -52,6 +52,9 @@ class PublicBackbone:
     def width(self) -> int:
         return self.network.width()
 
+    def depth(self) -> int:
+        return self.network.depth()
+
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:

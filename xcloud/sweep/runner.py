@@ -245,6 +245,8 @@ def _composed(
     for index, overrides in enumerate(asked):
         try:
             point = Point.of(index, overrides, compose(overrides))
+            if point.identity not in points:
+                point.experiment.check()
         except XcloudError as error:
             wrong.append((overrides, _one_line(error)))
         else:
