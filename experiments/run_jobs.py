@@ -1,4 +1,7 @@
-"""Runs jobs `at_once` at a time until a deadline; a line of JSON for each: name, seconds, summary."""
+"""Runs jobs `at_once` at a time until a deadline, and writes a line of JSON for each:
+
+python run_jobs.py JOBS.json AT_ONCE SECONDS OUT.jsonl [SECONDS_LEFT_TO_START_ANOTHER]
+"""
 
 import json
 import os
@@ -73,8 +76,8 @@ while waiting or running:
         launch(ready[0])
         continue
     if time.time() > deadline:
-        for p, job, d, t in running:
-            p.terminate()
+        for entry in running:
+            entry[0].terminate()
         time.sleep(2)
         collect()
         break

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The runs of this study as JSON for experiments/run_jobs.py: python rows.py DATA_DIR KIND > jobs.json
 
 KIND: time (one step at the paper's model size, 100 Mbit/s), first (makes the shared backbones),
@@ -94,7 +95,7 @@ def quality_rows(data: str) -> list[dict]:
             jobs.append(
                 {
                     "name": f"{name} local s{seed}",
-                    "args": local(quality(data, name)) + ["compression=none", *at],
+                    "args": [*local(quality(data, name)), "compression=none", *at],
                 }
             )
             for row, given in ROWS.items():
@@ -106,8 +107,8 @@ def quality_rows(data: str) -> list[dict]:
                         }
                     )
         minilm = [
-            "~task.source_tokenizer", "+task.source_tokenizer={_target_:xcloud.tasks.tokenizer.PretrainedTokenizer,name_or_path:%s/../minilm}" % data,
-            "~model.encoder", "+model.encoder={_target_:xcloud.models.backbone.PretrainedBackbone,name_or_path:%s/../minilm}" % data,
+            "~task.source_tokenizer", f"+task.source_tokenizer={{_target_:xcloud.tasks.tokenizer.PretrainedTokenizer,name_or_path:{data}/../minilm}}",
+            "~model.encoder", f"+model.encoder={{_target_:xcloud.models.backbone.PretrainedBackbone,name_or_path:{data}/../minilm}}",
         ]  # fmt: skip
         kept = [a for a in quality(data, "multi30k") if not a.startswith("model.encoder.")]
         for row in ("none", "int4+int4"):
