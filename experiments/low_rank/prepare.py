@@ -1,7 +1,7 @@
 """Cut the corpora of this study: python prepare.py CORPORA_DIR OUT_DIR
 
-SST-2: 16,000 training phrases and 8,000 held out as test, drawn with one seed; the official dev set
-stays dev. QNLI-style pairs: 16,000 and 4,000, dev likewise. A held-out set of this size tells
+SST-2: 16,000 training phrases and 8,000 held out as test, drawn with one seed; the official dev
+set stays dev. QNLI-style pairs: 16,000 and 4,000, dev likewise. A held-out set of this size tells
 differences of 0.3 points better than 872 sentences do; every row of the study is scored on both.
 """
 

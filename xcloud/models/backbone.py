@@ -231,6 +231,9 @@ class SeededBackbone:
     def width(self) -> int:
         return self.hidden
 
+    def depth(self) -> int:
+        return self.num_layers
+
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
