@@ -117,7 +117,4 @@ class FeedModel(Protocol):
     def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> Consumer: ...
 
     def next_command(self, run_dir: Path) -> str | None:
-        """What a user may do with what a finished run left; None if there is nothing to say."""
-
-    def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
