@@ -1,6 +1,7 @@
 """The same work in one cloud and across clouds: share of throughput, losses over each other."""
 
 import csv
+import json
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -150,3 +151,12 @@ def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
     assert found is not None and found.of_one_cloud == 0.85 and found.notes == (THROUGHPUT,)
     assert published_for(rows["one_cloud"]) is None
     assert "85 %" in printed(list(rows.values()))
+
+
+def test_ranks_that_only_feed_others_are_not_waited_for_in_the_curves(tmp_path: Path) -> None:
+    step = {"event": "step", "rank": 0, "cloud": "disc", "step_s": 0.1}
+    fed = {"event": "fed", "rank": 2, "cloud": "one", "num_batches": 1, "loss": 3.0}
+    events = [{**step, "step": 1, "loss": 2.0}, fed, {**step, "step": 2, "loss": 1.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+    assert list(read_curves(tmp_path / "events.jsonl").loss) == [2.0, 1.0]

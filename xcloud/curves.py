@@ -56,7 +56,9 @@ class RunCurves:
 def read_curves(path: Path) -> RunCurves:
     """The curves of a run that is over, from its events.jsonl; empty without that file."""
     curves, events = RunCurves(), EventReader(path).poll()
-    collector = StepCollector(1 + max((event["rank"] for event in events), default=0))
+    # Ranks that only feed others have no steps.
+    stepping = (event["rank"] for event in events if event["event"] == "step")
+    collector = StepCollector(1 + max(stepping, default=0))
     for event in events:
         curves.feed(event, collector.feed(event))
     return curves

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xcloud.errors import XcloudError
-from xcloud.experiment import EXPERIMENT_FILE, read
+from xcloud.experiment import EXPERIMENT_FILE, read_job
 from xcloud.mlflow_store import Store
 from xcloud.project import project_root
 from xcloud.scores import score_text
@@ -75,7 +75,7 @@ def close_sweep(folder: Path) -> None:
         return
     rows, written = _report(results, folder, f"sweep {folder.name}")
     score = next((name for row in rows for name in row.quality), "bleu")
-    tracker = read(results[0].run_dir / EXPERIMENT_FILE).tracker
+    tracker = read_job(results[0].run_dir / EXPERIMENT_FILE).tracker
     all_settings = [result.settings for result in results]
     for line in view.prepare(results[0].sweep, tracker, all_settings, score, written)():
         print(line, flush=True)
