@@ -117,7 +117,7 @@ def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
             "cloud": "target",
             "split": "dev",
             "step": 1,
-            "values": {"bleu": 31.2, "accuracy": 0.9223},
+            "values": {"bleu": 31.2, "accuracy": 92.234},
             "evaluation_s": 12.3,
         }
     )
@@ -128,7 +128,7 @@ def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
         "source: two ranks",
         "training",
         "target: hi",
-        "dev at step 1: BLEU 31.20  accuracy 0.9223  (12 s)",
+        "dev at step 1: BLEU 31.20  accuracy 92.23  (12 s)",
     ]
     assert line.startswith("step 1/10") and end == ""
 
