@@ -11,15 +11,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+CONF = Path(__file__).parent / "conf"
+
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def main(config: DictConfig) -> None:
     from xcloud.errors import XcloudError
+    from xcloud.follow_up import compose_follow_up
     from xcloud.local_run import run
 
     sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        run(config, Path(HydraConfig.get().runtime.output_dir))
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        following = None if sweeping else compose_follow_up(config, CONF, run_dir)
+        run(config, run_dir)
+        if following is not None:
+            run(following, run_dir / "follow_up")
     except XcloudError as error:
         if sweeping:  # the launcher says which point it was and why, and goes on with the next
             raise

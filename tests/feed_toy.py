@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +59,9 @@ class ToyFeed:
 
     def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> ToyConsumer:
         return ToyConsumer(self, context)
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        return {}
 
     def next_command(self, run_dir: Path) -> None:
         return None

@@ -1,11 +1,18 @@
-"""Pre-train here, fine-tune there: the command that one run ends with starts the other."""
+"""Pre-train here, fine-tune there: one command does both, or says how to go on."""
 
+import json
+import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
-from tests.test_conf import composed
+from tests.test_conf import CONF, composed
+from xcloud.errors import ConfigError
+from xcloud.follow_up import compose_follow_up
 from xcloud.local_run import run
 
 SMALL = ("tracker=none", "cluster=local")
@@ -14,19 +21,64 @@ PAIRS = ("task.num_train=64", "task.num_dev=16", "task.num_test=32")
 
 
 @pytest.mark.slow
-def test_what_was_pretrained_is_fine_tuned_by_the_command_that_the_run_prints(
+def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = f"cache_dir={tmp_path / 'cache'}"
-    config = composed("+exp=electra_multilingual", *SMALL, *TEXTS, cache, "training.max_steps=2")
-    run(config, tmp_path / "there")
+    first = ("+exp=electra_multilingual", *SMALL, *TEXTS, cache, "training.max_steps=2")
+    run(composed(*first, "follow_up=[]"), tmp_path / "there")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
     command = shlex.split(line)[1:]
     assert command[:2] == ["python", "run.py"]
 
-    config = composed(*command[2:], *SMALL, *PAIRS, cache, "training.max_steps=2")
-    summary = run(config, tmp_path / "here")
+    config = composed(*command[2:], *SMALL)
+    encoder = tmp_path / "there" / "model" / "discriminator"
+    assert config.task.tokenizer.name_or_path == str(encoder)
+    assert (encoder / "model.safetensors").is_file()
 
-    assert list(summary["quality"]) == ["accuracy", "accuracy_en", "accuracy_es"]
-    scores = summary["quality"]
+
+def following(tmp_path: Path, follow_up: str) -> DictConfig | None:
+    config = composed("+exp=electra_multilingual", "seed=5", f"follow_up={follow_up}")
+    return compose_follow_up(config, CONF, tmp_path)
+
+
+def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Path) -> None:
+    found = following(tmp_path, "['+exp=xnli_zero_shot','training.max_steps=7']")
+    assert found is not None
+    assert found.task.tokenizer.name_or_path == str(tmp_path / "model" / "discriminator")
+    assert (found.name, found.seed, found.training.max_steps) == ("xnli_zero_shot", 5, 7)
+    assert following(tmp_path, "[]") is None
+    assert composed("+exp=electra_multilingual").follow_up == ["+exp=xnli_zero_shot"]
+
+
+@pytest.mark.parametrize(
+    ("follow_up", "said"),
+    [
+        ("['+exp=xnli_zero_shit']", "Could not find 'exp/xnli_zero_shit'"),
+        ("['+exp=xnli_zero_shot','training.max_stepz=7']", "training.max_stepz"),
+        ("['+exp=xnli_zero_shot','training.max_steps=-7']", "training.max_steps"),
+        ("['+exp=abnet_iwslt']", "task.tokenizer"),
+        ("xnli_zero_shot", "follow_up must be a list of overrides"),
+        ("[1]", "follow_up must be a list of overrides"),
+    ],
+)
+def test_a_wrong_follow_up_is_refused_before_anything_runs(
+    tmp_path: Path, follow_up: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        following(tmp_path, follow_up)
+
+
+@pytest.mark.slow
+def test_one_command_pretrains_and_fine_tunes(tmp_path: Path) -> None:
+    follow_up = ["+exp=xnli_zero_shot", *PAIRS, "training.max_steps=2"]
+    command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS]
+    command += ["training.max_steps=2", f"cache_dir={tmp_path / 'cache'}"]
+    command += [f"follow_up={follow_up}", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\nnext" not in done.stdout
+    found = json.loads((tmp_path / "run" / "follow_up" / "summary.json").read_text())
+    scores = found["quality"]
+    assert list(scores) == ["accuracy", "accuracy_en", "accuracy_es"]
     assert scores["accuracy"] == (scores["accuracy_en"] + scores["accuracy_es"]) / 2

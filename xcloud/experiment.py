@@ -162,6 +162,13 @@ class Experiment:
             line += "; leak meter: off (one cloud)"
         return line
 
+    @property
+    def follow_up(self) -> tuple[str, ...]:
+        return ()
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        return {}
+
     def next_command(self, run_dir: Path) -> str | None:
         return None
 

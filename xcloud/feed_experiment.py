@@ -4,6 +4,7 @@ one with integers. Its file is read and checked like any experiment's (experimen
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +35,11 @@ class FeedTraining:
 @dataclass(frozen=True)
 class FeedExperiment:
     """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
-    do not fit together. profile, sweep, label: as in Experiment."""
+    do not fit together. profile, sweep, label: as in Experiment.
+
+    follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
+    its run folder; none if empty. Points of a sweep have none.
+    """
 
     name: str
     model: FeedModel
@@ -47,8 +52,18 @@ class FeedExperiment:
     sweep: str | None = None
     label: str | None = None
     cache_dir: str = ".cache"
+    follow_up: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if (
+            not isinstance(self.follow_up, Sequence)
+            or isinstance(self.follow_up, str)
+            or not all(isinstance(word, str) for word in self.follow_up)
+        ):
+            raise ConfigError(
+                "follow_up must be a list of overrides such as ['+exp=xnli_zero_shot'], or [] for "
+                f"none, got {self.follow_up!r}"
+            )
         check_int("seed", self.seed, 0)
         for name, kind in (("cluster", FeedLayout), ("training", FeedTraining), ("feed", Feed)):
             found = getattr(self, name)
@@ -114,7 +129,10 @@ class FeedExperiment:
         self.model.check(self.cluster.producers)
 
     def next_command(self, run_dir: Path) -> str | None:
-        return self.model.next_command(run_dir)
+        return None if self.follow_up else self.model.next_command(run_dir)
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        return self.model.leaves(run_dir)
 
     @property
     def _bandwidth_bits_per_s(self) -> float | None:

@@ -4,7 +4,7 @@ job it describes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,6 +92,13 @@ class Job(Protocol):
 
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""
+
+    @property
+    def follow_up(self) -> Sequence[str]:
+        """Command line of the experiment that runs after this one; empty: none."""
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        """Settings of another experiment that make it read what a finished run left."""
 
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""

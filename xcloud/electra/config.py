@@ -209,9 +209,13 @@ class MultilingualElectra:
             autocast_for(settings.precision, context.device),
         )
 
+    def leaves(self, run_dir: Path) -> dict[str, str]:
+        """The encoder of a task, and its tokenizer."""
+        return {"task.tokenizer.name_or_path": str(run_dir / MODEL_DIR / DISCRIMINATOR_DIR)}
+
     def next_command(self, run_dir: Path) -> str:
         """Fine-tunes the discriminator; the files of the inference pairs are the user's."""
-        encoder = f"task.tokenizer.name_or_path={run_dir / MODEL_DIR / DISCRIMINATOR_DIR}"
+        encoder = " ".join(f"{key}={value}" for key, value in self.leaves(run_dir).items())
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
         return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
 

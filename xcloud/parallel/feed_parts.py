@@ -116,5 +116,8 @@ class FeedModel(Protocol):
 
     def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> Consumer: ...
 
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        """Settings of another experiment that make it read what a finished run left."""
+
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
