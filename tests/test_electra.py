@@ -11,15 +11,18 @@ import torch
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.comm.id_packing import IdPacking
 from xcloud.electra.config import DiscriminatorSettings, Generator, MultilingualElectra
-from xcloud.errors import ConfigError, FrameError
+from xcloud.errors import ConfigError, DataError, FrameError
 from xcloud.models.attention import Packing
-from xcloud.models.backbone import PretrainedBackbone, SeededBackbone
+from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, SeededBackbone
 from xcloud.models.electra import with_ends
+from xcloud.models.pretraining import MaskedLanguageModelling
+from xcloud.models.public_backbone import PublicBackbone
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_parts import Fed
 from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.multilingual_text import MultilingualText
-from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
+from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, TrainedTokenizer
 
 NETWORK = SeededBackbone(32, 1, 2, 64, dropout=0.1)
 TEXT = MultilingualText(DemoText(400), TrainedTokenizer(400), max_length=32)
@@ -218,6 +221,35 @@ def test_a_frozen_generator_needs_weights_and_trains_nothing(
     assert torch.equal(frozen.produce(1).payload, payload)
     frozen.finish(tmp_path / "nothing", 0)
     assert not (tmp_path / "nothing").exists()
+
+
+def public_backbone(text: MultilingualText, num_texts: int = 300) -> PublicBackbone:
+    pretraining = MaskedLanguageModelling(steps=3)
+    return PublicBackbone(text, num_texts, OwnBackbone(32, 1, 2, 64, 0.1, pretraining))
+
+
+def test_all_clouds_may_start_from_one_network_pretrained_on_public_text(cache_dir: Path) -> None:
+    backbone = public_backbone(TEXT)
+    settings = DiscriminatorSettings(backbone, FAST, precision="fp32")
+    reference = Reference(tiny(backbone=backbone, discriminator=settings), feed_context(cache_dir))
+    told = reference.consumer.module.encoder.state_dict()
+    filled = reference.producers[0].parameters_module.state_dict()  # type: ignore[union-attr]
+    drawn = Reference(tiny(), feed_context(cache_dir)).consumer.module.encoder.state_dict()
+    for name, tensor in told.items():
+        assert torch.equal(tensor, filled[name])
+    assert any(not torch.equal(tensor, drawn[name]) for name, tensor in told.items())
+    assert reference.step()["samples"] == 12
+
+
+def test_a_network_is_not_pretrained_on_private_text_for_all(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    private = MultilingualText(
+        FolderText(str(tmp_path)), FileTokenizer(str(tmp_path / "tokenizer.json"))
+    )
+    with pytest.raises(ConfigError, match="pretrained on public text in every cloud"):
+        tiny(backbone=public_backbone(private))
+    with pytest.raises(DataError, match="has 800 public texts, not 900"):
+        TEXT.sentences(900, tmp_path)
 
 
 def test_the_discriminator_is_exported_as_transformers_loads_it(

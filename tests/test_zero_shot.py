@@ -17,6 +17,12 @@ from xcloud.local_run import run
 
 SMALL = ("tracker=none", "cluster=local")
 TEXTS = ("model.text.source.num_texts=400", "model.text.tokenizer.vocab_size=400")
+PRETRAINED = "model.{}.backbone.num_texts=400", "model.{}.backbone.network.pretraining.steps=2"
+NETWORKS = tuple(
+    setting.format(name)
+    for name in ("generators.cloud_a", "generators.cloud_b", "discriminator")
+    for setting in PRETRAINED
+)
 PAIRS = ("task.num_train=64", "task.num_dev=16", "task.num_test=32")
 
 
@@ -25,7 +31,7 @@ def test_a_run_without_follow_up_prints_the_command_that_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = f"cache_dir={tmp_path / 'cache'}"
-    first = ("+exp=electra_multilingual", *SMALL, *TEXTS, cache, "training.max_steps=2")
+    first = ("+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS, cache, "training.max_steps=2")
     run(composed(*first, "follow_up=[]"), tmp_path / "there")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
     command = shlex.split(line)[1:]
@@ -72,7 +78,7 @@ def test_a_wrong_follow_up_is_refused_before_anything_runs(
 @pytest.mark.slow
 def test_one_command_pretrains_and_fine_tunes(tmp_path: Path) -> None:
     follow_up = ["+exp=xnli_zero_shot", *PAIRS, "training.max_steps=2"]
-    command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS]
+    command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS]
     command += ["training.max_steps=2", f"cache_dir={tmp_path / 'cache'}"]
     command += [f"follow_up={follow_up}", f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=False)

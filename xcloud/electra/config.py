@@ -15,6 +15,7 @@ from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, SeededBackbone
 from xcloud.models.electra import Discriminator
 from xcloud.models.encoder import Encoder
+from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
 from xcloud.parallel.feed_parts import FeedContext
@@ -98,9 +99,10 @@ class DiscriminatorSettings:
 
 
 def _check_network(owner: str, backbone: object, optimizer: object) -> None:
-    if not isinstance(backbone, SeededBackbone | PretrainedBackbone):
+    if not isinstance(backbone, SeededBackbone | PretrainedBackbone | PublicBackbone):
         raise ConfigError(
-            f"{owner}.backbone must be a SeededBackbone or a PretrainedBackbone, got {backbone!r}"
+            f"{owner}.backbone must be a SeededBackbone, PretrainedBackbone or PublicBackbone, got "
+            f"{backbone!r}"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{owner}.optimizer must be an Optimizer, got {optimizer!r}")
@@ -129,6 +131,15 @@ class MultilingualElectra:
                 raise ConfigError(f"model.generators.{name} must be a Generator")
         if not isinstance(self.discriminator, DiscriminatorSettings):
             raise ConfigError("model.discriminator must be a DiscriminatorSettings")
+        networks = [generator.backbone for generator in self.generators.values()]
+        for backbone in (*networks, self.discriminator.backbone):
+            text = backbone.text if isinstance(backbone, PublicBackbone) else None
+            if isinstance(text, MultilingualText) and text.source.public_texts() is None:
+                raise ConfigError(
+                    "a PublicBackbone is pretrained on public text in every cloud, and "
+                    f"{text.describe()} is not public; take a SeededBackbone or a "
+                    "PretrainedBackbone"
+                )
         check_choice("model.coding", self.coding, ("smallest", "fixed"))
 
     @property
@@ -258,7 +269,8 @@ def _encoder(
     if head and not weights.have_head:
         raise ConfigError(
             f"{name}.backbone {backbone.describe()} has no masked-language head to fill with; "
-            "take a checkpoint that has one (BERT, RoBERTa, XLM-R) or a SeededBackbone"
+            "take a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
+            "PublicBackbone"
         )
     with seeded(context.seed, name):
         encoder = Encoder(weights.config, head=head)

@@ -78,6 +78,19 @@ class MultilingualText:
         trains = isinstance(self.tokenizer, TrainedTokenizer)
         return self.tokenizer.prepare((trains and self.source.public_texts()) or (), cache_dir)
 
+    def token_ids(self, cache_dir: Path) -> TokenIds:
+        return self.load_tokenizer(cache_dir).token_ids
+
+    def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
+        """The first `num` public texts, for a PublicBackbone. Raises ConfigError if the source is
+        not public, DataError if it has fewer."""
+        texts = self.source.public_texts()
+        if texts is None:
+            raise ConfigError(f"{self.describe()} is not public: no cloud may read it for all")
+        if len(texts) < num:
+            raise DataError(f"{self.describe()} has {len(texts):,} public texts, not {num:,}")
+        return self.load_tokenizer(cache_dir).encode(list(texts[:num]))
+
     def table(
         self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
     ) -> TokenTable:
