@@ -101,8 +101,8 @@ class DiscriminatorSettings:
 def _check_network(owner: str, backbone: object, optimizer: object) -> None:
     if not isinstance(backbone, SeededBackbone | PretrainedBackbone | PublicBackbone):
         raise ConfigError(
-            f"{owner}.backbone must be a SeededBackbone, PretrainedBackbone or PublicBackbone, got "
-            f"{backbone!r}"
+            f"{owner}.backbone must be a SeededBackbone, PretrainedBackbone or PublicBackbone, "
+            f"got {backbone!r}"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{owner}.optimizer must be an Optimizer, got {optimizer!r}")
