@@ -67,6 +67,15 @@ class ToyFeed:
         return None
 
 
+@dataclass(frozen=True)
+class ToyFeedThatNeverMeets(ToyFeed):
+    """Rank 2 is killed while it starts."""
+
+    def __post_init__(self) -> None:
+        if os.environ.get("LOCAL_RANK") == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class ToyProducer:
     def __init__(
         self, model: ToyFeed, index: int, cloud: str, lane: int, context: FeedContext

@@ -173,6 +173,13 @@ def test_a_dead_producer_stops_the_run_where_it_must(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
+def test_a_producer_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> None:
+    model = {"_target_": "tests.feed_toy.ToyFeedThatNeverMeets"}
+    with pytest.raises(RunFailed, match=r"rank 2 of cloud 'two': was ended by signal 9"):
+        start(tmp_path, TWO, model=model)
+    assert no_workers(tmp_path)
+
+
 def test_the_run_fails_when_nobody_is_left_to_feed(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"SIGKILL|no producer is left"):
         start(

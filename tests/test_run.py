@@ -218,6 +218,13 @@ def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
         start(tmp_path, config)
 
 
+def test_a_folder_with_a_run_in_it_takes_no_second_one(local: Path) -> None:
+    before = (local / "summary.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds an earlier run; give another hydra\.run\.dir"):
+        start(local, toy_config("local"))
+    assert (local / "summary.json").read_bytes() == before
+
+
 def test_nothing_starts_when_a_setting_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_micro_batches is 1"):
         start(

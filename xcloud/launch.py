@@ -64,8 +64,9 @@ class LocalRanks:
     def log(self, rank: int) -> Path:
         return self.run_dir / f"rank{rank}.log"
 
-    def wait(self, meanwhile: Callable[[], None]) -> None:
-        """Until all ranks are done, calling `meanwhile` often.
+    def wait(self, meanwhile: Callable[[], bool]) -> None:
+        """Until all ranks are done, calling `meanwhile` often. It returns whether the ranks have
+        met: before that every one is essential, for the others would wait for it.
 
         Raises RunFailed naming the first cause when an essential rank fails; all others are ended
         first, as they are on any other exception (Ctrl+C).
@@ -74,8 +75,10 @@ class LocalRanks:
         try:
             while True:
                 codes = [process.poll() for process in self.processes]
-                meanwhile()
+                met = meanwhile()
                 needed = [codes[rank] for rank in self.essential]
+                if not met and any(codes):
+                    raise RunFailed(self._first_cause())
                 if any(code not in (None, 0) for code in needed):
                     raise RunFailed(self._first_cause())
                 if all(code == 0 for code in needed):

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from xcloud import experiment as experiments
-from xcloud.errors import RunFailed
+from xcloud.errors import ConfigError, RunFailed
 from xcloud.launch import LocalRanks
-from xcloud.monitor import SUMMARY_FILE, Monitor
+from xcloud.monitor import EVENTS_FILE, SUMMARY_FILE, Monitor
 
 
 def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
@@ -22,6 +22,10 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     summary.json says what happened."""
     experiment = experiments.job_from_config(config)
     experiment.check()
+    if (run_dir / EVENTS_FILE).exists():
+        raise ConfigError(
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, or move it away"
+        )
     run_dir.mkdir(parents=True, exist_ok=True)
     experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)

@@ -45,6 +45,7 @@ class Monitor:
     def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
         self.experiment, self.params, self.run_dir = experiment, params, run_dir
         self._reader = EventReader(run_dir / EVENTS_FILE)
+        self._heard = False
         self._statistics = experiment.new_statistics()
         self._progress = experiment.new_progress()
         self._curves = RunCurves()
@@ -65,8 +66,9 @@ class Monitor:
         experiment.tracker.start(experiment.run_name, self.params, tags, self.run_dir)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
-    def poll(self) -> None:
-        """Take in what the ranks have said since the last time."""
+    def poll(self) -> bool:
+        """Take in what the ranks have said since the last time. Returns whether they have ever
+        said anything, which they do once all have met."""
         tracker = self.experiment.tracker
         for event in self._reader.poll():
             if event["event"] == "quality" and (self.run_dir / SAMPLES_FILE).is_file():
@@ -82,6 +84,8 @@ class Monitor:
                 tracker.log(quality_metrics(event), event["step"])
             elif event["event"] == "finish":
                 self.finished_ranks.add(event["rank"])
+            self._heard = True
+        return self._heard
 
     def finish(self, cause: str | None) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it failed."""
