@@ -38,7 +38,7 @@ LABELS = {
     "topk_ef": "ef(fp16(topk(0.1)))+ef(fp16(topk(0.1)))",
     "randomk": "fp16(randomk(0.1))+fp16(randomk(0.1))",
     "svd_fp16_int8": "fp16(svd(0.6))+int8",
-    "low_rank_few_bits": "int4+int2(toprows(0.19))",
+    "low_rank_few_bits": "int4+int2(toprows(0.5))",
     "delta_int4": "delta(int4)+int8",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }

@@ -1,6 +1,6 @@
-"""The runs of this study as JSON for experiments/run_jobs.py: python rows.py DATA_DIR
+"""The runs of this study as JSON for experiments/run_jobs.py: python rows.py DATA_DIR [SEED ...]
 
-DATA_DIR holds sst2/ as experiments/low_rank/prepare.py makes it. One seed.
+DATA_DIR holds sst2/ as experiments/low_rank/prepare.py makes it. Without seeds: 1.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 U_SHAPE = ["cluster=u_shape", "security=owner_keeps_text_and_labels"]
 TWO_STAGES = ["cluster=bottom_only", "security=owner_keeps_text"]
 SVD8 = ["model.split.rank=8"]
-PCA112 = ["model.split.rank=112", "model.split.method=pca"]
+PCA96 = ["model.split.rank=96", "model.split.method=pca"]
 FULL = ["model.split.rank=null"]
 GAUSSIAN = ["security/defences/forward=gaussian_noise"]
 MARVELL = ["security/defences/backward=marvell"]
@@ -19,13 +19,19 @@ ROWS = {
     "two stages, svd r8, none": [*TWO_STAGES, *SVD8],
     "u-shape, svd r8, none": [*U_SHAPE, *SVD8],
     "two stages, svd r8, marvell": [*TWO_STAGES, *SVD8, *MARVELL],
-    "u-shape, pca r112 few bits, none": [
+    "u-shape, pca r96 few bits, none": [
         *U_SHAPE,
-        *PCA112,
+        *PCA96,
         "compression=low_rank_few_bits_u_shape",
     ],
+    "u-shape, pca r96 few bits, gaussian 0.1 forward": [
+        *U_SHAPE,
+        *PCA96,
+        "compression=low_rank_few_bits_u_shape",
+        *GAUSSIAN,
+    ],
     "u-shape, svd r8, gaussian 0.1 forward": [*U_SHAPE, *SVD8, *GAUSSIAN],
-    "two stages, pca r112 few bits, none": [*TWO_STAGES, *PCA112, "compression=low_rank_few_bits"],
+    "two stages, pca r96 few bits, none": [*TWO_STAGES, *PCA96, "compression=low_rank_few_bits"],
     "two stages, svd r8, max_norm": [*TWO_STAGES, *SVD8, *MAX_NORM],
     "u-shape, svd r8, marvell": [*U_SHAPE, *SVD8, *MARVELL],
     "u-shape, svd r8, gaussian 0.5 forward": [
@@ -39,7 +45,7 @@ ROWS = {
 
 
 def main() -> None:
-    (data,) = sys.argv[1:]
+    data, *seeds = sys.argv[1:]
     common = [
         "+exp=bert_split_sst2",
         "profile=files",
@@ -52,9 +58,13 @@ def main() -> None:
         "schedule.num_micro_batches=1",
         "cluster/wan=free",
         "security/meter=attack",
-        "seed=1",
     ]
-    print(json.dumps([{"name": n, "args": [*common, *given]} for n, given in ROWS.items()]))
+    jobs = [
+        {"name": f"{name}, seed {seed}", "args": [*common, *given, f"seed={seed}"]}
+        for seed in seeds or ["1"]
+        for name, given in ROWS.items()
+    ]
+    print(json.dumps(jobs))
 
 
 if __name__ == "__main__":
