@@ -25,6 +25,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", ":", "-.")
 BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")
 _APART, _AT_MOST = 0.04, 0.2  # of the distance between layers: whiskers stand side by side
+LEGEND_WIDTH = 115  # characters that fit side by side
 
 
 def write_layer_pictures(folder: Path, found: Layers, title: str) -> list[Path]:
@@ -46,9 +47,11 @@ def _write_lines(path: Path, found: Layers, title: str) -> Path:
         _draw(axes, found, score)
     panels[-1].set_xlabel("layer of the cut (0 is the first block)")
     panels[-1].set_xticks(found.layers)
+    handles = _handles(found)
+    longest = max(len(str(handle.get_label())) for handle in handles)
     figure.legend(
-        handles=_handles(found), loc="outside lower center", fontsize=8.5, frameon=False,
-        ncols=min(4, len(_handles(found))),
+        handles=handles, loc="outside lower center", fontsize=8.5, frameon=False,
+        ncols=max(1, min(4, len(handles), LEGEND_WIDTH // (longest + 8))),
     )  # fmt: skip
     figure.savefig(path)
     return path
