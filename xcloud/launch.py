@@ -21,6 +21,13 @@ POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a rank that may be lost may take to end behind the others
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+_MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
+    "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # tensors from the heap, which is not given back
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
 
 
 class LocalRanks:
@@ -39,6 +46,7 @@ class LocalRanks:
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         environment = {
+            **_MEMORY,
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",
