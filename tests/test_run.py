@@ -218,6 +218,17 @@ def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
         start(tmp_path, config)
 
 
+def test_a_cloud_may_prepare_longer_than_a_message_may_take(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["cluster/wan=free", "training.max_steps=2"])
+    config["model"] = {"_target_": "tests.toy.ToyModelThatPrepares", "prepare_s": 6.0}
+    config["cluster"]["wan"] = {
+        "_target_": "xcloud.cluster.link_profile.LinkProfile",
+        "bandwidth_bits_per_s": 1e9, "latency_s": 0.0, "timeout_s": 3.0,
+    }  # fmt: skip
+
+    assert start(tmp_path, config)["num_steps"] == 2
+
+
 def test_a_folder_with_a_run_in_it_takes_no_second_one(local: Path) -> None:
     before = (local / "summary.json").read_bytes()
     with pytest.raises(ConfigError, match=r"holds an earlier run; give another hydra\.run\.dir"):

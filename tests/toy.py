@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, BorderField, Message
 from xcloud.models.split import BuildContext
 from xcloud.parallel.stage import Batch, Stage, StageOutput, TokenIds
@@ -198,3 +199,28 @@ class ToyTaskThatDiffers(ToyTask):
 
     def load(self, fields: frozenset[str], seed: int) -> ToyData:
         return ToyData(ToyTask(40 + ("target" in fields)), fields)
+
+
+@dataclass(frozen=True)
+class ToyModelThatPrepares(ToyModel):
+    """The first stage takes its time, then hands something over."""
+
+    prepare_s: float = 5.0
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        border = super().border(stage, num_stages, max_length)
+        return replace(border, start=(TensorSpec((2,), torch.float32),))
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        if stage == 0:
+            time.sleep(self.prepare_s)
+        with torch.random.fork_rng(devices=[]):
+            return ToyStageWithStart(self, stage, num_stages)
+
+
+class ToyStageWithStart(ToyStage):
+    def hand_over(self) -> tuple[Tensor, ...]:
+        return (torch.ones(2),)
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        assert tensors[0].tolist() == [1.0, 1.0]

@@ -147,9 +147,9 @@ def _train(
         device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
         observer := _observer(experiment, rank, data),
     )  # fmt: skip
-    pipeline.hand_over()
     if layout.num_ranks > 1:
-        dist.barrier()  # nobody starts the clock while another cloud still prepares
+        dist.barrier()  # a cloud may prepare longer than a message may take
+    pipeline.hand_over()
 
     # 3. Train.
     last = layout.num_stages - 1

@@ -12,18 +12,18 @@ common="profile=files training.precision=bf16 training.max_steps=250 training.ev
 few="model.split.method=pca compression=low_rank_few_bits_u_shape hydra.launcher.also=null"
 rate=compression.default.backward.toprows.rate
 
-sweep() { # task longest-text layers
-    task="+exp=bert_split_$1 task.path=$data/$1 task.max_length=$2 $common"
-    python run.py -m $task model.split.layer=$3 model.split.rank=8 seed=1,2,3 sweep=$1
+sweep() { # task longest-text layers ranks head-rank scored
+    task="+exp=bert_split_$1 task.path=$data/$1 task.max_length=$2 training.eval_samples=$6 $common"
+    python run.py -m $task model.split.layer=$3 model.split.rank=$4 seed=1,2,3 sweep=$1
     python run.py -m $task model.split.layer=$3 model.split.rank=96 $few $rate=0.5 seed=1,2,3 sweep=$1_96
-    python run.py -m $task model.split.layer=4 model.split.rank=16 model.split.head_rank=8 \
+    python run.py -m $task model.split.layer=4 model.split.rank=16 model.split.head_rank=$5 \
         $few $rate=0.3 seed=1,2,3 sweep=$1_high
     python -m xcloud.report $1 $1_96
 }
-sweep sst2 40 0,2,4,5
+sweep sst2 40 0,2,4,5 8,16,32 8 null
 python run.py -m +exp=bert_split_sst2 task.path=$data/sst2 task.max_length=40 $common \
     model.split.layer=0,2,4 model.split.rank=112 $few $rate=0.19 seed=1,2,3 sweep=sst2_112
-sweep qnli 80 0,4
+sweep qnli 80 0,4 8 32 4000
 
 squad="+exp=bert_split_squad profile=files task.path=$corpora/squad_v1 task.max_length=192
     task.stride=64 task.max_question=32 task.max_eval_samples=600 training.precision=bf16
@@ -33,4 +33,6 @@ squad="+exp=bert_split_squad profile=files task.path=$corpora/squad_v1 task.max_
 python run.py $squad cluster=local model.split.layer=null
 python run.py $squad cluster/wan=free model.split.layer=4 model.split.rank=8
 python run.py $squad cluster/wan=free model.split.layer=4 model.split.rank=96 \
-    model.split.method=pca compression=low_rank_few_bits_u_shape
+    model.split.method=pca model.split.head_rank=96 compression=low_rank_few_bits
+python run.py $squad cluster/wan=free model.split.layer=4 model.split.rank=96 \
+    model.split.method=pca model.split.head_rank=32 compression=low_rank_few_bits_u_shape
