@@ -1,6 +1,6 @@
 #!/bin/sh
 # Every run of this study: experiments/one_way/run.sh DATA_DIR OUT_DIR, two quiet cores, some hours.
-# DATA_DIR: wiki_paragraphs/train.LANG.jsonl.gz (text) and xnli/{dev,test}.LANG.tsv.gz.
+# DATA_DIR: wiki_paragraphs, tatoeba_es_en and xnli, as prepare_text.py and task.path name their files.
 set -eu
 data=$1 out=$2
 export OMP_NUM_THREADS=1
@@ -18,15 +18,13 @@ python -m benchmarks.bench_feed --exp electra_multilingual --steps 100 --rounds 
 python run.py -m +exp=electra_multilingual cluster=one_cloud,feed seed=1,2,3 sweep=curves \
     training.max_steps=30 tracker=none
 
-# More ranks of the discriminator: by simulation; parts of fixed speed; and what this machine tells.
+# More ranks of the discriminator: by simulation, and parts of fixed speed.
 python -m benchmarks.feed_scaling --inside-gbit 10 25 100
 for ranks in 1 2 4; do
     python -m benchmarks.bench_feed --mbit 100 --steps 40 --rounds 3 --json "$out/ranks_$ranks.json" \
         model.work=0 model.rows=700 model.step_s=0.3 'model.batch_s={one: 0.2, two: 0.2}' \
         cluster.clouds.consumer.num_ranks=$ranks cluster.clouds.one.num_ranks=$ranks \
         cluster.clouds.two.num_ranks=$ranks training.batches_per_step=$((2 * ranks))
-    python run.py $demo cluster=one_cloud training.max_steps=60 training.batches_per_step=4 \
-        cluster.clouds.discriminator.num_ranks=$ranks hydra.run.dir="$out/demo_ranks_$ranks"
 done
 
 # Two generators, one for each language, against one that has both.
@@ -49,20 +47,39 @@ for seed in 1 2 3; do
     done
 done
 
-# Real text: a small encoder pre-trained on paragraphs of four languages, and the same after one
-# step, each fine-tuned on English pairs.
-python -m xcloud.train_tokenizer "$data/wiki_paragraphs" --languages en es de vi \
-    --vocab-size 8000 --out "$out/tokenizer.json"
-for steps in 1 1000; do
-    python run.py +exp=electra_multilingual profile=files cluster=local tracker=none \
-        model.text.source.path="$data/wiki_paragraphs" model.text.max_length=64 \
-        model.text.tokenizer.path="$out/tokenizer.json" \
-        'model.generators.cloud_a.languages=[es,vi]' 'model.generators.cloud_b.languages=[en,de]' \
-        model.generators.cloud_a.mask_share=0.3 model.generators.cloud_b.mask_share=0.3 \
-        model.discriminator.backbone.hidden=128 model.discriminator.backbone.feed_forward=512 \
-        training.max_steps=$steps hydra.run.dir="$out/pretrained_$steps"
-    python run.py +exp=xnli_zero_shot profile=files tracker=none training.max_steps=500 \
-        task.tokenizer.name_or_path="$out/pretrained_$steps/model/discriminator" \
-        task.path="$data/xnli" 'task.languages=[en,es,de,vi]' task.max_length=64 \
-        hydra.run.dir="$out/xnli_real_$steps"
+# Real text, Spanish and English: discriminators from drawn weights and from MiniLM, before and after
+# pre-training, each fine-tuned on English pairs.
+python experiments/one_way/prepare_text.py "$data" "$out/text"
+python -m xcloud.train_tokenizer "$out/text" --languages en es --vocab-size 6000 \
+    --out "$out/tokenizer.json"
+real="$demo profile=files cluster=local model.text.source.path=$out/text model.text.max_length=64
+    model.generators.cloud_a.pairs=[en-es] model.generators.cloud_a.mask_share=0.2
+    model.generators.cloud_b.mask_share=0.2"
+for steps in 1 1500; do
+    python run.py $real model.text.tokenizer.path="$out/tokenizer.json" \
+        model.generators.cloud_a.batch_size=64 model.generators.cloud_b.batch_size=64 \
+        model.discriminator.backbone.hidden=128 model.discriminator.backbone.num_layers=2 \
+        model.discriminator.backbone.feed_forward=512 \
+        training.max_steps=$steps hydra.run.dir="$out/real_$steps"
+done
+python run.py $real '~model.text.tokenizer' '~model.discriminator.backbone' \
+    '+model.text.tokenizer={_target_: xcloud.tasks.tokenizer.PretrainedTokenizer, name_or_path: minilm}' \
+    '+model.discriminator.backbone={_target_: xcloud.models.backbone.PretrainedBackbone, name_or_path: minilm, hidden: 384}' \
+    model.generators.cloud_a.batch_size=32 model.generators.cloud_b.batch_size=32 \
+    model.discriminator.precision=bf16 model.discriminator.optimizer.learning_rate=2e-4 \
+    model.discriminator.optimizer.warmup_steps=50 training.max_steps=500 \
+    hydra.run.dir="$out/minilm_500"
+xnli="+exp=xnli_zero_shot profile=files tracker=none task.path=$data/xnli task.languages=[en,es]
+    task.max_length=64"
+for seed in 1 2; do
+    for from in real_1 real_1500; do
+        python run.py $xnli seed=$seed training.max_steps=500 training.optimizer.warmup_steps=50 \
+            task.tokenizer.name_or_path="$out/$from/model/discriminator" \
+            hydra.run.dir="$out/xnli_${from}_$seed"
+    done
+    mini="$xnli seed=$seed training.max_steps=234 training.optimizer.warmup_steps=25
+        training.optimizer.learning_rate=1e-4 training.precision=bf16 training.eval_samples=2000"
+    python run.py $mini task.tokenizer.name_or_path=minilm hydra.run.dir="$out/xnli_minilm_$seed"
+    python run.py $mini hydra.run.dir="$out/xnli_minilm_500_$seed" \
+        task.tokenizer.name_or_path="$out/minilm_500/model/discriminator"
 done
