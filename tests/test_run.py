@@ -163,7 +163,7 @@ def test_a_failing_rank_ends_the_run_and_is_named_first(
     with pytest.raises(RunFailed, match=f"rank {stage} of cloud.*{said}"):
         start(tmp_path, config)
 
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 200  # not the 300 s a message may take
     assert no_workers(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed"
@@ -172,10 +172,10 @@ def test_a_failing_rank_ends_the_run_and_is_named_first(
 
 
 def test_a_rank_that_hangs_is_a_timeout_with_its_name(tmp_path: Path) -> None:
-    config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=2"])
+    config = toy_config("two_clouds", ["cluster/wan=line_1g", "cluster.wan.timeout_s=6"])
     config["model"] |= {"fail_stage": 1, "fail_how": "hang", "fail_step": 10}
 
-    with pytest.raises(RunFailed, match="rank 1 of cloud 'cloud_b' after 2"):
+    with pytest.raises(RunFailed, match="rank 1 of cloud 'cloud_b' after 6"):
         start(tmp_path, config)
 
     assert no_workers(tmp_path)
@@ -199,10 +199,10 @@ def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: 
     assert not no_workers(tmp_path)
 
     command.send_signal(number)
-    command.communicate(timeout=30)
+    command.communicate(timeout=120)
 
     assert command.returncode != 0
-    wait_for(lambda: no_workers(tmp_path), 15)
+    wait_for(lambda: no_workers(tmp_path), 60)
     if number != signal.SIGKILL:  # nobody is left to write a summary then
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["status"] == "failed"
@@ -220,10 +220,10 @@ def test_clouds_with_different_data_are_told_so(tmp_path: Path) -> None:
 
 def test_a_cloud_may_prepare_longer_than_a_message_may_take(tmp_path: Path) -> None:
     config = toy_config("two_clouds", ["cluster/wan=free", "training.max_steps=2"])
-    config["model"] = {"_target_": "tests.toy.ToyModelThatPrepares", "prepare_s": 6.0}
+    config["model"] = {"_target_": "tests.toy.ToyModelThatPrepares", "prepare_s": 12.0}
     config["cluster"]["wan"] = {
         "_target_": "xcloud.cluster.link_profile.LinkProfile",
-        "bandwidth_bits_per_s": 1e9, "latency_s": 0.0, "timeout_s": 3.0,
+        "bandwidth_bits_per_s": 1e9, "latency_s": 0.0, "timeout_s": 6.0,
     }  # fmt: skip
 
     assert start(tmp_path, config)["num_steps"] == 2
@@ -255,7 +255,7 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
+def wait_for(condition, seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -59,7 +59,7 @@ def test_serves_the_store_and_ends_cleanly(
             if "Ctrl+C" in line:
                 break
         page = f"http://{ui.HOST}:{port}"
-        with urllib.request.urlopen(page, timeout=20) as answer:
+        with urllib.request.urlopen(page, timeout=60) as answer:
             assert answer.status == 200
         links = re.findall(r"http\S+", "".join(lines))
         assert len(links) == 3
@@ -67,14 +67,14 @@ def test_serves_the_store_and_ends_cleanly(
         assert all(link.startswith(start) for link in links)
 
         process.send_signal(number)
-        assert process.wait(20) == 0
-        until_s = time.monotonic() + 10
+        assert process.wait(60) == 0
+        until_s = time.monotonic() + 60
         while not ui._is_free(port):
             assert time.monotonic() < until_s, "the server outlived the command"
             time.sleep(0.1)
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
-            process.wait(20)
+            process.wait(60)
         assert process.stdout is not None
         process.stdout.close()

@@ -20,6 +20,7 @@ from xcloud.errors import RunFailed
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a rank that may be lost may take to end behind the others
+_LAST_WORDS_S = 3.0  # how long after a failure the others may take to tell their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
@@ -76,8 +77,9 @@ class LocalRanks:
         """Until all ranks are done, calling `meanwhile` often. It returns whether the ranks have
         met: before that every one is essential, for the others would wait for it.
 
-        Raises RunFailed naming the first cause when an essential rank fails; all others are ended
-        first, as they are on any other exception (Ctrl+C).
+        Raises RunFailed naming the first cause when an essential rank fails. The others see that
+        it is gone, report what they had not yet and end; what does not is ended, as all ranks are
+        on any other exception (Ctrl+C).
         """
         done_at_s = 0.0
         try:
@@ -88,7 +90,9 @@ class LocalRanks:
                 if not met and any(codes):
                     raise RunFailed(self._first_cause())
                 if any(code not in (None, 0) for code in needed):
-                    raise RunFailed(self._first_cause())
+                    cause = self._first_cause()
+                    self._hear_last_words()
+                    raise RunFailed(cause)
                 if all(code == 0 for code in needed):
                     done_at_s = done_at_s or time.monotonic()
                     if None not in codes or time.monotonic() - done_at_s > LATE_S:
@@ -96,6 +100,11 @@ class LocalRanks:
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
+
+    def _hear_last_words(self) -> None:
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
+            time.sleep(POLL_EVERY_S)
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""
