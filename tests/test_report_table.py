@@ -70,12 +70,13 @@ def test_without_a_terminal_the_table_is_plain_text(capsys: pytest.CaptureFixtur
     assert "\x1b" not in text and max(map(len, text.splitlines())) <= 100
 
 
-def test_run_that_failed_at_once_has_a_table_with_its_cause() -> None:
+def test_run_without_a_step_says_its_cause_and_shows_no_empty_table() -> None:
     summary = RunStatistics(2).summary(
         name="a", status="failed", commit="unknown", cause="rank 1 (target) died"
     )
     text = printed(summary, {})
     assert "a: failed, 0 steps" in text and "cause: rank 1 (target) died" in text
+    assert "step time" not in text
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_table_has_layers_down_and_ranks_across(tmp_path: Path) -> None:
 
     assert "layer r = 8 r = 16" in lines
     assert "4 79.80 ± 1.41 80.60 ± 1.41" in lines
-    assert "unsplit 91.00 ± 1.41" in lines
+    assert "unsplit 91.00 ± 1.41 91.00 ± 1.41" in lines
     with open(write_layers(tmp_path / "new", found), encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     assert len(table) == 7 and table[-1]["layer"] == "unsplit" and table[-1]["seeds"] == "2"

@@ -24,9 +24,7 @@ UNKNOWN = "-"
 def print_report(
     summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
 ) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     if console is None:
@@ -40,6 +38,20 @@ def print_report(
     console.print(Text(heading, style="bold"), soft_wrap=True)
     if summary.get("cause"):
         console.print(Text(f"cause: {summary['cause']}", style="red"), soft_wrap=True)
+
+    if summary["num_steps"]:
+        _print_figures(summary, console)
+
+    # Outside a table: a path broken over two lines cannot be copied.
+    margin = max((len(label) for label in places), default=0)
+    for label, place in places.items():
+        console.print(Text(f"{label:<{margin}}  {place}"), soft_wrap=True)
+
+
+def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
 
     figures = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     figures.add_column()
@@ -60,11 +72,6 @@ def print_report(
             times = [summary.get(kind, {}).get(cloud) for kind in kinds]
             clouds.add_row(Text(cloud), *(human_seconds(value) for value in times))
         console.print(clouds)
-
-    # Outside a table: a path broken over two lines cannot be copied.
-    margin = max((len(label) for label in places), default=0)
-    for label, place in places.items():
-        console.print(Text(f"{label:<{margin}}  {place}"), soft_wrap=True)
 
 
 def human_bytes(num_bytes: float | None) -> str:

@@ -105,14 +105,13 @@ def print_layers(found: Layers, console: Console | None = None) -> None:
 
 
 def table_of(found: Layers, score: str) -> list[tuple[str, list[str]]]:
-    """(layer, a cell for each line), the unsplit model last, in the first column."""
+    """(layer, a cell for each line), the unsplit model last, beside every line."""
     cells = [
         (str(layer), [_cell(score, line.rows.get(layer)) for line in found.lines])
         for layer in found.layers
     ]
-    blank = [""] * (len(found.lines) - 1)
     for row in found.unsplit:
-        cells.append((unsplit_name(found, row), [_cell(score, row), *blank]))
+        cells.append((unsplit_name(found, row), [_cell(score, row)] * len(found.lines)))
     return cells
 
 

@@ -78,7 +78,7 @@ class FolderText:
             there = ", ".join(path.name for path in _files(folder)[:20]) or "none"
             raise DataError(
                 f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
-                f"training files there: {there}"
+                f"files there: {there}"
             )
         return found
 
