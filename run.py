@@ -12,10 +12,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 CONF = Path(__file__).parent / "conf"
+composed = False
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def main(config: DictConfig) -> None:
+    global composed
+    composed = True
     from xcloud.errors import XcloudError
     from xcloud.follow_up import compose_follow_up
     from xcloud.local_run import run
@@ -43,6 +46,13 @@ if __name__ == "__main__":
         sys.argv.insert(1, flag)
     try:
         main()
+    except SystemExit as ended:
+        if ended.code == 1 and not composed:  # Hydra has said which key, not which there are
+            from xcloud.unknown_keys import hints
+
+            for line in hints([word for word in sys.argv[1:] if not word.startswith("-")], CONF):
+                print(f"xcloud: {line}", file=sys.stderr, flush=True)
+        raise
     except KeyboardInterrupt:  # before a run began, or after a sweep's last
         print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)
         sys.exit(130)

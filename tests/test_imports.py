@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "xcloud"
 ORDER = ("models", "tasks", "training", "parallel", "comm", "security", "cluster")
 SIBLINGS = {"models", "tasks", "training"}  # these do not import each other
 ANYWHERE = {"errors", "checks", "project", "hub_access", "packaged_checkpoint"}
-HYDRA = {"experiment.py", "follow_up.py", "local_run.py"}
+HYDRA = {"experiment.py", "follow_up.py", "local_run.py", "unknown_keys.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

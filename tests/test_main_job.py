@@ -99,3 +99,20 @@ def test_a_wrong_setting_is_one_line_and_exit_code_1() -> None:
     assert done.stderr.strip() == (
         "xcloud: schedule.num_micro_batches must be a whole number >= 1, got 'lots'"
     )
+
+
+def test_a_key_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    done = command("run.py", "+exp=abnet_iwslt", "training.batch_siz=3")
+
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "xcloud: unknown setting 'training.batch_siz'; did you mean 'batch_size'? Allowed here: "
+    )
+
+
+def test_without_an_experiment_those_there_are_are_named() -> None:
+    done = command("run.py")
+
+    assert done.returncode == 1
+    assert "or choose an experiment: +exp= one of abnet_iwslt, " in done.stderr

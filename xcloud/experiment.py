@@ -28,6 +28,7 @@ from xcloud.job import Job
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
 from xcloud.progress import ProgressLine
+from xcloud.project import project_root
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
@@ -248,9 +249,11 @@ def job_from_config(config: DictConfig) -> Job:
         raise ConfigError(_lines(error)[0]) from error
     missing = sorted(OmegaConf.missing_keys(plain))
     if missing:
-        raise ConfigError(
-            f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
-        )
+        text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
+        if "name" in missing:  # nothing was chosen
+            there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
+            text += f", or choose an experiment: +exp= one of {', '.join(there)}"
+        raise ConfigError(text)
     check_keys(OmegaConf.to_container(plain), "")
     try:
         return cast(Job, instantiate(plain, _convert_="all"))
