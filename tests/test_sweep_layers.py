@@ -42,6 +42,18 @@ def test_the_unsplit_model_joins_once_for_each_seed() -> None:
     assert both[len(asked) :] == [(*words, "cluster=local") for words in unsplit]
 
 
+def test_the_unsplit_model_of_a_compressed_sweep_can_be_left_uncompressed() -> None:
+    asked = [
+        (f"{LAYER}=0", "compression=few_bits", "compression.forward.int4.bits=3",
+         "security/defences/forward=gaussian_noise", "security.defences.forward.sigma=0.1"),
+    ]  # fmt: skip
+    also = {LAYER: None, "compression": "none", "security/defences/forward": "none"}
+
+    assert with_also(asked, also)[1:] == [
+        (f"{LAYER}=null", "compression=none", "security/defences/forward=none")
+    ]
+
+
 def test_also_spells_values_as_overrides_do() -> None:
     asked = [("a=1", "training.max_steps=3")]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +93,8 @@ class Pipeline:
         self._handed_on: dict[tuple[int, int], Message] = {}
         self._handed_back: dict[tuple[int, int], Message] = {}
         self._first = 0
+        # Of the defences. Not drawn from the run's seed: the receiver knows that one too.
+        self._noise = np.random.default_rng()
 
     def step(
         self,
@@ -202,7 +205,7 @@ class Pipeline:
         if output.send is not None:
             counts = output.send.get("counts")
             # Inside the graph: what comes back is the gradient of what was sent.
-            sent = self._defended(action, "forward", output.send, counts, batch, step, kind)
+            sent = self._defended(action, "forward", output.send, counts, batch)
             output = StageOutput(sent, output.loss)
             self._send_forward(action, sent, ids, step, kind)
         return _InFlight(batch, received, output)
@@ -282,7 +285,7 @@ class Pipeline:
         if peer == self.rank:
             self._handed_back[action.stage - 1, action.micro_batch] = message
             return
-        message = self._defended(action, "backward", message, counts, batch, step, Kind.GRADIENT)
+        message = self._defended(action, "backward", message, counts, batch)
         key = self._key(Kind.GRADIENT, step, action)
         channel = self.ports[action.stage - 1].backward_out[peer]
         channel.send(key, message, ids, counts)
@@ -295,8 +298,6 @@ class Pipeline:
         message: Message,
         counts: Tensor | None,
         batch: Batch,
-        step: int,
-        kind: Kind,
     ) -> Message:
         """The message with its floating fields protected, where this border has a defence."""
         border = action.stage if direction == "forward" else action.stage - 1
@@ -305,17 +306,12 @@ class Pipeline:
             return message
         protected = dict(message)
         with self.clock.during("compress"):
-            for position, (name, value) in enumerate(message.items()):
+            for name, value in message.items():
                 if not value.is_floating_point():
                     continue
-                # Chance depends on the message alone, as in dropout.
-                generator = torch.Generator(value.device).manual_seed(
-                    random_seed(self.seed, step, self._first + action.micro_batch, action.stage,
-                                int(kind), position)
-                )  # fmt: skip
                 counted = self.ports[border].counts_of(name, counts)
                 labels = batch[LABEL] if defence.needs_labels else None
-                protected[name] = defence.protect(value, counted, labels, generator)
+                protected[name] = defence.protect(value, counted, labels, self._noise)
         return protected
 
     def _observe(

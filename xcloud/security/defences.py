@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ _TINY = 1e-12
 
 @runtime_checkable
 class Defence(Protocol):
-    """One direction's defence. Has no state: all chance comes from the generator."""
+    """One direction's defence. Has no state: all noise is drawn from `chance`, which must be the
+    sender's secret: whoever can draw the same noise takes it off again."""
 
     @property
     def needs_labels(self) -> bool:
@@ -40,7 +42,7 @@ class Defence(Protocol):
         tensor: Tensor,
         counts: Tensor | None,
         labels: Tensor | None,
-        generator: torch.Generator,
+        chance: np.random.Generator,
     ) -> Tensor:
         """What to send in place of `tensor`, [R, D]. counts: None where every sample is a row."""
 
@@ -76,14 +78,14 @@ class GaussianNoise:
         tensor: Tensor,
         counts: Tensor | None,
         labels: Tensor | None,
-        generator: torch.Generator,
+        chance: np.random.Generator,
     ) -> Tensor:
         if not tensor.numel():
             return tensor
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
         clip = self.clip * (float(norms.max()) if self.unit == "largest" else 1.0)
         scale = (clip / norms).clamp(max=1.0).view(-1, *[1] * (tensor.dim() - 1))
-        noised: Tensor = tensor * scale + self.sigma * clip * _normal(tensor, generator)
+        noised: Tensor = tensor * scale + self.sigma * clip * _normal(tensor, chance)
         return noised
 
 
@@ -105,7 +107,7 @@ class MaxNorm:
         tensor: Tensor,
         counts: Tensor | None,
         labels: Tensor | None,
-        generator: torch.Generator,
+        chance: np.random.Generator,
     ) -> Tensor:
         owner = sample_of_row(tensor, counts)
         if not len(owner):
@@ -115,9 +117,9 @@ class MaxNorm:
             squares = _squares(tensor, owner, num_samples)
             longest = squares.max()
             spread = (longest / squares.clamp(min=_TINY * float(longest) + 1e-45) - 1).clamp(min=0)
-            factor = 1 + spread.sqrt() * _normal(spread, generator)
+            factor = 1 + spread.sqrt() * _normal(spread, chance)
             factor = torch.where(squares > 0, factor, torch.ones_like(factor))
-            noise = _normal(tensor, generator) * (squares == 0)[owner].view(_column(tensor))
+            noise = _normal(tensor, chance) * (squares == 0)[owner].view(_column(tensor))
             noise_squares = _squares(noise, owner, num_samples)
             noise_scale = (longest / noise_squares.clamp(min=_TINY)).sqrt()
         scaled: Tensor = tensor * factor[owner].view(_column(tensor)).to(tensor.dtype)
@@ -171,7 +173,7 @@ class Marvell:
         tensor: Tensor,
         counts: Tensor | None,
         labels: Tensor | None,
-        generator: torch.Generator,
+        chance: np.random.Generator,
     ) -> Tensor:
         assert labels is not None
         if (
@@ -193,16 +195,16 @@ class Marvell:
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(len(labels), longest, rows.shape[1])
         flat[owner, place] = rows
-        noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, generator)
+        noise = self._noise(flat.flatten(1), labels.to(tensor.device) == 1, chance)
         return tensor + noise.view_as(flat)[owner, place].view_as(tensor).to(tensor.dtype)
 
-    def _noise(self, flat: Tensor, is_1: Tensor, generator: torch.Generator) -> Tensor:
+    def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
         """float64 [B, d]. is_1: bool [B]."""
         size = flat.shape[1]
         share = float(is_1.double().mean())
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
-            isotropic: Tensor = _normal(flat, generator) * variance**0.5
+            isotropic: Tensor = _normal(flat, chance) * variance**0.5
             return isotropic
         mean_0, mean_1 = flat[~is_1].mean(0), flat[is_1].mean(0)
         difference = mean_1 - mean_0
@@ -216,9 +218,9 @@ class Marvell:
         )  # fmt: skip
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
-        one = _normal(flat[:, 0], generator) * (along - across).clamp(min=0).sqrt()
+        one = _normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
         noise: Tensor = one[:, None] * difference / gap**0.5
-        return noise + across.sqrt()[:, None] * _normal(flat, generator)
+        return noise + across.sqrt()[:, None] * _normal(flat, chance)
 
 
 def noise_shape(
@@ -357,10 +359,8 @@ def _column(tensor: Tensor) -> tuple[int, ...]:
     return (-1, *[1] * (tensor.dim() - 1))
 
 
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(
-        like.shape, dtype=like.dtype, device=like.device, generator=generator
-    )  # fmt: skip
+def _normal(like: Tensor, chance: np.random.Generator) -> Tensor:
+    return torch.from_numpy(chance.standard_normal(like.shape, dtype=np.float32)).to(like)
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:

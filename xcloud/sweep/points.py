@@ -116,7 +116,10 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     words = dict(_words(also))
     if words:
         # What is said of a split beside its layer says nothing of the unsplit model.
-        covered = [SPLIT if words[key] == "null" and key == CUT_LAYER else key for key in words]
+        covered = [
+            SPLIT if words[key] == "null" and key == CUT_LAYER else key.replace("/", ".")
+            for key in words
+        ]
         added = tuple(f"{key}={value}" for key, value in words.items())
         for overrides in asked:
             kept = (o for o in overrides if not _below(_key(o).replace("/", "."), covered))
