@@ -87,6 +87,40 @@ def test_a_warm_start_brings_the_last_rows_nearer(tmp_path: Path, weights: Weigh
     assert after < 0.99 * before, lines[-1]
 
 
+def own_pairs(count: int) -> dict[str, torch.Tensor]:
+    """[5 6 | 7] and, without padding, [8 | 9 10], as the task's batches hold them."""
+    text = [
+        [IDS.bos, 5, 6, IDS.eos, 7, IDS.eos, IDS.pad],
+        [IDS.bos, 8, IDS.eos, 9, 9, 10, IDS.eos],
+    ]
+    types = [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1]]
+    return {"text": torch.tensor(text)[:count], "types": torch.tensor(types)[:count]}
+
+
+def test_the_owners_basis_is_measured_on_the_samples_themselves(
+    tmp_path: Path, weights: Weights
+) -> None:
+    split = Split(1, 5, "pca", anchor="mean")
+    basis = measured_basis(split, weights, None, where(tmp_path, samples=own_pairs))
+
+    encoder = Encoder(replace(weights.config, dropout=0.0), range(2), head=False)
+    encoder.load_part(weights.tensors or {})
+    batch = own_pairs(2)
+    there = batch["text"] != IDS.pad
+    with torch.no_grad():
+        rows = encoder(batch["text"][there], Packing(there.sum(1)), batch["types"][there])
+    torch.testing.assert_close(basis.anchor[0], rows.mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_a_kept_basis_has_an_anchor_for_every_place(tmp_path: Path, weights: Weights) -> None:
+    for max_length in (16, 12):
+        place = where(tmp_path, max_length=max_length, samples=own_pairs)
+        assert (
+            len(measured_basis(Split(1, 5, "orthogonal"), weights, None, place).anchor)
+            == max_length
+        )
+
+
 def test_it_is_measured_once(tmp_path: Path, weights: Weights) -> None:
     def kept() -> int:
         return len(list(tmp_path.glob("cuts/*.safetensors")))

@@ -63,7 +63,8 @@ def model(output: str = "sample", pooling: str = "first", **split: Any) -> LowRa
 
 def where(cache_dir: Path, head: Head | None = CLASSES, **changes: Any) -> BuildContext:
     """What each cloud sees: all of it."""
-    return context(cache_dir, fields=["text"], head=head, **changes)
+    whole = {"samples": question} | changes
+    return context(cache_dir, fields=["text"], head=head, **whole)
 
 
 def build(

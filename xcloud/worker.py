@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import ConfigError, DataError, LinkError, XcloudError
+from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, read_job
 from xcloud.export import export_stage
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_worker import run_feed
 from xcloud.job import Job
+from xcloud.loading import load
 from xcloud.models.split import BuildContext
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
@@ -112,15 +113,9 @@ def _train(
     reporter.event("phase", now=True, name="loading")
 
     # 1. Load what this cloud may see, and agree on the rest.
-    fields = experiment.fields_of(rank)
-    data = experiment.task.load(fields, experiment.seed)
-    _check_fields(data, fields)
-    if data.head is not None:
-        experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
+    data = load(experiment, rank, control)
     if rank == 0:
         reporter.note(data.describe())
-    if control is not None:
-        control.agree({"the task's data": data.fingerprint()})
 
     # 2. Build the stages.
     cache_dir = Path(experiment.cache_dir)
@@ -134,6 +129,7 @@ def _train(
             cache_dir=cache_dir,
             vocabularies={name: data.vocabulary(name) for name in data.text_fields},
             sentences=data.sentences,
+            samples=partial(_spread, data),
             max_length=experiment.task.max_length,
             lane=ranks.index(rank),
             barrier=partial(_wait_for_lanes, wiring.lanes[stage]),
@@ -185,18 +181,6 @@ def _train(
     reporter.event("finish", num_steps=experiment.training.max_steps)
 
 
-def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
-    """Before anything is computed: a task that reads more than it was asked for is refused."""
-    if data.num_samples("train"):
-        extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
-        if extra:
-            raise DataError(
-                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
-                "its load() must keep to the fields it is given: "
-                f"{', '.join(sorted(fields)) or 'none'}"
-            )
-
-
 def _observer(experiment: Experiment, rank: int, data: TaskData) -> Observer | None:
     """Who takes notes for the leak meter, if it is on and there is another cloud to see."""
     meter, layout = experiment.security.meter, experiment.cluster
@@ -209,6 +193,13 @@ def _observer(experiment: Experiment, rank: int, data: TaskData) -> Observer | N
         rank, cloud, layout.num_ranks, meter, experiment.training.max_steps, token_fields,
         experiment.fields_of_cloud(cloud),
     )  # fmt: skip
+
+
+def _spread(data: TaskData, count: int) -> Batch:
+    """So many training samples from all over the file, which may be sorted."""
+    num_samples = data.num_samples("train")
+    ids = torch.arange(0, num_samples, max(1, num_samples // count))[:count]
+    return data.batch("train", ids)
 
 
 def _wait_for_lanes(lanes: Lanes) -> None:
@@ -264,8 +255,10 @@ def _tie_to_parent(parent: int) -> None:
 def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     """Say in a file what went wrong here; returns the exit code."""
     text = str(error)
+    # Who refuses a frame has lost nobody: the refusal is the cause.
+    is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
     # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
-    peer_lost = isinstance(error, LinkError) or (
+    peer_lost = is_lost or (
         isinstance(error, RuntimeError)
         and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
     )

@@ -38,9 +38,9 @@ from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
-from xcloud.parallel.stage import TokenIds
+from xcloud.parallel.stage import Batch, TokenIds
 
-CODE_VERSION = 1  # part of the cache key: raise it when the same settings would give another basis
+CODE_VERSION = 2  # part of the cache key: raise it when the same settings would give another basis
 BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # a position seen so often lies halfway between its own mean and the common one
 WARM_START_RATE = 1e-3
@@ -75,14 +75,15 @@ def measured_basis(
             f"the public text is cut into {ids.size} kinds of tokens, but the encoder knows "
             f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
         )
-    wanted = split.calibration_texts * (1 + split.calibration_pairs)
     if public is not None:
-        said, sentences = public.describe(), public.sentences(wanted, cache_dir)
+        wanted = split.calibration_texts * (1 + split.calibration_pairs)
+        sentences = public.sentences(wanted, cache_dir)
+        said, texts = public.describe(), _Texts.of(split, sentences, ids, max_length)
     else:
-        said, sentences = "the owner's", _spread(context.sentences("text"), wanted)
-    texts = _Texts.of(split, sentences, ids, max_length)
+        batch = context.samples(split.calibration_texts)
+        said, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
     drawn = context.seed if split.method == "identity" else None
-    path = cache_dir / "cuts" / f"{_key(split, weights, texts, drawn)}.safetensors"
+    path = cache_dir / "cuts" / f"{_key(split, weights, texts, max_length, drawn)}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not path.exists():
@@ -94,12 +95,6 @@ def measured_basis(
             save_file(asdict(basis), unfinished)
             unfinished.replace(path)
     return Basis(**load_file(path))
-
-
-def _spread(sentences: Sequence[Sequence[int]], wanted: int) -> list[Sequence[int]]:
-    """So many of them, evenly spread: files are often sorted."""
-    every = max(1, len(sentences) // wanted)
-    return [sentences[i] for i in range(0, len(sentences), every)][:wanted]
 
 
 def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
@@ -134,6 +129,17 @@ class _Texts:
         pairs = [[*a, *b[:room], ids.eos] for a, b in zip(firsts, given[1::2], strict=False)]
         return cls(pairs, [len(a) for a in firsts[: len(pairs)]], ids.pad)
 
+    @classmethod
+    def of_batch(cls, batch: Batch, pad: int) -> _Texts:
+        """The rows of a batch's "text" and "types", without their padding."""
+        rows: list[list[int]] = []
+        first_tokens: list[int] = []
+        for tokens, types in zip(batch["text"], batch["types"], strict=True):
+            there = tokens != pad
+            rows.append(tokens[there].tolist())
+            first_tokens.append(int((types[there] == 0).sum()))
+        return cls(rows, first_tokens, pad)
+
     def batches(self, order: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Packing]]:
         """ids [R], types [R] and packing."""
         for start in range(0, len(order), BATCH_TEXTS):
@@ -150,7 +156,7 @@ class _Texts:
             yield from self.batches(torch.randperm(len(self.ids), generator=draw).tolist())
 
 
-def _key(split: Split, weights: Weights, texts: _Texts, seed: int | None) -> str:
+def _key(split: Split, weights: Weights, texts: _Texts, max_length: int, seed: int | None) -> str:
     settings = {
         name: value
         for name, value in asdict(split).items()
@@ -159,6 +165,7 @@ def _key(split: Split, weights: Weights, texts: _Texts, seed: int | None) -> str
     described = {
         "code": CODE_VERSION,
         "settings": settings | {"anchor": split.anchor_kind},
+        "places": num_places(split.anchor_kind, max_length),
         "config": asdict(weights.config),
         "seed": seed,
     }

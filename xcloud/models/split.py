@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from xcloud.parallel.stage import Border, Head, Stage, TokenIds
+from xcloud.parallel.stage import Batch, Border, Head, Stage, TokenIds
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class BuildContext:
     lane: position among the ranks that hold the same stage; lane 0 fills the cache.
     barrier: waits for the other lanes. report: one line of progress for the user.
     head: what the last stage must answer; None where labels are not seen, and in translation.
+    samples: so many training samples, evenly spread, as a batch of the visible fields.
     """
 
     seed: int
@@ -33,6 +34,7 @@ class BuildContext:
     barrier: Callable[[], None]
     report: Callable[[str], None]
     head: Head | None = None
+    samples: Callable[[int], Batch] = field(default=lambda count: {})
 
 
 class SplitModel(Protocol):

@@ -48,7 +48,8 @@ class Split:
         and 4 H or 4 P H), which tells it the second moments of h. public: text that every cloud
         has; nothing crosses, and the basis fits less well.
     calibration_texts: how many of these texts.
-    calibration_pairs: whether these come as pairs (a task of text pairs).
+    calibration_pairs: whether public texts are joined to pairs, for a task of pairs. The owner's
+        own samples are what they are.
     warm_start_steps: after that, E, D and anchor are trained for so many steps on the same texts,
         so that the last hidden rows are those of the unsplit model.
     head_rank: features of what crosses to the head where that is a stage of its own; null = all.
@@ -83,13 +84,12 @@ class Split:
         check_int("split.calibration_texts", self.calibration_texts, 1)
         check_int("split.warm_start_steps", self.warm_start_steps, 0)
         if self.method == "svd":
-            usual = {"anchor": (None, "none"), "whiten": (False,), "warm_start_steps": (0,)}
-            for name, allowed in usual.items():
-                if getattr(self, name) not in allowed:
-                    raise ConfigError(
-                        f"split.{name} belongs to the methods {', '.join(METHODS[1:])}; svd has "
-                        f"none: leave it out, or choose one of them"
-                    )
+            self._refuse(
+                f"belongs to the methods {', '.join(METHODS[1:])}; svd has none: leave it out, or "
+                "choose one of them",
+                anchor=(None, "none"), whiten=(False,), warm_start_steps=(0,),
+                calibration=("own",),
+            )  # fmt: skip
         elif self.linear != "feed_forward_output":
             raise ConfigError(
                 "split.linear says which linear layer split.method=svd replaces; "
@@ -100,6 +100,19 @@ class Split:
                 f"split.whiten scales the principal components of split.method=pca, not "
                 f"{self.method}"
             )
+
+        if self.rank is None:
+            self._refuse(
+                "does nothing where all features cross (split.rank=null): leave it out",
+                linear=("feed_forward_output",), anchor=(None,), whiten=(False,),
+                warm_start_steps=(0,), calibration=("own",),
+            )  # fmt: skip
+
+    def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
+        """Raise ConfigError for a setting that would be accepted and ignored."""
+        for name, allowed in usual.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"split.{name} {why}")
 
     @property
     def is_low_rank(self) -> bool:
@@ -138,7 +151,7 @@ class Split:
 
     def describe(self) -> str:
         if self.layer is None:
-            return "unsplit (split.layer=null: rank and method do not act)"
+            return "unsplit (split.layer=null: nothing else of split acts)"
         if self.rank is None:
             return f"cut behind block {self.layer}, full width"
         return f"cut in block {self.layer}, rank {self.rank} by {self.method}"

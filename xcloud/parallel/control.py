@@ -6,7 +6,7 @@ framed, delayed and counted like the rest, under "other".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from xcloud.cluster.link import InLink, OutLink
 from xcloud.errors import ConfigError
 
 REPORT_CAPACITY_BYTES = 1 << 18
+SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 
 
@@ -57,6 +58,16 @@ class Control:
             summed = torch.tensor([total], dtype=torch.float64)
             self.out[leader].send(key, (summed,), ("sum of the squared gradient norms",))
         return total
+
+    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
+        """Rank 0 tells ranks that read no data how many samples there are."""
+        for peer in peers:
+            told = torch.tensor(sizes, dtype=torch.int64)
+            self.out[peer].send(SIZES, (told,), ("numbers of samples int64 [splits]",))
+
+    def hear_sizes(self) -> list[int]:
+        found: list[int] = self.incoming[0].recv(SIZES, AGREEMENT_WAIT_S)[0].tolist()
+        return found
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """All ranks must hold the same facts before the first step.

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.task import Split
+from xcloud.tasks.task import Split, Task
 
 Sizes = Mapping[Split, int] | None
-"""task.sizes: samples of train, dev and test. Where they are given, a rank that sees no field
-opens no file; where they are not, it counts the samples itself and keeps nothing of them."""
+"""task.sizes: samples of train, dev and test. A rank that sees no field opens no file: where they
+are not given, rank 0 tells them (xcloud/loading.py). In one process alone they are counted."""
+
+
+def asks_for_sizes(task: Task) -> bool:
+    """Whether this is a task with `sizes`, and they are not given."""
+    return getattr(task, "sizes", ()) is None
+
+
+def told_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
+    """The same task, for ranks that read no field."""
+    return replace(task, sizes=sizes)  # type: ignore[type-var]
 
 
 def check_sizes(sizes: Sizes) -> None:

@@ -1,0 +1,67 @@
+"""What a rank loads: nothing where it reads nothing, and all ranks the same data."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.test_conf import build
+from xcloud.errors import ConfigError, DataError
+from xcloud.experiment import Experiment
+from xcloud.loading import load
+from xcloud.parallel.control import compare_facts
+
+
+class Line:
+    """Both ends of what two ranks agree on, one after the other."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.facts: list[Mapping[str, str]] = []
+
+    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
+        assert list(peers) == [1]
+        self.sizes = list(sizes)
+
+    def hear_sizes(self) -> list[int]:
+        return self.sizes
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        self.facts.append(facts)
+
+
+def experiment(task: str, *overrides: str) -> Experiment:
+    small = [f"+exp=bert_split_{task}", "recipe=lowrank_small", "task.num_train=60",
+             f"data={'squad' if task == 'squad' else 'glue'}_small", "task.num_dev=10",
+             "task.num_test=10", "task.tokenizer.vocab_size=400"]  # fmt: skip
+    return build(*small, *overrides)
+
+
+@pytest.mark.parametrize("task", ["sst2", "squad"])
+def test_a_rank_that_reads_nothing_opens_no_file(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line: Any = Line()
+    owner = load(experiment(task), 0, line)
+
+    def read(*_: object) -> None:
+        raise DataError("a rank without fields has opened the corpus")
+
+    monkeypatch.setattr(type(experiment(task).task.corpus), "read", read)
+    with pytest.raises(DataError, match="has opened"):
+        load(experiment(task), 0, line)
+    other = load(experiment(task), 1, line)
+
+    assert [other.num_samples(s) for s in ("train", "dev", "test")] == line.sizes
+    assert other.num_samples("train") == owner.num_samples("train") > 0
+    assert "the task's data" in line.facts[0] and "the task's data" not in line.facts[1]
+    compare_facts(line.facts[0], line.facts[1], 1)
+
+
+def test_other_settings_are_noticed_all_the_same() -> None:
+    line: Any = Line()
+    load(experiment("sst2"), 0, line)
+    load(experiment("sst2", "task.max_length=24"), 1, line)
+
+    with pytest.raises(ConfigError, match="disagree about the task's settings and sizes"):
+        compare_facts(line.facts[0], line.facts[1], 1)
