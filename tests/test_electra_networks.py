@@ -6,6 +6,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS
 from xcloud.models.attention import Packing
 from xcloud.models.electra import (
+    LONGEST_WORD,
     Discriminator,
     choose_masked,
     corrupt,
@@ -50,6 +51,30 @@ def test_a_word_is_masked_whole_or_not_at_all() -> None:
     follows = inside & (words.roll(1) >= FIRST_WORD)  # continues the token before it
     assert torch.equal(masked[follows], masked.roll(1)[follows])
     assert (masked & ~masked.roll(1) & inside & follows).sum() == 0
+
+
+def test_a_text_without_a_boundary_is_masked_in_parts() -> None:
+    ids = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
+    words = torch.full((400 * LONGEST_WORD + 5,), 7)
+    words[0], words[-1] = ids.bos, ids.eos
+    masked = torch.zeros(len(words), dtype=torch.bool)
+    masked[choose_masked(words, ids, 0.3, draws(), torch.zeros(100, dtype=torch.bool))] = True
+    parts = masked[1:-1].split(LONGEST_WORD)
+
+    assert all(part.all() or not part.any() for part in parts)
+    assert sum(bool(part[0]) for part in parts) / len(parts) == pytest.approx(0.3, abs=0.08)
+
+
+def test_a_word_of_the_longest_length_is_one() -> None:
+    ids = TokenIds(100, pad=0, bos=1, eos=2, mask=3)
+    starts = torch.arange(100) == 9
+    words = torch.full((10 * LONGEST_WORD,), 7)
+    words[::LONGEST_WORD] = 9
+    masked = torch.zeros(len(words), dtype=torch.bool)
+    masked[choose_masked(words, ids, 0.5, draws(), starts)] = True
+
+    chances = torch.rand(10, generator=draws())  # one draw for each word, as without a limit
+    assert torch.equal(masked, (chances < 0.5).repeat_interleave(LONGEST_WORD))
 
 
 def test_the_shortest_text_has_a_mask() -> None:

@@ -2,14 +2,19 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from xcloud import train_tokenizer
+from tests.electra_reference import feed_context
+from xcloud.electra.config import Generator, MultilingualElectra
 from xcloud.errors import ConfigError, DataError
+from xcloud.models.backbone import PretrainedBackbone
+from xcloud.models.checkpoint import export_bert
+from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.tasks.corpus.monolingual import DemoText, HubText
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
@@ -142,6 +147,85 @@ def test_tokens_are_made_once_and_again_when_the_file_changes(
         text.table("es", tokenizer, tmp_path, said.append)
 
 
+def rewritten(path: Path, text: str) -> None:
+    """As if a minute later: a clock may be too coarse to tell."""
+    later_ns = path.stat().st_mtime_ns + 60 * 10**9
+    path.write_text(text)
+    os.utime(path, ns=(later_ns, later_ns))
+
+
+def test_tokens_of_a_pair_are_made_again_when_either_side_changes(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    text = MultilingualText(FolderText(str(tmp_path)), FileTokenizer("x"), max_length=32)
+    (tmp_path / "train.en").write_text("the cat\n")
+    (tmp_path / "train.es").write_text("the house\n")
+
+    def sample() -> list[int]:
+        return next(iter(text.table("es-en", tokenizer, tmp_path / "cache", quiet)))
+
+    for side, other in (("es", "en"), ("en", "es")):
+        before = sample()
+        rewritten(tmp_path / f"train.{side}", f"the sleeps {other}\n")
+        assert sample() != before
+
+
+def test_folders_whose_files_look_alike_have_tokens_of_their_own(tmp_path: Path) -> None:
+    for folder, word in (("a", "uno"), ("b", "dos")):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "train.es.txt"
+        path.write_text(word)
+        os.utime(path, ns=(10**18, 10**18))
+    one, other = (FolderText(str(tmp_path / folder)) for folder in ("a", "b"))
+
+    assert one.identity("es") != other.identity("es")
+    assert one.identity("es") == FolderText(f"{tmp_path}/b/../a").identity("es")
+
+
+def test_a_local_folder_of_the_hub_is_told_by_its_files_and_named_without_its_path(
+    tmp_path: Path,
+) -> None:
+    for folder in ("texts", "pairs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text("{}\n")
+    source = HubText(str(tmp_path / "texts"), None, pairs_name=str(tmp_path / "pairs"))
+    for part, folder in (("es", "texts"), ("es-en", "pairs")):
+        before = source.identity(part)
+        assert source.identity(part) == before
+        rewritten(tmp_path / folder / "train.jsonl", "[]\n")
+        assert source.identity(part) != before
+
+    assert source.describe() == "files in texts"
+    assert HubText("owner/name").describe() == "owner/name"
+
+
+def test_what_is_reported_names_no_folder(tmp_path: Path, folder: Path) -> None:
+    (folder / "train.es.txt").write_text("\n".join(TEXTS))
+    tokenizer = TrainedTokenizer(400).prepare(TEXTS, tmp_path)
+    tokenizer.save(tmp_path / "shared.json")
+    special = tokenizer.token_ids
+    export_bert(
+        Encoder(EncoderConfig(special.size, 32, 1, 2, 64, max_positions=32, dropout=0.0)),
+        tmp_path / "private_place" / "encoder",
+        special.pad,
+    )
+    network = PretrainedBackbone(str(tmp_path / "private_place" / "encoder"))
+    spanish = Generator(["es"], backbone=network, batch_size=4)
+    text = MultilingualText(
+        FolderText(str(folder)), FileTokenizer(str(tmp_path / "shared.json")), max_length=32
+    )
+    said: list[str] = []
+    context = feed_context(tmp_path / "cache", report=said.append)
+    MultilingualElectra(text, {"es": spanish}).producer(0, "es", 0, 1, context)
+
+    num_tokens = sum(map(len, tokenizer.encode(TEXTS)))
+    assert said == [
+        "texts of 'es': tokenising",
+        f"texts: es 50 samples, {num_tokens} tokens, 100%",
+        "backbone for 'generator': reading encoder",
+    ]
+
+
 def numbered(sizes: dict[str, int], first: int = 10) -> dict[str, TokenTable]:
     """Sample i of all parts together is the one token first + i."""
     tables, at = {}, first
@@ -199,17 +283,6 @@ def test_samples_come_with_their_ends_and_lengths(tokenizer: Tokenizer) -> None:
     }
 
 
-def test_words_begin_where_spaces_were(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    starts = tokenizer.word_starts()
-    ids = tokenizer.encode(["the cat sleeps"])[0]
-
-    assert len(starts) == tokenizer.token_ids.size
-    assert sum(starts[i] for i in ids) == 2  # the first word has no space before it
-    pieces = TrainedTokenizer(60, "wordpiece").prepare(TEXTS, tmp_path)
-    ids = pieces.encode(["the cat sleeps"])[0]
-    assert len(ids) > 3 and sum(pieces.word_starts()[i] for i in ids) == 3
-
-
 def test_an_exported_tokenizer_is_the_same_in_transformers(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -243,27 +316,6 @@ def test_a_tokenizer_cannot_be_trained_where_each_cloud_sees_other_text(folder: 
     demo = MultilingualText(DemoText(100), TrainedTokenizer(400))
     with pytest.raises(ConfigError, match=r"text\.tokenizer cannot be trained"):
         demo.of(FolderText(str(folder)))
-
-
-def test_the_command_makes_a_file_that_all_clouds_can_load(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "shared.json"
-
-    def run(*languages: str) -> None:
-        options = ["--out", str(out), "--vocab-size", "300", "--languages", *languages]
-        monkeypatch.setattr("sys.argv", ["train_tokenizer", str(folder), *options])
-        train_tokenizer.main()
-
-    run("es", "en")
-    digests = {FileTokenizer(str(out)).prepare((), tmp_path).digest for _ in range(2)}
-    assert f"digest {digests.pop():08x}; copy it to every cloud" in capsys.readouterr().out
-    assert not digests
-    with pytest.raises(SystemExit, match=r"xcloud: .*no text of 'pt'"):
-        run("pt")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")

@@ -57,6 +57,27 @@ def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Pat
     assert composed("+exp=electra_multilingual").follow_up == ["+exp=xnli_zero_shot"]
 
 
+def test_what_a_follow_up_names_itself_is_left_as_it_is(tmp_path: Path) -> None:
+    named = "'seed=9','cache_dir=elsewhere','tracker=none'"
+    found = following(tmp_path, f"['+exp=xnli_zero_shot',{named}]")
+    assert found is not None
+    assert (found.seed, found.cache_dir, found.task.cache_dir) == (9, "elsewhere", "elsewhere")
+    assert found.tracker == composed("+exp=xnli_zero_shot", "tracker=none").tracker
+    encoder = str(tmp_path / "model" / "discriminator")
+    assert found.task.tokenizer.name_or_path == encoder
+
+    for other in ("task.tokenizer.name_or_path=minilm", "task.tokenizer={name_or_path: minilm}"):
+        found = following(tmp_path, f"['+exp=xnli_zero_shot','{other}']")
+        assert found is not None
+        assert (found.task.tokenizer.name_or_path, found.seed) == ("minilm", 5)
+
+
+def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> None:
+    found = following(tmp_path, "['+exp=xnli_zero_shot','task=xnli']")
+    assert found is not None
+    assert found.task.tokenizer.name_or_path == str(tmp_path / "model" / "discriminator")
+
+
 @pytest.mark.parametrize(
     ("follow_up", "said"),
     [
@@ -64,6 +85,14 @@ def test_a_follow_up_reads_what_the_first_run_leaves_with_its_seed(tmp_path: Pat
         ("['+exp=xnli_zero_shot','training.max_stepz=7']", "training.max_stepz"),
         ("['+exp=xnli_zero_shot','training.max_steps=-7']", "training.max_steps"),
         ("['+exp=abnet_iwslt']", "task.tokenizer"),
+        (
+            "['+exp=xnli_zero_shot','profile=files','task.path=/does/not/exist','task.max_length=64']",
+            "makes no experiment that can run: /does/not/exist does not exist; task.path",
+        ),
+        (
+            "['+exp=xnli_zero_shot','task.max_length=65']",
+            "task.max_length is 65, but the pre-trained encoder will have 64 positions",
+        ),
         ("xnli_zero_shot", "follow_up must be a list of overrides"),
         ("[1]", "follow_up must be a list of overrides"),
     ],

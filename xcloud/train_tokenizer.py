@@ -3,7 +3,12 @@
 
 FOLDER is read as text.source.path of a run is (xcloud/tasks/corpus/text_folder.py). Whoever gets
 the file learns which pieces of words the texts use: train it on text that may be known, then copy
-the file to every cloud and set model.text.tokenizer.path. Languages are mixed like in training.
+the file to every cloud and set model.text.tokenizer.path.
+
+At most --max-texts texts are used, drawn from all of each language; how many of each goes with
+n ** power, n the texts of the language, and what a small language lacks goes to the others.
+Training mixes with the same formula (model.text.language_power), but inside each cloud alone, and
+n are samples there: pieces of text of at most max_length tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ import argparse
 import random
 import sys
 import tempfile
-from itertools import islice
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from xcloud.checks import check_int, check_number
 from xcloud.errors import DataError, XcloudError
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
+
+POWER = 0.7  # the recipes' language_power
 
 
 def train(
@@ -25,24 +33,61 @@ def train(
     languages: list[str],
     settings: TrainedTokenizer,
     max_texts: int,
-    power: float = 0.5,
+    power: float = POWER,
 ) -> Tokenizer:
-    """From at most max_texts texts of the languages, in proportion to their sizes ** power.
-    Raises DataError if a language is not there.
+    """From at most max_texts texts of the languages, mixed by n ** power. Raises DataError if a
+    language is not there.
     """
+    check_int("--max-texts", max_texts, 1)
+    check_number("--power", power, 0, 1)
     source = FolderText(folder)
     source.check(languages)
-    texts = {name: [row[0] for row in islice(source.read(name), max_texts)] for name in languages}
-    if empty := [name for name, side in texts.items() if not any(side)]:
-        raise DataError(f"{folder}: there is no text of {empty[0]!r}, or all is empty")
-    weights = {name: len(side) ** power for name, side in texts.items()}
     draw = random.Random(0)
-    chosen: list[str] = []
-    for name, side in texts.items():
-        wanted = round(max_texts * weights[name] / sum(weights.values()))
-        chosen += side if len(side) <= wanted else draw.sample(side, wanted)
+    sizes: dict[str, int] = {}
+    drawn: dict[str, list[str]] = {}
+    for name in languages:
+        texts = (row[0] for row in source.read(name))
+        sizes[name], drawn[name] = draw_texts(texts, max_texts, draw)
+    if empty := [name for name, side in drawn.items() if not any(side)]:
+        raise DataError(f"{folder}: there is no text of {empty[0]!r}, or all is empty")
+    chosen = [
+        text
+        for name, num in mixed(sizes, max_texts, power).items()
+        for text in draw.sample(drawn[name], num)
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         return settings.prepare(chosen, Path(scratch))
+
+
+def draw_texts(texts: Iterable[str], most: int, draw: random.Random) -> tuple[int, list[str]]:
+    """How many there are, and `most` of them, each with the same chance, or all if there are fewer
+    (Vitter, ACM TOMS 1985, algorithm R).
+    """
+    seen = 0
+    kept: list[str] = []
+    for text in texts:
+        seen += 1
+        if len(kept) < most:
+            kept.append(text)
+        elif (place := draw.randrange(seen)) < most:
+            kept[place] = text
+    return seen, kept
+
+
+def mixed(sizes: Mapping[str, int], most: int, power: float) -> dict[str, int]:
+    """Texts of each language: at most `most` in all, by size ** power, none more than it has."""
+    left = dict(sizes)
+    numbers: dict[str, int] = {}
+    while left:
+        room = most - sum(numbers.values())
+        total = sum(size**power for size in left.values())
+        shares = {name: room * (size**power / total) for name, size in left.items()}
+        full = [name for name, size in left.items() if size <= shares[name]]
+        for name in full:
+            numbers[name] = left.pop(name)
+        if not full:
+            return numbers | {name: int(share) for name, share in shares.items()}
+    return numbers
 
 
 def main() -> None:
@@ -57,11 +102,18 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--kind", choices=("bpe", "wordpiece"), default="bpe")
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument("--max-texts", type=int, default=200_000)
+    parser.add_argument("--max-texts", type=int, default=200_000, help="of all languages together")
+    parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
     arguments = parser.parse_args()
     try:
         settings = TrainedTokenizer(arguments.vocab_size, arguments.kind, arguments.lowercase)
-        tokenizer = train(arguments.folder, arguments.languages, settings, arguments.max_texts)
+        tokenizer = train(
+            arguments.folder,
+            arguments.languages,
+            settings,
+            arguments.max_texts,
+            arguments.power,
+        )
         tokenizer.save(arguments.out)
     except XcloudError as error:
         sys.exit(f"xcloud: {error}")

@@ -36,7 +36,8 @@ class Generator:
         translation, masked on both sides (TLM). No other cloud reads them for it.
     source: its own texts where not those of model.text.source.
     batch_size: samples of one batch, which is one update of the generator and one message.
-    whole_words: mask all pieces of a word or none. temperature: of the sampled words.
+    whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) a
+        word is one piece. temperature: of the sampled words.
     frozen: it only fills; nothing is trained in its cloud.
     """
 
@@ -148,6 +149,12 @@ class MultilingualElectra:
             return self._packing(self.text.tokenizer.vocab_size, 0).max_bytes
         return self._packing(MAX_VOCABULARY, 0).max_bytes
 
+    @property
+    def max_positions(self) -> int | None:
+        """Of the discriminator; None where only its checkpoint knows."""
+        from_here = not isinstance(self.discriminator.backbone, PretrainedBackbone)
+        return self.text.max_length if from_here else None
+
     def describe(self) -> str:
         generators = ", ".join(
             f"{name} ({'+'.join(generator.parts)}; {generator.backbone.describe()}"
@@ -253,6 +260,13 @@ def _encoder(
     head: bool,
 ) -> Encoder:
     """With its start weights: the same in all ranks of its cloud."""
+
+    def report(line: str) -> None:
+        """Without folders: it may be read in another cloud."""
+        if isinstance(backbone, PretrainedBackbone):
+            line = line.replace(backbone.name_or_path, Path(backbone.name_or_path).name)
+        context.report(line.replace(f"{context.cache_dir}/", ""))
+
     build = BuildContext(
         seed=context.seed,
         device=context.device,
@@ -262,7 +276,7 @@ def _encoder(
         max_length=text.max_length,
         lane=lane,
         barrier=context.barrier,
-        report=context.report,
+        report=report,
     )
     weights = backbone.weights(name, build)
     assert weights.tensors is not None

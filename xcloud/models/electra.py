@@ -21,6 +21,7 @@ from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.parallel.stage import TokenIds
 
 SAMPLED_TOGETHER = 2**24  # probabilities held at once while words are sampled
+LONGEST_WORD = 24  # pieces; longer ones are addresses, or a script whose words are not known
 
 
 class Corrupted(NamedTuple):
@@ -43,14 +44,18 @@ def choose_masked(
     starts_V: Tensor | None = None,
 ) -> Tensor:
     """Rows to be masked, int64 [M], ascending, 1 or more: each token, or with starts_V (bool [V],
-    ids that begin a word) each word whole, with chance `share`. Never pad, bos or eos.
+    ids that begin a word) each word whole, with chance `share`; of a longer word than
+    LONGEST_WORD, each so long part. Never pad, bos or eos.
     """
     fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
     if starts_V is None:
         chance_R = torch.rand(len(ids_R), generator=draw)
     else:
         after_fixed_R = torch.cat((torch.ones(1, dtype=torch.bool), fixed_R[:-1]))
-        word_R = (starts_V[ids_R] | fixed_R | after_fixed_R).cumsum(0) - 1
+        begins_R = starts_V[ids_R] | fixed_R | after_fixed_R
+        row_R = torch.arange(len(ids_R))
+        place_R = row_R - (row_R * begins_R).cummax(0).values
+        word_R = (place_R % LONGEST_WORD == 0).cumsum(0) - 1
         chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
     chance_R = chance_R.masked_fill(fixed_R, 1.0)
     masked_M = (chance_R < share).nonzero()[:, 0]

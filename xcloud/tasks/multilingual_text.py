@@ -95,7 +95,8 @@ class MultilingualText:
         self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
     ) -> TokenTable:
         """The samples of a language or pair without their outer special ids. Tokenised once, then
-        mapped from cache_dir/tokens. Raises DataError if there are none.
+        mapped from cache_dir/tokens. Raises DataError if there are none. report: may be read in
+        another cloud, and so names no folder.
         """
         described = (
             f"{FORMAT} {self.source.identity(part)} {tokenizer.digest} {self.max_length} "
@@ -108,7 +109,7 @@ class MultilingualText:
         tokens.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(tokens.with_suffix(".lock")):
             if not offsets.exists():
-                report(f"texts of {part!r}: tokenising {self.source.describe()}")
+                report(f"texts of {part!r}: tokenising")
                 unfinished = [path.with_name(f"{path.name}.{os.getpid()}.part")
                               for path in (tokens, offsets)]  # fmt: skip
                 write_table(self._samples(part, tokenizer), *unfinished)

@@ -21,6 +21,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.packaged_checkpoint import resolve
 from xcloud.parallel.stage import TokenIds
+from xcloud.tasks.word_starts import begins_word
 
 # Ranks are processes that share the cores already, and a fork after parallel work warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -82,14 +83,18 @@ class Tokenizer:
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
 
     def word_starts(self) -> list[bool]:
-        """Of every id, whether it begins a word when it stands in a text. Special ids do."""
-        kind = type(self._backend.model).__name__
+        """Of every id, whether it begins a word when it stands in a text: special ids, pieces
+        behind a space, and those of scripts written without spaces (word_starts.py).
+        """
+        model, decoder = self._backend.model, str(self._backend.decoder)
+        goes_on = None
+        if type(model).__name__ == "WordPiece":
+            goes_on = model.continuing_subword_prefix
         pieces = [self._backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
-        if kind == "WordPiece":
-            prefix = self._backend.model.continuing_subword_prefix
-            return [i in self._special or not p.startswith(prefix) for i, p in enumerate(pieces)]
-        # "Ġ" is a space in byte-level pieces, "▁" in those of SentencePiece.
-        return [i in self._special or p.startswith(("Ġ", "▁")) for i, p in enumerate(pieces)]
+        return [
+            i in self._special or begins_word(piece, goes_on, "ByteLevel" in decoder)
+            for i, piece in enumerate(pieces)
+        ]
 
     def save_pretrained(self, folder: Path, max_length: int) -> None:
         """tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer loads them:

@@ -7,7 +7,7 @@ A *part* of a source is a language ("es") or a pair of two ("es-en", translation
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,12 @@ from xcloud.tasks.corpus.demo_grammar import MAX_PAIRS, demo_pairs
 def languages_of(part: str) -> tuple[str, ...]:
     """("es",) of "es", ("es", "en") of "es-en"."""
     return tuple(part.split("-")) if part.count("-") == 1 else (part,)
+
+
+def stamp(paths: Iterable[Path]) -> str:
+    """Where these files lie, their sizes, and when each was written last."""
+    stats = [(path.resolve(), path.stat()) for path in paths]
+    return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
 class TextSource(Protocol):
@@ -91,7 +97,7 @@ def _demo_pairs(num_pairs: int, seed: int) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class HubText:
-    """Texts of the Hugging Face hub, streamed.
+    """Texts of the Hugging Face hub, or of a local folder that `datasets` reads, streamed.
 
     name, config: "wikimedia/wikipedia" and "20231101.{language}", {language} filled in; column:
     where the text is. pairs_name, pairs_config: "Helsinki-NLP/opus-100" and "{pair}", with rows
@@ -111,7 +117,8 @@ class HubText:
             raise ConfigError("text.source.name must be a data set of the hub, such as owner/name")
 
     def describe(self) -> str:
-        return self.name
+        folder = _local(self.name)
+        return self.name if folder is None else f"files in {folder.resolve().name}"
 
     def check(self, parts: Sequence[str]) -> None:
         """The hub is asked when it is read, by the ranks."""
@@ -122,7 +129,12 @@ class HubText:
                 )
 
     def identity(self, part: str) -> str:
-        return f"hub {self!r} {part}"
+        name = self.name if len(languages_of(part)) == 1 else self.pairs_name
+        folder = _local(name or "")
+        if folder is None:
+            return f"hub {self!r} {part}"
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return f"hub {self!r} {part} {stamp(files)}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         languages = languages_of(part)
@@ -141,13 +153,13 @@ class HubText:
         return None
 
     def _stream(self, name: str, config: str | None) -> Iterator[Mapping[str, Any]]:
-        local = Path(name).expanduser().exists()
-        reached = local or go_offline_if_unreachable()
+        local = _local(name)
+        reached = local is not None or go_offline_if_unreachable()
         import datasets
 
         try:
             rows = datasets.load_dataset(
-                str(Path(name).expanduser()) if local else name,
+                str(local or name),
                 config, split=self.split, revision=self.revision, streaming=True,
             )  # fmt: skip
             yield from rows
@@ -158,6 +170,12 @@ class HubText:
             if not reached:
                 reason = "the hub cannot be reached; give a folder of files (profile=files)"
             raise DataError(f"{name}: {reason}") from error
+
+
+def _local(name: str) -> Path | None:
+    """The folder of this name, if there is one; else it is a name of the hub."""
+    folder = Path(name).expanduser()
+    return folder if name and folder.exists() else None
 
 
 def _text(row: Mapping[str, Any], column: str, name: str) -> str:

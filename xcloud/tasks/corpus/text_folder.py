@@ -10,11 +10,12 @@ from pathlib import Path
 
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import DEV_NAMES, TextFile, list_corpus_files, read_lines
-from xcloud.tasks.corpus.monolingual import languages_of
+from xcloud.tasks.corpus.monolingual import languages_of, stamp
 
 HELD_OUT = (*DEV_NAMES, "test")
 Row = tuple[str, ...]
 Reader = Callable[[], Iterator[Row]]
+Found = tuple[tuple[Path, ...], Reader]  # a file, or both of a line pair, and how to stream them
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ class FolderText:
             self._found(part)
 
     def identity(self, part: str) -> str:
-        stats = [(path.name, path.stat()) for path, _ in self._found(part)]
-        files = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
-        return f"files {self.text_key} {part} {' '.join(files)}"
+        files = [path for paths, _ in self._found(part) for path in paths]
+        return f"files {self.text_key} {part} {stamp(files)}"
 
     def read(self, part: str) -> Iterator[Row]:
         for _, reader in self._found(part):
@@ -57,8 +57,8 @@ class FolderText:
     def public_texts(self) -> None:
         return None
 
-    def _found(self, part: str) -> list[tuple[Path, Reader]]:
-        """The files of this part, and how to stream each."""
+    def _found(self, part: str) -> list[Found]:
+        """The files of this part."""
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
@@ -82,16 +82,16 @@ class FolderText:
             )
         return found
 
-    def _of_language(self, folder: Path, language: str) -> list[tuple[Path, Reader]]:
-        found: list[tuple[Path, Reader]] = []
+    def _of_language(self, folder: Path, language: str) -> list[Found]:
+        found: list[Found] = []
         for path in _files(folder):
             *names, ending = path.name.removesuffix(".gz").split(".")
             if ending == "tsv" and {"lang", "text"} <= set(_header(path)):
-                found.append((path, partial(_rows_of, path, language, ("text",))))
+                found.append(((path,), partial(_rows_of, path, language, ("text",))))
             elif ending == "jsonl" and language in names:
-                found.append((path, partial(self._json_texts, path)))
+                found.append(((path,), partial(self._json_texts, path)))
             elif (ending == "txt" and language in names) or ending == language:
-                found.append((path, partial(_lines, path)))
+                found.append(((path,), partial(_lines, path)))
         return found
 
     def _json_texts(self, path: Path) -> Iterator[Row]:
@@ -110,21 +110,22 @@ class FolderText:
             yield (text,)
 
 
-def _of_pair(folder: Path, a: str, b: str) -> list[tuple[Path, Reader]]:
-    found: list[tuple[Path, Reader]] = []
+def _of_pair(folder: Path, a: str, b: str) -> list[Found]:
+    found: list[Found] = []
     for file in list_corpus_files(folder, a, b):
-        path = next(iter(file.paths.values()))
+        paths = tuple(file.paths.values())
+        path = paths[0]
         if _is_held_out(path):
             continue
         columns = set(_header(path)) if file.kind == "table" else set()
         if file.kind == "lines" and len(file.paths) == 2:
-            found.append((path, partial(_line_pairs, file, a, b)))
+            found.append((paths, partial(_line_pairs, file, a, b)))
         elif {a, b} <= columns:
-            found.append((path, partial(_rows_of, path, None, (a, b))))
+            found.append((paths, partial(_rows_of, path, None, (a, b))))
         elif {"lang", "text", b} <= columns:
-            found.append((path, partial(_rows_of, path, a, ("text", b))))
+            found.append((paths, partial(_rows_of, path, a, ("text", b))))
         elif {"lang", "text", a} <= columns:
-            found.append((path, partial(_rows_of, path, b, (a, "text"))))
+            found.append((paths, partial(_rows_of, path, b, (a, "text"))))
     return found
 
 
