@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.errors import ConfigError
+from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.feed_parts import Fed, FeedContext
 
 ROWS, WIDTH = 8, 6
@@ -26,7 +26,8 @@ ROWS, WIDTH = 8, 6
 class ToyFeed:
     """batch_s, step_s: how long a batch of each producer and a step of the consumer takes; of one
     producer `late_s` is how long it takes to load. fail_*: producer `fail_cloud` fails (kill,
-    raise) or sleeps for pause_s (sleep) at its batch fail_at. frozen: producers learn nothing.
+    raise) or sleeps for pause_s (sleep) at its batch fail_at, or fails as it loads (load).
+    frozen: producers learn nothing.
     """
 
     batch_s: dict[str, float] = field(default_factory=dict)
@@ -55,6 +56,8 @@ class ToyFeed:
         self, index: int, cloud: str, lane: int, num_lanes: int, context: FeedContext
     ) -> ToyProducer:
         time.sleep(self.late_s.get(cloud, 0.0))
+        if self.fail_how == "load" and self.fail_cloud == cloud:
+            raise DataError("the toy producer finds no data")
         return ToyProducer(self, index, cloud, lane, context)
 
     def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> ToyConsumer:
@@ -86,6 +89,7 @@ class ToyProducer:
             torch.manual_seed(self.seed)
             self.net = nn.Linear(WIDTH, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
+        self.num_steps = context.num_steps
 
     @property
     def parameters_module(self) -> nn.Module | None:
@@ -104,7 +108,10 @@ class ToyProducer:
         changed = (self.net(values / 50) > 0).flatten() & (values[:, 0] > 25)
         values[changed, 0] += 100
         payload = torch.cat([values, changed[:, None]], 1).to(torch.uint8).flatten()
-        return Fed(payload, self.model.rows, self.model.rows * WIDTH, float(loss))
+        return Fed(payload, self.model.rows, self.model.rows * WIDTH, float(loss.detach()))
+
+    def replan(self, num_steps: int) -> None:
+        self.num_steps = num_steps
 
     def update(self, number: int) -> None:
         self.optimizer.step()

@@ -23,6 +23,8 @@ from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer, TrainedTokenizer
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.trainer import TrainingDiverged
 
 NETWORK = SeededBackbone(32, 1, 2, 64, dropout=0.1)
 TEXT = MultilingualText(DemoText(400), TrainedTokenizer(400), max_length=32)
@@ -306,9 +308,37 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 def test_a_message_of_another_tokenizer_is_refused(cache_dir: Path) -> None:
     fed = made_by(tiny(), cache_dir, range(1, 2))[0]
     other = dataclasses.replace(TEXT, source=DemoText(399))
-    consumer = tiny(text=other).consumer(0, 1, feed_context(cache_dir))
-    with pytest.raises(FrameError, match="All clouds need one tokenizer"):
-        consumer.consume([(0, fed.payload)])
+    consumer = tiny(text=other).consumer(0, 1, feed_context(cache_dir, producers=("en", "es")))
+    words = r"a batch of producer 'es' is refused: .*All clouds need one tokenizer"
+    with pytest.raises(FrameError, match=words):
+        consumer.consume([(1, fed.payload)])
+
+
+def test_a_generator_that_diverges_says_so(cache_dir: Path) -> None:
+    part = tiny().producer(0, "es", 0, 1, feed_context(cache_dir))
+    assert part.parameters_module is not None
+    for parameter in part.parameters_module.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    with pytest.raises(TrainingDiverged, match=r"batch 7 of producer 'es' is nan; lower its"):
+        part.produce(7)
+
+
+def test_a_generator_that_takes_over_learns_longer(cache_dir: Path) -> None:
+    """Its learning rate falls to zero at the end that it is told last."""
+    falling = Optimizer(1e-3, warmup_steps=1, decay="linear")
+    part = tiny(optimizer=falling).producer(0, "es", 0, 1, feed_context(cache_dir, num_steps=1))
+    module = part.parameters_module
+    assert module is not None
+
+    def learned(number: int) -> bool:
+        before = [p.clone() for p in module.parameters()]
+        part.produce(number)
+        part.update(number)
+        return not all(map(torch.equal, before, module.parameters()))
+
+    assert not learned(2)
+    part.replan(4)
+    assert learned(3)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,16 @@ def test_a_producer_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -
     assert no_workers(tmp_path)
 
 
+def test_a_producer_that_fails_while_it_loads_ends_the_run_with_its_own_words(
+    tmp_path: Path,
+) -> None:
+    """Long after rank 0 has begun, though on_dead lets the others go on without it."""
+    model = {"fail_cloud": "two", "fail_how": "load", "late_s": {"two": 1.0}}
+    with pytest.raises(RunFailed, match=r"rank 2 of cloud 'two': the toy producer finds no data"):
+        start(tmp_path, TWO, model=model)
+    assert no_workers(tmp_path)
+
+
 def test_the_run_fails_when_nobody_is_left_to_feed(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"SIGKILL|no producer is left"):
         start(
@@ -211,6 +221,12 @@ def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -
     thread.join(180)
 
     assert outcome["status"] == "finished" and outcome["num_steps"] == 30
+    producers = outcome["feed"]["producers"]
+    assert {name: found["finished"] for name, found in producers.items()} == {
+        "one": True, "two": False
+    }  # fmt: skip
+    assert "two is gone (RuntimeError: the toy producer was asked to fail)" in notes(tmp_path)
+    assert "producer two did not come to its end" in notes(tmp_path)
 
 
 def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path) -> None:

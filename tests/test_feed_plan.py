@@ -5,12 +5,14 @@ from collections import Counter
 import pytest
 
 from xcloud.cluster.feed_layout import FeedCloud, FeedLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.parallel.feed_plan import Feed, FeedPlan, Order, Round, Source, State
+from xcloud.training.optimizer import Optimizer
 
 
-def plan_of(shares, lanes, consumers=1, batches=2, **feed) -> FeedPlan:
-    plan = FeedPlan(shares, lanes, consumers, batches, Feed(**feed))
+def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> FeedPlan:
+    plan = FeedPlan(shares, lanes, consumers, batches, Feed(**feed), num_batches)
     come(plan, *range(len(shares)))
     return plan
 
@@ -175,3 +177,61 @@ def test_a_link_of_its_own_is_named_either_way_round() -> None:
 
     for key in ("en-us-disc", "disc-en-us"):
         assert FeedLayout(clouds, links={key: "free"}).wan_between(0, 1) == "free"
+
+
+def test_each_producer_is_told_its_share_of_the_batches_as_long_as_all_feed() -> None:
+    plan = plan_of([0.5, 0.3, 0.2], [2, 1, 1], num_batches=100)
+    orders, _ = run_steps(plan, 50)
+
+    told = {p: {o.num_planned for o in orders if o.source.producer == p} for p in range(3)}
+    assert told == {0: {25}, 1: {30}, 2: {20}}
+
+
+def test_who_takes_over_a_share_is_told_how_much_longer_it_goes_on() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], num_batches=100, run_ahead=4)
+    run_steps(plan, 20)
+    end(plan, dead=[1])
+    orders, taken = run_steps(plan, 30)
+
+    assert {order.num_planned for order in orders} == {80}
+    made = sum(slot.producer == 0 for (slots,) in taken for slot in slots)
+    assert 20 + made <= 80
+    by_end = max(order.number for order in orders)
+    assert Optimizer(1.0, 5, "linear").learning_rate_at(20 + made, 80) > 0 and by_end <= 84
+
+
+@pytest.mark.parametrize("lost_at", range(20, 28))
+def test_all_ranks_of_a_cloud_hear_the_same_of_the_same_batch(lost_at: int) -> None:
+    """Also of one that was ordered of some of them before the plan changed."""
+    plan = plan_of([0.5, 0.5], [2, 2], num_batches=100, run_ahead=3, batches=1)
+    orders = []
+    for step in range(60):
+        orders += plan.orders()
+        (slot,) = plan.step_slots(0)
+        end(plan, consumed=[(slot, 0)], dead=[1] if step == lost_at else [])
+    told: dict[tuple[int, int], set[int]] = {}
+    for order in orders:
+        told.setdefault((order.source.producer, order.number), set()).add(order.num_planned)
+
+    assert all(len(plans) == 1 for plans in told.values())
+    assert len({n for plans in told.values() for n in plans}) == 2
+
+
+def test_by_arrival_the_plan_follows_what_each_really_gives() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], num_batches=100, order="arrival", on_slow="redistribute")
+    orders = []
+    for _ in range(50):
+        orders += plan.orders()
+        end(plan, consumed={(Source(0, 0), 0): 2})
+    told = [order.num_planned for order in orders if order.source == Source(0, 0)]
+
+    assert told[0] == 50 and told[-1] == 99 and told == sorted(told)
+
+
+def test_links_of_their_own_are_described() -> None:
+    clouds = {"a": FeedCloud(1, 1.0), "b": FeedCloud(1, 1.0), "d": FeedCloud()}
+    layout = FeedLayout(clouds, links={"a-d": LinkProfile(1e9)})
+
+    assert layout.describe_link() == (
+        f"the network as it is; a-d emulated {LinkProfile(1e9).describe()}"
+    )

@@ -139,3 +139,31 @@ def test_a_silent_peer_and_a_message_that_is_too_long_are_clear_errors(tmp_path:
 
     assert "no activation of step 1, micro-batch 0 from rank 1 of cloud 'x'" in results[0][1]
     assert "promised at most 1,000" in results[0][1]
+
+
+def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> None:
+    results = run_pair(
+        tmp_path,
+        """
+        import threading
+        if rank == 0:
+            out = GlooOutLink(group, peer, name, 1000)
+            out.send(MessageKey(Kind.REPORT), ())
+            dist.barrier()
+        else:
+            ended, reasons = threading.Event(), []
+            def end(reason):
+                reasons.append(reason)
+                ended.set()
+            handlers = {Kind.REPORT: lambda frame: frame.parts[0]}
+            incoming = GlooInLink(group, peer, name, 1000, handlers, on_end=end)
+            assert ended.wait(60)
+            print(type(reasons[0]).__name__, reasons[0], incoming.said_goodbye)
+            dist.barrier()
+        """,
+    )
+
+    assert results[1][0] == 0
+    assert "FrameError report of step 0" in results[1][1]
+    assert "from rank 0 of cloud 'x' cannot be taken: IndexError" in results[1][1]
+    assert results[1][1].endswith("False\n")

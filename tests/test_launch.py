@@ -1,5 +1,6 @@
-"""Starting ranks: what their environment holds."""
+"""Starting ranks, and what is made of those that fail."""
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from xcloud.errors import RunFailed
-from xcloud.launch import LocalRanks
+from xcloud.errors import FrameError, LinkClosed, RunFailed
+from xcloud.launch import LocalRanks, failure_of, ready_file
+from xcloud.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(
@@ -53,3 +55,30 @@ def test_a_rank_that_does_not_notice_is_ended(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="rank 1"):
         ranks.wait(lambda: True)
     assert ranks.processes[0].returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "b"], essential=frozenset({0}))
+    (tmp_path / "rank1.error.json").write_text(
+        json.dumps({"message": "no data", "peer_lost": False, "expected": True})
+    )
+    if was_ready:
+        ready_file(tmp_path, 1).touch()
+    fails = subprocess.Popen(["sh", "-c", "exit 1"])
+    fails.wait()
+    ranks.processes = [subprocess.Popen(["sleep", "0" if was_ready else "1000"]), fails]
+
+    if was_ready:
+        ranks.wait(lambda: True)
+    else:
+        with pytest.raises(RunFailed, match="rank 1 of cloud 'b': no data"):
+            ranks.wait(lambda: True)
+    assert not ready_file(tmp_path, 1).exists()
+
+
+def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
+    assert _write_failure(tmp_path, 0, FrameError("another tokenizer")) == EXIT_FAILED
+    assert _write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
+    found = [failure_of(tmp_path, rank) for rank in range(3)]
+    assert [f and f["peer_lost"] for f in found] == [False, True, None]

@@ -37,3 +37,11 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_nonsense_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.{name}"):
         Optimizer(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("warmup", "max_steps"), [(20, 10), (11, 10), (10, 10), (0, 10), (5, 10)])
+@pytest.mark.parametrize("decay", ["inverse_sqrt", "linear", "constant"])
+def test_no_step_however_late_is_above_the_peak(decay: str, warmup: int, max_steps: int) -> None:
+    optimizer = Optimizer(1.0, warmup_steps=warmup, decay=decay)  # type: ignore[arg-type]
+
+    assert all(0 <= optimizer.learning_rate_at(s, max_steps) <= 1 for s in range(1, 100))

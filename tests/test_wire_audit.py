@@ -11,11 +11,15 @@ from torch import Tensor
 
 from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
-from xcloud.cluster.frame import Kind, MessageKey, decode_frame
+from xcloud.cluster.feed_layout import FeedCloud, FeedLayout
+from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import DataError
+from xcloud.errors import DataError, FrameError
+from xcloud.feed_wiring import CloudGroup, ConsumerWiring, _arrived
 from xcloud.local_run import run
-from xcloud.security.wire_audit import compact, join_audit, main
+from xcloud.parallel.feed_inbox import FeedInbox
+from xcloud.parallel.feed_plan import Source
+from xcloud.security.wire_audit import compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 
 OFFSET = 70_001  # labels whose bytes can be told from others
@@ -169,3 +173,20 @@ def test_no_value_of_a_message_is_kept() -> None:
 
     assert "123456" not in json.dumps(record.described())
     assert MessageKey(Kind.NORM).kind.name.lower() == record.described()[0]["kind"]
+
+
+def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
+    """Its parts have no names, with which no record could be written."""
+    layout = FeedLayout({"a": FeedCloud(1, 1.0), "d": FeedCloud()})
+    source, record, part = Source(0, 0), LinkRecord("d", 0, None), torch.zeros(3)
+    wiring = ConsumerWiring(CloudGroup(None, 0, 0), FeedInbox([source], 100))
+    for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
+        with pytest.raises(FrameError):
+            frame = Frame(MessageKey(kind, 1), parts, 0, 0.0, 50)
+            _arrived(wiring, source, record, lambda frame: None, frame)
+    ready = Frame(MessageKey(Kind.READY), (), 0, 0.0, 9)
+    _arrived(wiring, source, record, lambda frame: None, ready)
+
+    path = write_rank_audit(tmp_path, 0, layout, [], {}, {1: record})
+    (message,) = json.loads(path.read_text())["received"]
+    assert (message["kind"], message["num_bytes"]) == ("ready", 9)

@@ -21,6 +21,7 @@ from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun
 from xcloud.feed_summary import COUNTS, precision_recall
 from xcloud.feed_wiring import CloudGroup
+from xcloud.launch import failure_of
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_inbox import Arrived, FeedInbox
 from xcloud.parallel.feed_parts import SUMS, Consumer
@@ -61,6 +62,7 @@ class LocalFeeding:
     def send_orders(self, orders: list[Order]) -> None:
         for order in orders:
             producer = self._producers[order.source.producer]
+            producer.replan(order.num_planned)
             fed = producer.produce(order.number)
             producer.learn(order.number, fed)
             key = MessageKey(Kind.BATCH, order.number)
@@ -88,6 +90,7 @@ class ConsumerRun:
         self.plan = FeedPlan(
             layout.shares, layout.num_lanes, num_lanes,
             experiment.training.batches_per_step, experiment.feed,
+            experiment.training.max_steps * experiment.training.batches_per_step,
         )  # fmt: skip
         self._feeding, self._part, self._reporter, self._run_dir = feeding, part, reporter, run_dir
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
@@ -129,12 +132,11 @@ class ConsumerRun:
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
-        if self._leads:
-            last = {
-                producer: max(self.plan.numbers(s) for s in self.plan.sources if s[0] == producer)
-                for producer in range(len(self._names))
-            }
-            self._feeding.send_stop({s: last[s.producer] for s in self.plan.sources})
+        last = {
+            producer: max(self.plan.numbers(s) for s in self.plan.sources if s[0] == producer)
+            for producer in range(len(self._names))
+        }
+        self._feeding.send_stop({s: last[s.producer] for s in self.plan.sources if self._leads})
 
     def _attempt(self) -> dict[str, float]:
         """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
@@ -274,14 +276,16 @@ class ConsumerRun:
         for p, (before, now) in changes.items():
             self._tell_change(p, before, now)
             if now is State.DEAD:
-                self._lose(p)
+                self._lose(p, before)
         if self.plan.is_exhausted:
             raise LinkClosed(
                 f"no producer is left: {', '.join(self._names)} are gone (step {self._step})"
             )
 
-    def _lose(self, p: int) -> None:
-        reason = self._inbox.end_of(p) or "another rank of the consumer lost it"
+    def _lose(self, p: int, before: State) -> None:
+        reason = self._why_gone(p)
+        if before is State.ABSENT and not self._inbox.was_ready(p):
+            raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
         if self.feed.on_dead == "stop":
             raise LinkClosed(
                 f"producer {self._names[p]!r} is gone: {reason}. To go on without it set "
@@ -292,6 +296,12 @@ class ConsumerRun:
                 if self._leads:
                     self._wait_for_user()
                 self._cloud.barrier()
+
+    def _why_gone(self, p: int) -> str:
+        """In its own words where it has left them on this machine."""
+        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_of(self._names[p]))
+        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
+        return (own[0] if own else self._inbox.end_of(p)) or "lost by another rank"
 
     def _wait_for_user(self) -> None:
         file = self._run_dir / GO_ON_FILE
@@ -315,7 +325,7 @@ class ConsumerRun:
         elif now is State.SLOW:
             said = f"has sent nothing for {self.feed.slow_after_s:g} s{over}"
         else:
-            said = f"is gone ({self._inbox.end_of(p) or 'lost by another rank'})"
+            said = f"is gone ({self._why_gone(p)})"
             said += over if self.feed.on_dead != "stop" else ""
         self._tell(p, now.value, said)
 
@@ -342,7 +352,7 @@ class ConsumerRun:
             taken[name] += 1
             if crosses:
                 fed_bytes[name] += arrived.num_bytes
-                wan = self.layout.wan_between(0, self.layout.ranks_of(name)[0])
+                wan = self.layout.wan_between(self.layout.ranks_of(name)[0], 0)
                 if isinstance(wan, LinkProfile):
                     line_s[name] += wan.line_s(arrived.num_bytes)  # type: ignore[assignment]
         other = self._feeding.other_bytes

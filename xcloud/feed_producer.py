@@ -10,10 +10,11 @@ import time
 import torch
 
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import FrameError, LinkError
+from xcloud.errors import FrameError
 from xcloud.events import TIMES
 from xcloud.feed_wiring import CloudGroup, ProducerWiring
 from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.feed_orders import NOBODY
 from xcloud.parallel.feed_parts import Fed, Producer
 from xcloud.reporter import FLUSH_EVERY_S, Reporter
 from xcloud.training.trainer import TrainingDiverged
@@ -26,13 +27,25 @@ class ProducerRun:
         self, part: Producer, cloud: CloudGroup, num_lanes: int, name: str, reporter: Reporter
     ) -> None:
         self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
-        self._name, self._reporter = name, reporter
+        self.name, self._reporter = name, reporter
         module = part.parameters_module
         self._buffer = None if module is None else GradientBuffer(module.parameters())
         self.clock = StepClock()
         self._told_at_s = time.monotonic()
         self._losses: list[float] = []
+        self._num_planned = 0  # not told yet
         self._samples = self._tokens = 0
+
+    @property
+    def may_stop_anywhere(self) -> bool:
+        """No other rank waits for this one's gradients."""
+        return self._buffer is None or self._num_lanes == 1
+
+    def replan(self, num_planned: int) -> None:
+        """Batches that this rank will make in all, as the consumer plans by now."""
+        if num_planned != self._num_planned:
+            self._num_planned = num_planned
+            self._part.replan(num_planned)
 
     def produce(self, number: int) -> Fed:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
@@ -42,7 +55,7 @@ class ProducerRun:
             fed = self._part.produce(number)
         if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
             raise FrameError(
-                f"batch {number} of producer {self._name!r} must be one vector of bytes, got "
+                f"batch {number} of producer {self.name!r} must be one vector of bytes, got "
                 f"{fed.payload.dtype} of shape {tuple(fed.payload.shape)}"
             )
         return fed
@@ -59,7 +72,7 @@ class ProducerRun:
                 self._part.update(number)
         if not math.isfinite(loss):
             raise TrainingDiverged(
-                f"the loss of batch {number} of producer {self._name!r} is {loss}; lower its "
+                f"the loss of batch {number} of producer {self.name!r} is {loss}; lower its "
                 "learning rate, raise its warm-up or clip its gradients"
             )
         self._losses.append(loss)
@@ -74,7 +87,7 @@ class ProducerRun:
             return
         self._reporter.event(
             "fed",
-            cloud=self._name,
+            cloud=self.name,
             num_batches=len(self._losses),
             loss=round(sum(self._losses) / len(self._losses), 6),
             samples=self._samples,
@@ -87,17 +100,16 @@ class ProducerRun:
 
 
 def feed(run: ProducerRun, wiring: ProducerWiring) -> None:
-    """Until the consumer wants no more. Raises LinkClosed if it is gone."""
-    wiring.say_ready()
+    """Until the consumer wants no more: what is under way is brought to its end, what is ordered
+    besides only where ranks that average gradients must end with the same batch. Raises LinkClosed
+    if the consumer is gone."""
     while True:
         with run.clock.during("wait"):
-            order = wiring.orders.get()
-        if isinstance(order, LinkError):
-            raise order
+            order = wiring.orders.next(run.may_stop_anywhere)
         if order is None:
             return run.tell()
-        number, consumer = order
-        fed = run.produce(number)
-        if consumer >= 0:
-            wiring.send(consumer, number, fed.payload)
-        run.learn(number, fed)
+        run.replan(order.num_planned)
+        fed = run.produce(order.number)
+        if order.consumer != NOBODY:
+            wiring.send(order.consumer, order.number, fed.payload)
+        run.learn(order.number, fed)

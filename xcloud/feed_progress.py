@@ -18,10 +18,12 @@ class FeedProgressLine(ProgressLine):
         super().__init__(max_steps, bandwidth_bits_per_s)
         self._taken: Counter[str] = Counter()
         self._losses: dict[str, float] = {}
+        self._line_s: Counter[str] = Counter()  # of the step under way, by the producer's link
 
     def show(self, event: Event) -> None:
         if event["event"] == "step":
             self._taken.update(event["taken"])
+            self._line_s.update(event["line_s"])
         elif event["event"] == "fed":
             self._losses[event["cloud"]] = event["loss"]
         super().show(event)
@@ -29,7 +31,15 @@ class FeedProgressLine(ProgressLine):
     def update(self, totals: StepTotals) -> None:
         for name, value in totals.values.items():
             self._smooth.put(name, value)
+        if self._line_s:  # only an emulated link has a time of its own
+            self._smooth.put("line_s", max(self._line_s.values()))
+            self._line_s.clear()
         super().update(totals)
+
+    def _describe_link(self, step_s: float) -> str:
+        if not self._smooth.has("line_s") or not step_s:
+            return super()._describe_link(step_s)
+        return f"link {100 * self._smooth.get('line_s') / step_s:.0f} %"
 
     def _more_parts(self) -> list[str]:
         parts = [

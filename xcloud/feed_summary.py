@@ -9,6 +9,7 @@ How the figures are made:
 - `sent.forward` of a step are the whole frames of the batches that it used; `other` is all else
   that crossed meanwhile: orders back, reports.
 - `bytes_per_token` = those frames / the tokens in them; null where nothing crosses clouds.
+- `finished`: every rank of the producer came to its end, so its model is exported.
 - precision and recall of replaced tokens are over the last 50 steps.
 """
 
@@ -60,6 +61,7 @@ class FeedStatistics(RunStatistics):
         self._pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
         self._states: dict[str, Counter[str]] = {name: Counter() for name in shares}
         self._last_state: dict[str, str] = {}
+        self._num_finished: Counter[str] = Counter()
         self._counts: deque[dict[str, float]] = deque(maxlen=LAST_STEPS)
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -81,6 +83,8 @@ class FeedStatistics(RunStatistics):
         elif kind == "producer":
             self._states[event["producer"]][event["state"]] += 1
             self._last_state[event["producer"]] = event["state"]
+        elif kind == "finish":
+            self._num_finished[event["cloud"]] += 1
         return super().feed(event)
 
     def _count(self, totals: StepTotals) -> None:
@@ -128,6 +132,7 @@ class FeedStatistics(RunStatistics):
                     "state": self._last_state.get(name, "absent"),
                     "num_slow": self._states[name]["slow"],
                     "num_dead": self._states[name]["dead"],
+                    "finished": self._num_finished[name] == self._num_lanes[name],
                 }
                 for name, share in self._shares.items()
             },

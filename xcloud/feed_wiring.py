@@ -7,7 +7,7 @@ one cloud, and each point-to-point link ends alone.
 
 from __future__ import annotations
 
-import queue
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,21 +22,22 @@ from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import LinkClosed, LinkError
+from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES
 from xcloud.parallel.feed_inbox import FeedInbox
+from xcloud.parallel.feed_orders import OrderBook
 from xcloud.parallel.feed_plan import Order, Source
 from xcloud.wiring import LinkClocks
 
 _FRAME_SLACK_BYTES = 4096
-_ORDER_BYTES = 8  # a number and a rank of the consumer, int32 each
+_ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
 _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 
 _CARRIES = {
     Kind.BATCH: ("packed token ids and flags uint8 [N]",),
     Kind.READY: (),
     Kind.REPORT: ("report lines, see reports",),
-    Kind.ORDER: ("number and receiver of each ordered batch int32 [N, 2]",),
+    Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
     Kind.STOP: ("number of the last batch int32 [1]",),
     Kind.GOODBYE: (),
 }
@@ -67,14 +68,13 @@ class CloudGroup:
 
 @dataclass
 class ProducerWiring:
-    """What a producer's rank holds. `orders` yields (number, rank of the consumer), -1 for a batch
-    that nobody wants but the other ranks of the cloud, then None: the end."""
+    """What a producer's rank holds."""
 
     cloud: CloudGroup
     outs: list[GlooOutLink]
     ins: list[GlooInLink]
     to_recorder: GlooOutLink
-    orders: queue.SimpleQueue[tuple[int, int] | LinkError | None]
+    orders: OrderBook
     records: list[LinkRecord]  # of what leaves the cloud
 
     def report(self, lines: bytes) -> None:
@@ -89,16 +89,18 @@ class ProducerWiring:
         self.outs[consumer].send(key, (payload,), _CARRIES[Kind.BATCH])
 
     def close(self, timeout_s: float) -> None:
+        """The consumer says goodbye when it has evaluated; the link ends at once if it is gone."""
         for out in self.outs:
             out.close(timeout_s)
         for incoming in self.ins:
-            incoming.close(timeout_s)
+            incoming.close(_FOREVER.total_seconds())
 
 
 @dataclass
 class ConsumerWiring:
     """What a rank of the consumer holds. out: to the producers' ranks (first rank only). records:
-    of what leaves the cloud. received: by rank of the producer, as a lost one writes no record."""
+    of what leaves the cloud. received: by rank of the producer, as a lost one writes no record.
+    heard_at_s: when anything came last, or the end of the work was said."""
 
     cloud: CloudGroup
     inbox: FeedInbox
@@ -106,6 +108,7 @@ class ConsumerWiring:
     received: dict[int, LinkRecord] = field(default_factory=dict)
     out: dict[Source, GlooOutLink] = field(default_factory=dict)
     ins: dict[Source, GlooInLink] = field(default_factory=dict)
+    heard_at_s: dict[Source, float] = field(default_factory=dict)
     peers_out: list[GlooOutLink] = field(default_factory=list)
     peers_in: list[GlooInLink] = field(default_factory=list)
 
@@ -123,12 +126,15 @@ class ConsumerWiring:
         """First rank only. A producer that is gone hears nothing; its end is found elsewhere."""
         by_source: dict[Source, list[list[int]]] = {}
         for order in orders:
-            by_source.setdefault(order.source, []).append([order.number, order.consumer])
+            row = [order.number, order.consumer, order.num_planned]
+            by_source.setdefault(order.source, []).append(row)
         for source, rows in by_source.items():
             self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
 
     def send_stop(self, last_numbers: dict[Source, int]) -> None:
-        """No more batches are wanted than up to these numbers."""
+        """No more batches are wanted than up to these numbers. In every rank; all but the first
+        have nobody to tell."""
+        self.heard_at_s.update(dict.fromkeys(self.ins, time.monotonic()))
         for source, number in last_numbers.items():
             self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
 
@@ -140,24 +146,41 @@ class ConsumerWiring:
         except LinkClosed as error:
             self.inbox.set_ended(source, str(error))
 
-    def close(self, timeout_s: float, slow_timeout_s: float) -> list[str]:
-        """Hear every goodbye. Returns what did not end well among the producers: not an error."""
-        unheard = []
-        for source in sorted({**self.out, **self.ins}):
-            patience_s = timeout_s
-            if self.inbox.silent_s(source.producer) > slow_timeout_s:
-                patience_s = slow_timeout_s
+    def close(self, timeout_s: float, least_s: float) -> dict[int, str]:
+        """Hear every goodbye: of a producer whose link is there until it was silent for
+        timeout_s. Returns why there was none, by producer: not an error."""
+        unheard: dict[int, str] = {}
+        for source in sorted(self.ins):
             try:
                 if source in self.out:
-                    self.out[source].close(patience_s)
-                self.ins[source].close(patience_s)
+                    self.out[source].close(self._patience_s(source, timeout_s, least_s))
+                self._hear_out(source, timeout_s, least_s)
             except LinkError as error:
-                unheard.append(str(error))
+                unheard.setdefault(source.producer, str(error))
+        # Another rank may still hear a producer, which needs all of them to get to its end.
+        self.cloud.barrier()
         for out in self.peers_out:
             out.close(timeout_s)
         for incoming in self.peers_in:
             incoming.close(timeout_s)
         return unheard
+
+    def _hear_out(self, source: Source, timeout_s: float, least_s: float) -> None:
+        while True:
+            heard_at_s = self.heard_at_s.get(source)
+            try:
+                self.ins[source].close(self._patience_s(source, timeout_s, least_s))
+            except LinkTimeout:
+                if self.heard_at_s.get(source) == heard_at_s:
+                    raise
+            else:
+                break
+        if not self.ins[source].said_goodbye:
+            raise LinkClosed(self.inbox.end_of(source.producer) or "its link has ended")
+
+    def _patience_s(self, source: Source, timeout_s: float, least_s: float) -> float:
+        now_s = time.monotonic()
+        return max(least_s, self.heard_at_s.get(source, now_s) + timeout_s - now_s)
 
 
 def send_report(link: GlooOutLink, lines: bytes) -> None:
@@ -198,26 +221,13 @@ class FeedWirer:
         )
 
     def producer(self) -> ProducerWiring:
-        orders: queue.SimpleQueue[tuple[int, int] | LinkError | None] = queue.SimpleQueue()
-        known = 0
-
-        def take_orders(frame: Frame) -> None:
-            nonlocal known
-            for number, consumer in frame.parts[0].tolist():
-                known = number
-                orders.put((number, consumer))
-
-        def take_stop(frame: Frame) -> None:
-            for number in range(known + 1, int(frame.parts[0][0]) + 1):
-                orders.put((number, -1))
-            orders.put(None)
-
+        orders = OrderBook()
         outs = [
             self._out(self._batches, peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
         ]
-        handlers = {Kind.ORDER: take_orders, Kind.STOP: take_stop}
-        incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.put)
+        handlers = {Kind.ORDER: orders.take_orders, Kind.STOP: orders.take_stop}
+        incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.take_end)
         return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._records)
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
@@ -297,16 +307,23 @@ def _arrived(
     on_report: OnReport,
     frame: Frame,
 ) -> None:
-    """In the link's thread. record: None where nothing crosses clouds."""
+    """In the link's thread. record: None where nothing crosses clouds. Raises FrameError for what
+    a producer may not send; that is not noted, as it carries nothing that has a name."""
     kind = frame.key.kind
-    if record is not None:
-        record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)
+    wiring.heard_at_s[source] = time.monotonic()
+    if len(frame.parts) != len(_CARRIES[kind]):
+        raise FrameError(
+            f"a {kind.name.lower()} of producer {source.producer} (rank {source.lane}) has "
+            f"{len(frame.parts)} parts, expected {len(_CARRIES[kind])}"
+        )
     if kind is Kind.BATCH:
         wiring.inbox.put(source, frame)
     elif kind is Kind.READY:
         wiring.inbox.set_ready(source)
     else:
         on_report(frame)
+    if record is not None:
+        record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)
 
 
 def _ended(inbox: FeedInbox, source: Source, reason: LinkError) -> None:

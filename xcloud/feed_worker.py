@@ -17,13 +17,14 @@ from xcloud.feed_consumer import ConsumerRun, LocalFeeding
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun, feed
 from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer
+from xcloud.launch import error_file, ready_file
 from xcloud.parallel.feed_parts import FeedContext
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.wire_audit import write_rank_audit
 
-CLOSE_TIMEOUT_S = 60.0
-LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for long is waited for at the end
+CLOSE_TIMEOUT_S = 60.0  # of silence; a producer whose batches take longer has slow_after_s
+LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for so long is waited for
 LAST_WORDS_S = 0.3
 
 
@@ -42,6 +43,7 @@ def _produce(
     experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
 ) -> None:
     rank, layout = placement.rank, experiment.cluster
+    error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     wiring = _wirer(experiment, rank, run_dir).producer()
     reporter = Reporter(rank, placement.cloud, wiring.report)
     try:
@@ -52,7 +54,10 @@ def _produce(
             _context(experiment, device, wiring.cloud, reporter, batches),
         )  # fmt: skip
         run = ProducerRun(part, wiring.cloud, placement.num_lanes, placement.cloud, reporter)
+        ready_file(run_dir, rank).touch()
+        wiring.say_ready()
         feed(run, wiring)
+        reporter.flush()
         part.finish(run_dir, placement.lane)
         reporter.event("finish")
     except BaseException:
@@ -81,9 +86,14 @@ def _consume(
         _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
         raise
     reporter.flush()
-    for unheard in wiring.close(CLOSE_TIMEOUT_S, LOST_TIMEOUT_S):
+    patience_s = max(CLOSE_TIMEOUT_S, experiment.feed.slow_after_s)
+    for producer, reason in wiring.close(patience_s, LOST_TIMEOUT_S).items():
         if rank == 0:
-            reporter.note(f"at the end: {unheard}")
+            name = experiment.cluster.producers[producer]
+            reporter.note(
+                f"producer {name} did not come to its end; if it learns, its model is not "
+                f"exported ({reason})"
+            )
     _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
 
 
@@ -156,6 +166,7 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
         for part, producer in zip(parts, producers, strict=True):
             producer.tell()
             part.finish(run_dir, 0)
+            reporter.event("finish", cloud=producer.name)
     finally:
         reporter.flush()
         write_rank_audit(run_dir, 0, layout, [], reporter.contents)
@@ -177,7 +188,10 @@ def _context(
 ) -> FeedContext:
     cache_dir = Path(experiment.cache_dir)
     cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
-    return FeedContext(experiment.seed, device, cache_dir, cloud.barrier, reporter.note, num_steps)
+    return FeedContext(
+        experiment.seed, device, cache_dir, cloud.barrier, reporter.note, num_steps,
+        experiment.cluster.producers,
+    )  # fmt: skip
 
 
 def _batches_of(experiment: FeedExperiment, producer: int) -> int:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from xcloud.errors import RunFailed
 
@@ -31,9 +32,27 @@ _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
 }
 
 
+def ready_file(run_dir: Path, rank: int) -> Path:
+    """Made by a rank that may be lost from then on."""
+    return run_dir / f"rank{rank}.ready"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """worker.py writes it in a rank that fails."""
+    return run_dir / f"rank{rank}.error.json"
+
+
+def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank that failed on this machine has said: message, peer_lost, expected."""
+    try:
+        return dict(json.loads(error_file(run_dir, rank).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
 class LocalRanks:
     """The worker processes of one run. essential: the run fails with any of these; the others may
-    be lost, which the ranks that stay tell. None: every rank is."""
+    be lost once they are ready, which the ranks that stay tell. None: every rank is."""
 
     def __init__(
         self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
@@ -87,7 +106,7 @@ class LocalRanks:
                 codes = [process.poll() for process in self.processes]
                 met = meanwhile()
                 needed = [codes[rank] for rank in self.essential]
-                if not met and any(codes):
+                if any(codes) and (not met or self._lost_before_ready()):
                     raise RunFailed(self._first_cause())
                 if any(code not in (None, 0) for code in needed):
                     cause = self._first_cause()
@@ -100,6 +119,13 @@ class LocalRanks:
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
+
+    def _lost_before_ready(self) -> bool:
+        return any(
+            process.poll() and not ready_file(self.run_dir, rank).exists()
+            for rank, process in enumerate(self.processes)
+            if rank not in self.essential
+        )
 
     def _hear_last_words(self) -> None:
         until_s = time.monotonic() + _LAST_WORDS_S
@@ -119,7 +145,8 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for name in ("rendezvous", "link-*.clock"):  # how the ranks met; of no use any more
+        # How the ranks met; of no use any more.
+        for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
 
@@ -133,7 +160,7 @@ class LocalRanks:
         rank = (self._own_failures() or failed)[0]
         code = self.processes[rank].poll()
         assert code is not None
-        failure = self._failure(rank)
+        failure = failure_of(self.run_dir, rank)
         if failure is not None:
             what = failure["message"]
         elif code < 0:
@@ -149,17 +176,10 @@ class LocalRanks:
             code = process.poll()
             if code in (None, 0):
                 continue
-            failure = self._failure(rank)
+            failure = failure_of(self.run_dir, rank)
             if failure is None or not failure["peer_lost"]:
                 found.append(rank)
         return found
-
-    def _failure(self, rank: int) -> dict[str, object] | None:
-        path = self.run_dir / f"rank{rank}.error.json"
-        try:
-            return dict(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            return None
 
     def _last_line(self, rank: int) -> str:
         lines = self.log(rank).read_text(errors="replace").strip().splitlines()

@@ -178,9 +178,14 @@ class FeedLayout:
     def describe_link(self) -> str:
         if not self.crosses_clouds:
             return "none"
-        if isinstance(self.wan, LinkProfile):
-            return f"emulated {self.wan.describe()}"
-        return {"real": "the network as it is", "free": "no limit"}[self.wan]
+        own = [f"{pair} {_describe(link)}" for pair, link in self.links.items()]
+        return "; ".join([_describe(self.wan), *own])
+
+
+def _describe(wan: Wan) -> str:
+    if isinstance(wan, LinkProfile):
+        return f"emulated {wan.describe()}"
+    return {"real": "the network as it is", "free": "no limit"}[wan]
 
 
 def _ranks(count: int) -> str:

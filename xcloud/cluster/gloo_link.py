@@ -130,6 +130,7 @@ class GlooInLink:
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
     log: where to note when each message was delivered; None notes nothing.
+        Whatever one raises is the link's end.
     on_end: called once, in the background thread, when nothing more can come, with the reason.
     """
 
@@ -149,6 +150,7 @@ class GlooInLink:
         self._capacity_bytes = capacity_bytes
         self._handlers = handlers or {}
         self._on_end = on_end
+        self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._run, name=f"from-{peer_name}", daemon=True)
         self._thread.start()
@@ -196,20 +198,31 @@ class GlooInLink:
                 if frame.key.kind is Kind.GOODBYE:
                     for _, rest in posted:  # as many goodbyes are sent as receives are posted
                         rest.wait()
+                    self.said_goodbye = True
                     self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
                     return
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
                 if self._log is not None:
                     self._log.received(frame, time.monotonic())
-                if (handler := self._handlers.get(frame.key.kind)) is not None:
-                    handler(frame)
-                else:
-                    self._inbox.put(frame)
+                self._deliver(frame)
         except LinkError as error:
             self._end(error)
         except RuntimeError as error:
             self._end(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
+        except Exception as error:  # a thread that dies in silence leaves its reader waiting
+            self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
+
+    def _deliver(self, frame: Frame) -> None:
+        handler = self._handlers.get(frame.key.kind, self._inbox.put)
+        try:
+            handler(frame)
+        except LinkError:
+            raise
+        except Exception as error:
+            raise FrameError(
+                f"{frame.key} from {self.peer_name} cannot be taken: {error!r}"
+            ) from error
 
     def _end(self, reason: LinkError) -> None:
         self._inbox.put(reason)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.id_packing import IdPacking
+from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, tell_replaced
 from xcloud.models.seeding import seed_of, seeded_on
@@ -41,6 +42,7 @@ class DiscriminatorRank:
         self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing
         self._settings, self._seed, self._num_steps = settings, context.seed, context.num_steps
         self._device, self._autocast = context.device, autocast
+        self._producers = context.producers
         self._optimizer = settings.optimizer.build(network.parameters())
         self._step_sums: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
@@ -51,13 +53,18 @@ class DiscriminatorRank:
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
         sums: Counter[str] = Counter()
-        for _, payload in payloads:
-            sums.update(self._learn(payload))
+        for producer, payload in payloads:
+            try:
+                texts = self._packing.unpack(payload)
+            except FrameError as error:
+                name = dict(enumerate(self._producers)).get(producer, producer)
+                raise FrameError(f"a batch of producer {name!r} is refused: {error}") from error
+            sums.update(self._learn(texts))
         self._step_sums.update(sums)
         return sums
 
-    def _learn(self, payload: Tensor) -> dict[str, float]:
-        ids_C, counts_B, replaced_C = self._packing.unpack(payload)
+    def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
+        ids_C, counts_B, replaced_C = texts
         # Dropout follows from the batch itself, not from who consumes it, and when.
         content = zlib.crc32(ids_C.numpy().tobytes())
         dropout = seed_of(self._seed, "discriminator dropout", content)

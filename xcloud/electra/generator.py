@@ -6,6 +6,7 @@ leave. No network, no averaging.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +24,7 @@ from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.parallel.feed_parts import Fed, FeedContext
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.trainer import TrainingDiverged
 
 if TYPE_CHECKING:
     from xcloud.electra.config import Generator
@@ -80,12 +82,21 @@ class GeneratorRank:
             )
         if not settings.frozen:
             torch.autograd.backward(made.loss)
+        loss = float(made.loss.detach())
+        if not math.isfinite(loss):  # there is no word to sample, and so no id to pack
+            raise TrainingDiverged(
+                f"the loss of batch {number} of producer {self._cloud!r} is {loss}; lower its "
+                "learning rate, raise its warm-up or clip its gradients"
+            )
         inner_C = inner_rows(counts_B)
         texts = CorruptedTexts(
             made.ids_R.cpu()[inner_C], counts_B - 2, made.replaced_R.cpu()[inner_C]
         )
         payload = self._packing.pack(texts)
-        return Fed(payload, len(counts_B), len(inner_C), float(made.loss.detach()))
+        return Fed(payload, len(counts_B), len(inner_C), loss)
+
+    def replan(self, num_steps: int) -> None:
+        self._num_steps = num_steps
 
     def update(self, number: int) -> None:
         if self._optimizer is None:

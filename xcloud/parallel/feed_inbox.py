@@ -95,6 +95,11 @@ class FeedInbox:
                 for source in self._of(producer)
             )
 
+    def was_ready(self, producer: int) -> bool:
+        """All its ranks have ever said so."""
+        with self._changed:
+            return self._ready.issuperset(self._of(producer))
+
     def end_of(self, producer: int) -> str | None:
         """Why nothing more can come from it; None while something can. A producer whose ranks
         average their gradients ends with the first of them."""

@@ -47,7 +47,9 @@ class FeedContext:
 
     barrier: waits for the other ranks of the same cloud. report: one line for the user.
     num_steps: updates that this part will make, as far as is known beforehand; of a producer its
-    share of the batches. Only learning rates that fall to zero need it.
+    share of the batches, until `Producer.replan` says otherwise. Only learning rates that fall to
+    zero need it.
+    producers: names of the clouds that feed, for messages.
     """
 
     seed: int
@@ -56,6 +58,7 @@ class FeedContext:
     barrier: Callable[[], None]
     report: Callable[[str], None]
     num_steps: int
+    producers: Sequence[str] = ()
 
 
 class Producer(Protocol):
@@ -69,6 +72,10 @@ class Producer(Protocol):
         """Batch `number` (from 1) of this rank's own stream; adds the gradients of its own mean
         loss to `.grad`. The same seed and number give the same batch whatever other clouds do.
         Called for every number in turn."""
+
+    def replan(self, num_steps: int) -> None:
+        """Updates that this part will make in all, as planned now: more than its share when it
+        takes over from another. In all ranks of a cloud before the update of the same number."""
 
     def update(self, number: int) -> None:
         """Optimizer step, once the gradients of batch `number` are averaged."""
@@ -85,7 +92,8 @@ class Consumer(Protocol):
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
         """Forward and backward of (number of the producer, payload) pairs. Adds gradients of the
-        SUM of the losses to `.grad`; returns sums by the names of SUMS."""
+        SUM of the losses to `.grad`; returns sums by the names of SUMS. Raises FrameError naming
+        the producer whose payload cannot be used."""
 
     def update(self, step: int, weight: float) -> None:
         """Divide the gradients, summed over the cloud's ranks, by `weight`; optimizer step."""

@@ -10,6 +10,7 @@ producer makes nothing that was not ordered.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,11 +107,16 @@ class Source(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Make batch `number` and send it to rank `consumer` of the consumer."""
+    """Make batch `number` and send it to rank `consumer` of the consumer.
+
+    num_planned: batches that each rank of the producer will make in all, as planned now; the same
+    for all that make this number.
+    """
 
     source: Source
     number: int
     consumer: int
+    num_planned: int
 
 
 @dataclass
@@ -130,11 +136,14 @@ class Round:
 
 @dataclass
 class FeedPlan:
+    """num_batches: that the consumer will use in all; only Order.num_planned needs it."""
+
     shares: Sequence[float]
     num_lanes: Sequence[int]
     num_consumers: int
     batches_per_step: int
     feed: Feed
+    num_batches: int = 0
     state: list[State] = field(init=False)
     ordered: Counter[tuple[Source, int]] = field(default_factory=Counter)
     consumed: Counter[tuple[Source, int]] = field(default_factory=Counter)
@@ -144,8 +153,13 @@ class FeedPlan:
     _turn: list[float] = field(init=False)
     _next_slot: int = 0
     _started: bool = False
+    _num_left: int = field(init=False)  # when the shares were last dealt anew
+    _used_before: Counter[int] = field(default_factory=Counter)  # that, by producer
+    _num_skipped: int = 0
+    _told: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._num_left = self.num_batches
         self.state = [State.ABSENT] * len(self.shares)
         self._turn = [0.0] * len(self.shares)
         self._slots = [deque() for _ in range(self.num_consumers)]
@@ -265,12 +279,27 @@ class FeedPlan:
 
     def _order(self, source: Source, consumer: int) -> Order:
         self.ordered[source, consumer] += 1
-        return Order(source, self.numbers(source), consumer)
+        p, number = source.producer, self.numbers(source)
+        # Ranks that average gradients need one learning rate, whenever each is told the number.
+        num_planned = self._told.setdefault((p, number), self.expected(p))
+        if all(self.numbers(Source(p, n)) >= number for n in range(self.num_lanes[p])):
+            del self._told[p, number]
+        return Order(source, number, consumer, num_planned)
+
+    def expected(self, p: int) -> int:
+        """Batches that each rank of an active producer will have made at the end: what it gave,
+        and its share of what is left among those that feed. order=fixed: worked out anew when a
+        producer comes or goes; arrival: after every step, as shares are not kept there."""
+        is_whole = len(self.active) == len(self.shares)
+        together = 1.0 if is_whole else sum(self.shares[q] for q in self.active)
+        to_come = self._num_left * self.shares[p] / together
+        return max(1, math.ceil((self._used_before[p] + to_come) / self.num_lanes[p]))
 
     def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
         """Take in what happened in a step. Returns the producers whose state changed: (before,
         now)."""
         self.consumed.update(agreed.consumed)
+        self._num_skipped += sum(agreed.skipped.values())
         if self.feed.order == "fixed":
             for slots in self._slots:
                 for _ in range(min(self.per_consumer, len(slots))):
@@ -283,6 +312,12 @@ class FeedPlan:
                 self.state[p] = now
                 self._turn[p] = 0.0  # who comes back does not claim what it missed
                 changes[p] = (before, now)
+        if changes or self.feed.order == "arrival":
+            self._used_before = Counter()
+            for (source, _), num in self.consumed.items():
+                self._used_before[source.producer] += num
+            used = self._used_before.total() + self._num_skipped
+            self._num_left = max(0, self.num_batches - used)
         return changes
 
     def _next_state(self, p: int, agreed: Round) -> State:

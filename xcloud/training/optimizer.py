@@ -18,8 +18,9 @@ from xcloud.errors import ConfigError
 class Optimizer:
     """AdamW; the learning rate rises linearly over warmup_steps, then follows `decay`:
 
-    inverse_sqrt: lr * sqrt(warmup / step) (AB-Net's, arXiv:2010.06138); linear: to 0 at max_steps;
-    constant. clip_norm: bound on the norm of the whole model's gradient, over all clouds; 0 = off.
+    inverse_sqrt: lr * sqrt(warmup / step) (AB-Net's, arXiv:2010.06138); linear: to 0 behind
+    max_steps; constant. clip_norm: bound on the norm of the whole model's gradient, over all
+    clouds; 0 = off.
     """
 
     learning_rate: float = 5e-4
@@ -43,14 +44,16 @@ class Optimizer:
             check_number("optimizer.betas", beta, 0.0, 0.999999)
 
     def learning_rate_at(self, step: int, max_steps: int) -> float:
-        """Learning rate of update `step` (1-based)."""
+        """Learning rate of update `step` (1-based), never above the peak. With decay=linear it is
+        0 for any step behind max_steps: whoever goes on longer must say so with max_steps."""
         warmup = max(1, self.warmup_steps)
         if step < warmup:
             return self.learning_rate * step / warmup
         if self.decay == "inverse_sqrt":
             return self.learning_rate * math.sqrt(warmup / step)
         if self.decay == "linear":
-            return self.learning_rate * max(0.0, (max_steps - step + 1) / (max_steps - warmup + 1))
+            left, whole = max_steps - step + 1, max_steps - warmup + 1
+            return self.learning_rate * (left / whole) if left > 0 else 0.0
         return self.learning_rate
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
