@@ -259,6 +259,8 @@ def test_a_checkpoint_that_does_not_fit_the_task_is_refused(tmp_path: Path) -> N
     assert own.width() == 16
     with pytest.raises(ConfigError, match=r"max_length is 30, but .* has 24 positions"):
         own.weights("source", context(tmp_path, max_length=30))
+    with pytest.raises(ConfigError, match=r"max_length is 30, but .* has 24 positions"):
+        own.check_length(30)
     with pytest.raises(ConfigError, match="use the checkpoint's own tokenizer"):
         large = {"source": TokenIds(100, 0, 1, 2, 3)}
         own.weights("source", context(tmp_path, vocabularies=large))

@@ -108,6 +108,23 @@ def test_the_small_encoder_takes_the_place_of_the_packaged_one(task: str) -> Non
     assert "own 4 x 128, pretrained on public sentences" in found.headline
 
 
+@pytest.mark.parametrize(
+    ("exp", "override", "said"),
+    [
+        ("bert_split_sst2", "model.output=span", "needs model.output=sample, and it is span"),
+        ("bert_split_squad", "model.output=sample", "needs model.output=span, and it is sample"),
+    ],
+)
+def test_a_model_that_answers_another_kind_of_task_is_refused_before_a_run(
+    exp: str, override: str, said: str
+) -> None:
+    data = {"bert_split_squad": "squad_small", "bert_split_sst2": "glue_small"}[exp]
+    found = build(f"+exp={exp}", f"data={data}", "recipe=lowrank_small", override)
+
+    with pytest.raises(ConfigError, match=said):
+        found.check()
+
+
 def test_the_encoder_follows_the_tokenizer_of_the_task() -> None:
     found = build("+exp=bert_split_sst2", "task.tokenizer.name_or_path=some/encoder")
 

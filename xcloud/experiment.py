@@ -190,6 +190,11 @@ class Experiment:
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
         model cannot have."""
+        asked, given = getattr(self.task, "answers", None), getattr(self.model, "output", None)
+        if asked and given and asked != given:
+            raise ConfigError(
+                f"{self.task.describe()} needs model.output={asked}, and it is {given}"
+            )
         self.task.check()
         _ = self.borders
 

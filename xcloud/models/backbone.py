@@ -294,6 +294,11 @@ class PretrainedBackbone:
             return None
         return read_config(resolve(self.name_or_path)).config.num_layers
 
+    def check_length(self, max_length: int) -> None:
+        """Raises ConfigError if the checkpoint, where it is here, has fewer positions."""
+        if self.hidden is None:
+            _check_length(read_config(resolve(self.name_or_path)), self.name_or_path, max_length)
+
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
@@ -317,11 +322,7 @@ class PretrainedBackbone:
             raise ConfigError(
                 f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
             )
-        if max_length > config.max_positions:
-            raise ConfigError(
-                f"the task's max_length is {max_length}, but {name!r} has {config.max_positions} "
-                "positions"
-            )
+        _check_length(checkpoint, name, max_length)
         if ids is None:  # layers between the ends know no words
             return
         if ids.size > config.vocab_size or checkpoint.pad not in (None, ids.pad):
@@ -330,6 +331,14 @@ class PretrainedBackbone:
                 f"task's tokenizer has {ids.size} and pads with {ids.pad}: use the checkpoint's "
                 "own tokenizer"
             )
+
+
+def _check_length(checkpoint: Checkpoint, name: str, max_length: int) -> None:
+    if max_length > checkpoint.config.max_positions:
+        raise ConfigError(
+            f"the task's max_length is {max_length}, but {name!r} has "
+            f"{checkpoint.config.max_positions} positions"
+        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -113,10 +113,12 @@ class LowRankSplit:
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """Behind stage 0: counts and [R, K] rows, 4 K bytes a token; nothing comes back of a
         frozen bottom. In front of a head of its own: [B, H or head_rank], or as many for a row.
-        ConfigError for a layer or a rank that the backbone has not.
+        ConfigError for a layer, a rank or a length that the backbone has not.
         """
         check_stage(stage, num_stages)
         self._check_network(self.backbone.depth(), self.backbone.width())
+        if isinstance(self.backbone, PretrainedBackbone):
+            self.backbone.check_length(max_length)
         counts = BorderField("counts", (), torch.int16)
         if stage == 0:
             width = self.split.rank if self.split.is_low_rank else None

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.task import Split
+from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextPairs
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
@@ -55,6 +56,7 @@ class Classification:
     sizes: see sizes.py. cache_dir: where trained tokenizers are kept; relative to the checkout.
     """
 
+    answers: ClassVar[Answers] = "sample"
     corpus: LabelledCorpus
     name: str = "classification"
     kind: Kind = "classes"

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from xcloud.tasks.corpus.paragraphs import (
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.task import Split
+from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextPairs
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows
@@ -58,6 +59,7 @@ class QuestionAnswering:
     read the text too, as in the layout where the first and the last stage have one owner.
     """
 
+    answers: ClassVar[Answers] = "span"
     corpus: ParagraphCorpus
     name: str = "squad"
     tokenizer: TokenizerChoice = field(default_factory=lambda: PretrainedTokenizer("minilm"))

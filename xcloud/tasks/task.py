@@ -11,6 +11,8 @@ from torch import Tensor
 from xcloud.parallel.stage import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
+Answers = Literal["sample", "span"]
+"""What a task of text understanding asks for: something of each sample, or a span in it."""
 
 
 class TaskData(Protocol):
