@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+from tests.test_backbone import saved
 from tests.test_conf import CONF, composed
 from xcloud.errors import ConfigError
 from xcloud.follow_up import compose_follow_up
@@ -66,10 +67,12 @@ def test_what_a_follow_up_names_itself_is_left_as_it_is(tmp_path: Path) -> None:
     encoder = str(tmp_path / "model" / "discriminator")
     assert found.task.tokenizer.name_or_path == encoder
 
-    for other in ("task.tokenizer.name_or_path=minilm", "task.tokenizer={name_or_path: minilm}"):
+    own = tmp_path / "own"
+    saved(own, "bert", max_position_embeddings=64)
+    for other in (f"task.tokenizer.name_or_path={own}", f"task.tokenizer={{name_or_path: {own}}}"):
         found = following(tmp_path, f"['+exp=xnli_zero_shot','{other}']")
         assert found is not None
-        assert (found.task.tokenizer.name_or_path, found.seed) == ("minilm", 5)
+        assert (found.task.tokenizer.name_or_path, found.seed) == (str(own), 5)
 
 
 def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> None:
