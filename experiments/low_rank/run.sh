@@ -20,10 +20,10 @@ sweep() { # task longest-text layers ranks head-rank scored
         $few $rate=0.3 seed=1,2,3 sweep=$1_high
     python -m xcloud.report $1 $1_96
 }
-sweep sst2 40 0,2,4,5 8,16,32 8 null
+sweep sst2 40 0,1,2,3,4,5 8,16,32 8 null
 python run.py -m +exp=bert_split_sst2 task.path=$data/sst2 task.max_length=40 $common \
     model.split.layer=0,2,4 model.split.rank=112 $few $rate=0.19 seed=1,2,3 sweep=sst2_112
-sweep qnli 80 0,4 8 32 4000
+sweep qnli 80 0,2,4 8 32 4000
 
 squad="+exp=bert_split_squad profile=files task.path=$corpora/squad_v1 task.max_length=192
     task.stride=64 task.max_question=32 task.max_eval_samples=600 training.precision=bf16
