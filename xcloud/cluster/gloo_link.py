@@ -129,8 +129,8 @@ class GlooInLink:
     """Receives frames from one peer in a background thread, each at its time of delivery.
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
-    log: where to note when each message was delivered; None notes nothing.
         Whatever one raises is the link's end.
+    log: where to note when each message was delivered; None notes nothing.
     on_end: called once, in the background thread, when nothing more can come, with the reason.
     """
 
