@@ -27,6 +27,23 @@ def test_frozen_parameters_are_left_out() -> None:
     assert [p is trained for group in built.param_groups for p in group["params"]] == [True]
 
 
+def test_weight_decay_spares_biases_and_norms_and_nothing_else() -> None:
+    parts = {"words": nn.Embedding(4, 3), "layer": nn.Linear(3, 2), "norm": nn.LayerNorm(2)}
+    module = nn.ModuleDict(parts)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+
+    Optimizer(0.1, weight_decay=0.5).build(module.parameters()).step()
+
+    values = {name: p.detach().unique().tolist() for name, p in module.named_parameters()}
+    decayed = pytest.approx([1 - 0.1 * 0.5])
+    assert values == {
+        "words.weight": decayed, "layer.weight": decayed,
+        "layer.bias": [1.0], "norm.weight": [1.0], "norm.bias": [1.0],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
