@@ -46,6 +46,7 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Chain(topk=TopK(0.3), int8=BlockInt(8)), 0.5),
     (Chain(rows=TopRows(0.5), int8=BlockInt(8)), 0.75),
     (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
+    (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),
 ]
 COMPRESSORS = [compressor for compressor, _ in ERRORS]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -239,15 +240,19 @@ def test_layout_in_memory_and_autograd_make_no_difference(compressor: Compressor
     torch.testing.assert_close(seen, arrives(compressor, tensor), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(  # a RandomK sends it only if it is drawn
-    "compressor", [c for c in COMPRESSORS if not isinstance(c, RandomK)], ids=repr
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_stays_visible(compressor: Compressor, bad: float) -> None:
-    tensor = gaussian(40, 24)
-    tensor[20, 11] = bad
+@every_compressor
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_value_that_is_not_finite_stays_visible_wherever_it_stands(
+    compressor: Compressor, bad: float, dtype: torch.dtype
+) -> None:
+    for at in (0, 11, 64, 493, 949, 959):
+        tensor = gaussian(40, 24, dtype=dtype)
+        tensor.view(-1)[at] = bad
 
-    assert not arrives(compressor, tensor).isfinite().all()
+        assert not arrives(compressor, tensor).isfinite().all(), at
+    everywhere = torch.full((40, 24), bad, dtype=dtype)
+    assert not arrives(compressor, everywhere).isfinite().all()
 
 
 @pytest.mark.gpu

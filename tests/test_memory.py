@@ -232,3 +232,17 @@ def test_every_memory_keeps_the_protocol(memory: Memory) -> None:
 def test_a_setting_that_cannot_be_honoured_is_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("memory", [ErrorFeedback(), DeltaCache()], ids=repr)
+def test_a_message_that_is_not_finite_leaves_the_sample_without_a_past(memory: Memory) -> None:
+    """An update may be skipped; the sample's next message is then finite again."""
+    sender, receiver, compressor = copy.deepcopy(memory), copy.deepcopy(memory), BlockInt(8)
+    first, bad, last = (torch.randn(5, 4) for _ in range(3))
+    bad[0, 0] = torch.nan  # of sample 7
+    for tensor in (first, bad):
+        receiver.after_receive(send(sender, compressor, tensor, ROWS), ROWS)
+    value = receiver.after_receive(send(sender, compressor, last, ROWS), ROWS)
+
+    assert value.isfinite().all()
+    torch.testing.assert_close(value, last, atol=0.1, rtol=0.05)

@@ -129,6 +129,11 @@ class _SampleStore:
         return found
 
     def put(self, sample: int, tensor: Tensor) -> None:
+        """Keep the tensor; forget the sample if a value is not finite, or it would never be finite
+        again. Both ends of a channel decide alike, since they have seen the same."""
+        if not bool(tensor.isfinite().all()):
+            self._tensors.pop(sample, None)
+            return
         # A copy: a view would keep the whole message alive.
         self._tensors[sample] = tensor.to(self._dtype or tensor.dtype, copy=True)
 

@@ -124,6 +124,7 @@ class RandomK:
     this is worse than sending nothing (relative error sqrt(N/k - 1), without it sqrt(1 - k/N)),
     and error feedback then diverges. Hence the default False; True is for gradients of many
     senders that are averaged.
+    NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
 
     Wire, for N values: values [k] in the tensor's dtype; seed int64 [1] (8 bytes).
     """
@@ -158,6 +159,8 @@ class RandomK:
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _drawn(num_kept, len(values_N), seed).to(tensor.device)
         values = values_N.index_select(0, positions)
+        if len(values) and not bool(torch.stack(torch.aminmax(values_N)).isfinite().all()):
+            values[0] = torch.nan
         return (values, torch.tensor([seed], dtype=torch.int64, device=tensor.device))
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
