@@ -27,7 +27,8 @@ class ToyFeed:
     """batch_s, step_s: how long a batch of each producer and a step of the consumer takes; of one
     producer `late_s` is how long it takes to load. fail_*: producer `fail_cloud` fails (kill,
     raise) or sleeps for pause_s (sleep) at its batch fail_at, or fails as it loads (load).
-    frozen: producers learn nothing.
+    frozen: producers learn nothing. nan_at: number of a batch whose gradient is not finite in
+    every producer, and of a step whose loss is not in the consumer (0: none).
     """
 
     batch_s: dict[str, float] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class ToyFeed:
     fail_how: str = "kill"
     pause_s: float = 0.0
     frozen: bool = False
+    nan_at: int = 0
     rows: int = ROWS
     work: int = 0
 
@@ -103,7 +105,7 @@ class ToyProducer:
         values = torch.randint(0, 50, (self.model.rows, WIDTH), generator=generator)
         loss = (self.net(values / 50) - values.float().mean(1, keepdim=True) / 50).pow(2).mean()
         if not self.model.frozen:
-            loss.backward()
+            (loss * (torch.nan if number == self.model.nan_at else 1)).backward()
         # What leaves depends on the producer's own weights, as a generator's samples do.
         changed = (self.net(values / 50) > 0).flatten() & (values[:, 0] > 25)
         values[changed, 0] += 100
@@ -139,17 +141,21 @@ class ToyConsumer:
             torch.manual_seed(context.seed)
             self.module = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
         self.optimizer = torch.optim.Adam(self.module.parameters(), 0.01)
+        self.num_consumed = 0
 
     def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
         time.sleep(self.model.step_s)
         busy(self.model.work)
         sums = dict.fromkeys(("loss_sum", "weight", "samples", "tokens"), 0.0)
         sums |= dict.fromkeys(("true_positives", "false_positives", "false_negatives"), 0.0)
+        self.num_consumed += 1
         for _, payload in payloads:
             rows = payload.view(-1, WIDTH + 1).float()
             found = self.module(rows[:, :-1] / 50).flatten()
             target = rows[:, -1]
             loss = F.binary_cross_entropy_with_logits(found, target, reduction="sum")
+            if self.num_consumed == self.model.nan_at:
+                loss = loss * torch.nan
             loss.backward()
             called = found > 0
             sums["loss_sum"] += float(loss)
@@ -165,6 +171,9 @@ class ToyConsumer:
         for parameter in self.module.parameters():
             parameter.grad /= weight
         self.optimizer.step()
+
+    def skip(self, step: int) -> None:
+        pass
 
     def finish(self, run_dir: Path, lane: int) -> dict[str, float]:
         if lane == 0:

@@ -22,6 +22,7 @@ from xcloud.parallel.feed_orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.feed_parts import FeedContext
 from xcloud.parallel.feed_plan import Source
 from xcloud.reporter import Reporter
+from xcloud.training.divergence import DivergenceGuard
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
@@ -58,7 +59,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
 
-    feed(ProducerRun(part, cloud, num_lanes, "a", reporter), wiring)
+    feed(ProducerRun(part, cloud, num_lanes, "a", reporter, DivergenceGuard()), wiring)
     reporter.flush()
     told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
     assert sum(event["num_batches"] for event in told) == made

@@ -6,6 +6,7 @@ Tokens of a sample follow from its id; the model learns to give each source toke
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -96,8 +97,8 @@ class ToyTask:
 
 @dataclass(frozen=True)
 class ToyModel:
-    """fail_stage, fail_step, fail_how: raise, kill (SIGKILL to itself) or hang, to test what
-    happens then."""
+    """fail_stage, fail_step, fail_how: raise, kill (SIGKILL to itself), hang or nan (in that one
+    forward), to test what happens then."""
 
     hidden: int = 12
     dropout: float = 0.2
@@ -153,12 +154,16 @@ class ToyStage(Stage):
 
     def _compute(self, received: Message | None, batch: Batch) -> Tensor:
         rows = self.words(batch["source"].flatten()) if received is None else received["hidden"]
+        if self.model.fail_how == "nan" and self.num_forwards == self.model.fail_step:
+            rows = rows * (torch.nan if self.model.fail_stage == self.stage else 1)
         return self.layer(F.dropout(rows, self.model.dropout, self.training))
 
     def _fail_if_asked(self) -> None:
         self.num_forwards += 1
         time.sleep(self.model.step_s)
         if self.model.fail_stage != self.stage or self.num_forwards < self.model.fail_step:
+            return
+        if self.model.fail_how == "nan":
             return
         if self.model.fail_how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -216,6 +221,18 @@ class ToyModelThatPrepares(ToyModel):
             time.sleep(self.prepare_s)
         with torch.random.fork_rng(devices=[]):
             return ToyStageWithStart(self, stage, num_stages)
+
+
+@dataclass(frozen=True)
+class ToyModelOnAFullDisk(ToyModel):
+    """From its building on, this process can write no file beyond max_bytes."""
+
+    max_bytes: int = 4000
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        limits = (self.max_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return super().build_stage(stage, num_stages, context)
 
 
 class ToyStageWithStart(ToyStage):

@@ -54,7 +54,7 @@ class RunCurves:
 
 
 def read_curves(path: Path) -> RunCurves:
-    """The curves of a run that is over, from its events.jsonl; empty without that file."""
+    """The curves of a run that is over, from its event log; empty without that file."""
     curves, events = RunCurves(), EventReader(path).poll()
     # Ranks that only feed others have no steps.
     stepping = (event["rank"] for event in events if event["event"] == "step")

@@ -7,6 +7,7 @@ XcloudError
 │   ├── LinkTimeout   the peer stayed silent longer than this link can explain
 │   ├── LinkClosed    the peer is gone
 │   └── FrameError    what arrived is not the frame that was expected
+├── TrainingDiverged  a loss or gradient is not finite; parameters are as before that update
 └── RunFailed         a run ended before its time; the message names the first cause
 """
 
@@ -37,6 +38,10 @@ class LinkClosed(LinkError):
 
 class FrameError(LinkError):
     """What arrived is not the frame that was expected."""
+
+
+class TrainingDiverged(XcloudError):
+    """A loss or gradient is not finite; parameters are as before that update."""
 
 
 class RunFailed(XcloudError):

@@ -55,7 +55,8 @@ class Evaluator:
         if lanes.leader == self._rank:
             values = self._data.score(split, predictions)
             samples = self._data.sample_outputs(split, predictions, 5)
-            self._samples_file.write_text(samples, encoding="utf-8")
+            with self._reporter.may_lose(SAMPLES_FILE):
+                self._samples_file.write_text(samples, encoding="utf-8")
             self._reporter.event(
                 "quality",
                 now=True,

@@ -2,7 +2,8 @@
 Not a place for statistics over steps (summary.py) or for showing anything.
 
 One JSON object a line in `events.jsonl`, append only; all have "event", "rank", "cloud", "t":
-start, note, phase, step, timeline, quality, finish; in one-way jobs also fed, producer.
+start, note, phase, step, skipped_update, lost_file, timeline,
+quality, finish; in one-way jobs also fed, producer.
 Rank 0 writes it for all ranks, the parent follows.
 A step is complete when every rank has reported it.
 """
@@ -15,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+LOST_LINES_FILE = "events.lost.json"  # what could not be written there; only where something was
 
 Event = dict[str, Any]
 

@@ -7,13 +7,16 @@ after a run on several machines, put the parts into one `model` folder.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from xcloud.errors import DataError
+from xcloud.errors import DataError, RunFailed
 from xcloud.tasks.task import TaskData
 
 MODEL_DIR = "model"
@@ -21,16 +24,30 @@ MODEL_DIR = "model"
 
 def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -> Path:
     """Write a stage's weights, and what turns text into its ids and back."""
-    folder = run_dir / MODEL_DIR
-    folder.mkdir(exist_ok=True)
-    data.save_tokenizers(folder)
-    path = folder / f"stage{stage}.safetensors"
+    path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()
     }
     architecture = json.dumps(getattr(module, "architecture", None))
-    save_file(tensors, path, metadata={"architecture": architecture})
+    with exporting(run_dir):
+        path.parent.mkdir(exist_ok=True)
+        data.save_tokenizers(path.parent)
+        save_file(tensors, path, metadata={"architecture": architecture})
     return path
+
+
+@contextmanager
+def exporting(run_dir: Path) -> Iterator[None]:
+    """Unlike a log, a model that cannot be written fails the run. Raises RunFailed that names the
+    disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free_mb = shutil.disk_usage(run_dir).free / 1e6
+        raise RunFailed(
+            f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}; the disk "
+            f"of that folder has {free_mb:,.0f} MB free"
+        ) from error
 
 
 def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Path]:

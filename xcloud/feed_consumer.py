@@ -27,7 +27,7 @@ from xcloud.parallel.feed_inbox import Arrived, FeedInbox
 from xcloud.parallel.feed_parts import SUMS, Consumer
 from xcloud.parallel.feed_plan import FeedPlan, Order, Round, Source, State
 from xcloud.reporter import Reporter
-from xcloud.training.trainer import TrainingDiverged
+from xcloud.training.divergence import DivergenceGuard
 
 GO_ON_FILE = "go_on"
 _POLL_S = 0.2
@@ -96,6 +96,8 @@ class ConsumerRun:
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
         self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
         self._buffer = GradientBuffer(part.module.parameters())
+        training = experiment.training
+        self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         self._clock = StepClock()
         self._names = layout.producers
         self._taken: Counter[int] = Counter()  # since a producer last came or went
@@ -121,14 +123,19 @@ class ConsumerRun:
             while not (sums := self._attempt())["weight"]:
                 if not self.plan.has_started:
                     self._clock.begin_step(step)  # waiting for the first is no part of a step
+            # Of sums over the ranks of the consumer, so they decide alike.
+            is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
+            what = f"the loss or gradient of step {step} of the consumer"
+            is_skipped = self._guard.skips(what, is_finite)
             with self._clock.during("optimizer"):
-                self._part.update(step, sums["weight"])
-            if not math.isfinite(sums["loss_sum"]):
-                raise TrainingDiverged(
-                    f"the loss of step {step} is {sums['loss_sum']}; lower the consumer's "
-                    "learning rate, raise its warm-up or clip its gradients"
-                )
-            self._report(sums)
+                if is_skipped:
+                    self._part.skip(step)
+                else:
+                    self._part.update(step, sums["weight"])
+            self._report(sums, is_skipped)
+            if is_skipped and self._leads:
+                self._reporter.event("skipped_update", step=step)
+                self._reporter.note(self._guard.note(what))
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
@@ -341,8 +348,9 @@ class ConsumerRun:
             wanted = self.feed.min_producers or len(self._names)
             self._reporter.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
 
-    def _report(self, sums: dict[str, float]) -> None:
-        """The step's event of this rank; the first rank tells the sums."""
+    def _report(self, sums: dict[str, float], is_skipped: bool) -> None:
+        """The step's event of this rank; the first rank tells the sums, but not of a skipped
+        update, where they need not be numbers."""
         clock, crosses = self._clock, self.layout.crosses_clouds
         taken: Counter[str] = Counter()
         fed_bytes: Counter[str] = Counter()
@@ -370,6 +378,7 @@ class ConsumerRun:
         self._other_bytes = other
         if self._leads:
             event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
+        if self._leads and not is_skipped:
             event["loss"] = sums["loss_sum"] / sums["weight"]
             event["counts"] = {name: sums[name] for name in COUNTS}
             event["values"] = precision_recall(sums)

@@ -17,19 +17,25 @@ from xcloud.feed_summary import FeedStatistics
 from xcloud.parallel.feed_parts import FeedModel
 from xcloud.parallel.feed_plan import Feed
 from xcloud.tracking import Tracker
+from xcloud.training.divergence import OnDivergence, check_divergence_settings
 
 
 @dataclass(frozen=True)
 class FeedTraining:
     """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
-    all ranks of the consumer; how large a batch is, the model says."""
+    all ranks of the consumer; how large a batch is, the model says.
+    on_divergence, max_skips_in_a_row: as of a pipeline's Training, for the consumer's updates and
+    each producer's own. A producer whose forward is not finite has no batch to send: it stops."""
 
     max_steps: int
     batches_per_step: int
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: int = 10
 
     def __post_init__(self) -> None:
         check_int("training.max_steps", self.max_steps, 1)
         check_int("training.batches_per_step", self.batches_per_step, 1)
+        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
 
 
 @dataclass(frozen=True)

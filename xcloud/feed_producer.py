@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 
@@ -17,22 +18,30 @@ from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_orders import NOBODY
 from xcloud.parallel.feed_parts import Fed, Producer
 from xcloud.reporter import FLUSH_EVERY_S, Reporter
-from xcloud.training.trainer import TrainingDiverged
+from xcloud.training.divergence import DivergenceGuard
 
 
 class ProducerRun:
     """One producer's rank; `produce` and `learn` for every number in turn."""
 
     def __init__(
-        self, part: Producer, cloud: CloudGroup, num_lanes: int, name: str, reporter: Reporter
+        self,
+        part: Producer,
+        cloud: CloudGroup,
+        num_lanes: int,
+        name: str,
+        reporter: Reporter,
+        guard: DivergenceGuard,
     ) -> None:
+        self._guard = guard
         self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
         self._buffer = None if module is None else GradientBuffer(module.parameters())
         self.clock = StepClock()
         self._told_at_s = time.monotonic()
-        self._losses: list[float] = []
+        self._losses: list[float] = []  # of the batches learned from
+        self._num_made = 0
         self._num_planned = 0  # not told yet
         self._samples = self._tokens = 0
 
@@ -68,14 +77,20 @@ class ProducerRun:
                 summed = self._buffer.sum_over(self._cloud.group, torch.tensor(fed.loss))
                 self._buffer.scale(1.0 / self._num_lanes)
                 loss = float(summed) / self._num_lanes
-            with self.clock.during("optimizer"):
-                self._part.update(number)
-        if not math.isfinite(loss):
-            raise TrainingDiverged(
-                f"the loss of batch {number} of producer {self.name!r} is {loss}; lower its "
-                "learning rate, raise its warm-up or clip its gradients"
-            )
-        self._losses.append(loss)
+            is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
+        else:
+            is_finite = math.isfinite(loss)
+        what = f"the loss or gradient of batch {number} of producer {self.name!r}"
+        if self._guard.skips(what, is_finite):
+            if self._cloud.lane == 0:
+                self._reporter.event("skipped_update", cloud=self.name, step=number)
+                self._reporter.note(self._guard.note(what))
+        else:
+            if self._buffer is not None:
+                with self.clock.during("optimizer"):
+                    self._part.update(number)
+            self._losses.append(loss)
+        self._num_made += 1
         self._samples += fed.num_samples
         self._tokens += fed.num_tokens
         if time.monotonic() - self._told_at_s > FLUSH_EVERY_S:
@@ -83,20 +98,23 @@ class ProducerRun:
 
     def tell(self) -> None:
         """What was made since the last time: one line for many batches, as it crosses the link."""
-        if not self._losses:
+        if not self._num_made:
             return
+        loss: dict[str, Any] = {}
+        if self._losses:
+            loss = {"loss": round(sum(self._losses) / len(self._losses), 6)}
         self._reporter.event(
             "fed",
             cloud=self.name,
-            num_batches=len(self._losses),
-            loss=round(sum(self._losses) / len(self._losses), 6),
+            num_batches=self._num_made,
+            **loss,
             samples=self._samples,
             tokens=self._tokens,
             **{kind: round(getattr(self.clock, kind), 6) for kind in TIMES},
         )
         self.clock.begin_step(0)  # start counting anew
         self._told_at_s = time.monotonic()
-        self._losses, self._samples, self._tokens = [], 0, 0
+        self._losses, self._num_made, self._samples, self._tokens = [], 0, 0, 0
 
 
 def feed(run: ProducerRun, wiring: ProducerWiring) -> None:

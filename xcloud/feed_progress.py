@@ -25,7 +25,8 @@ class FeedProgressLine(ProgressLine):
             self._taken.update(event["taken"])
             self._line_s.update(event["line_s"])
         elif event["event"] == "fed":
-            self._losses[event["cloud"]] = event["loss"]
+            if "loss" in event:
+                self._losses[event["cloud"]] = event["loss"]
         super().show(event)
 
     def update(self, totals: StepTotals) -> None:

@@ -56,7 +56,8 @@ class FeedStatistics(RunStatistics):
         self._tokens = 0.0
         self._step_time_s = 0.0
         self._made: Counter[str] = Counter()
-        self._loss: dict[str, float] = {}
+        self._loss: dict[str, float | None] = {}
+        self._skipped_updates: Counter[str] = Counter()
         self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
         self._pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
         self._states: dict[str, Counter[str]] = {name: Counter() for name in shares}
@@ -76,7 +77,7 @@ class FeedStatistics(RunStatistics):
         elif kind == "fed":
             name = event["cloud"]
             self._made[name] += event["num_batches"]
-            self._loss[name] = event["loss"]
+            self._loss[name] = event.get("loss", self._loss.get(name))  # none: all were skipped
             for time in TIMES:
                 add_to(self._pending[time], {name: event.get(time, 0.0)})
                 add_to(self._seconds[time], {name: event.get(time, 0.0)})
@@ -86,6 +87,13 @@ class FeedStatistics(RunStatistics):
         elif kind == "finish":
             self._num_finished[event["cloud"]] += 1
         return super().feed(event)
+
+    def _count_skipped(self, event: Event) -> None:
+        """A producer's own update, or the consumer's, which is the run's."""
+        if event["cloud"] in self._num_lanes:
+            self._skipped_updates[event["cloud"]] += 1
+        else:
+            super()._count_skipped(event)
 
     def _count(self, totals: StepTotals) -> None:
         # Every producer in every step, so that means and curves have one figure for each.
@@ -125,6 +133,7 @@ class FeedStatistics(RunStatistics):
                     "num_batches": self._taken[name],
                     "num_made": self._made[name],
                     "num_skipped": self._skipped[name],
+                    "num_skipped_updates": self._skipped_updates[name],
                     "loss": self._loss.get(name),
                     "compute_s_per_batch": self._per_batch("compute_s", name),
                     "waiting_s_per_batch": self._per_batch("waiting_s", name),

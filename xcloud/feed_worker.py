@@ -13,6 +13,8 @@ import torch
 
 from xcloud.cluster.feed_layout import FeedPlacement
 from xcloud.errors import LinkError
+from xcloud.events import EVENTS_FILE
+from xcloud.export import exporting
 from xcloud.feed_consumer import ConsumerRun, LocalFeeding
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun, feed
@@ -22,6 +24,7 @@ from xcloud.parallel.feed_parts import FeedContext
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.wire_audit import write_rank_audit
+from xcloud.training.divergence import DivergenceGuard
 
 CLOSE_TIMEOUT_S = 60.0  # of silence; a producer whose batches take longer has slow_after_s
 LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for so long is waited for
@@ -53,12 +56,15 @@ def _produce(
             placement.producer, placement.cloud, placement.lane, placement.num_lanes,
             _context(experiment, device, wiring.cloud, reporter, batches),
         )  # fmt: skip
-        run = ProducerRun(part, wiring.cloud, placement.num_lanes, placement.cloud, reporter)
+        run = ProducerRun(
+            part, wiring.cloud, placement.num_lanes, placement.cloud, reporter, _guard(experiment)
+        )
         ready_file(run_dir, rank).touch()
         wiring.say_ready()
         feed(run, wiring)
         reporter.flush()
-        part.finish(run_dir, placement.lane)
+        with exporting(run_dir):
+            part.finish(run_dir, placement.lane)
         reporter.event("finish")
     except BaseException:
         _last_words(reporter)
@@ -73,7 +79,7 @@ def _consume(
     experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
 ) -> None:
     rank = placement.rank
-    events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
+    events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     wiring = _wirer(experiment, rank, run_dir).consumer(
         events.append_frame if events is not None else lambda frame: None
     )
@@ -83,6 +89,8 @@ def _consume(
         _train(experiment, wiring, placement, run_dir, device, reporter)
     except BaseException:
         _last_words(reporter)
+        if events is not None:
+            events.close()
         _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
         raise
     reporter.flush()
@@ -94,6 +102,8 @@ def _consume(
                 f"producer {name} did not come to its end; if it learns, its model is not "
                 f"exported ({reason})"
             )
+    if events is not None:
+        events.close()
     _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
 
 
@@ -133,7 +143,8 @@ def _train(
     if leads:
         reporter.event("phase", now=True, name="evaluation")
     started = time.perf_counter()
-    quality = dict(part.finish(run_dir, lane))
+    with exporting(run_dir):
+        quality = dict(part.finish(run_dir, lane))
     if leads and quality:
         reporter.event(
             "quality",
@@ -151,7 +162,8 @@ def _train(
 def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> None:
     """Producers and consumer in turn, in this one process."""
     layout, model = experiment.cluster, experiment.model
-    reporter = Reporter(0, layout.consumer, EventFile(run_dir / "events.jsonl").append)
+    events = EventFile(run_dir / EVENTS_FILE)
+    reporter = Reporter(0, layout.consumer, events.append)
     alone = CloudGroup(None, 0, 0)
     try:
         parts, producers = [], []
@@ -159,17 +171,24 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
             batches = _batches_of(experiment, index)
             context = _context(experiment, device, alone, reporter, batches)
             parts.append(model.producer(index, name, 0, 1, context))
-            producers.append(ProducerRun(parts[-1], alone, 1, name, reporter))
+            producers.append(ProducerRun(parts[-1], alone, 1, name, reporter, _guard(experiment)))
         feeding = LocalFeeding(producers, model.max_payload_bytes)
         place = FeedPlacement(0, layout.consumer, None, 0, 1)
         _train(experiment, feeding, place, run_dir, device, reporter)
         for part, producer in zip(parts, producers, strict=True):
             producer.tell()
-            part.finish(run_dir, 0)
+            with exporting(run_dir):
+                part.finish(run_dir, 0)
             reporter.event("finish", cloud=producer.name)
     finally:
         reporter.flush()
+        events.close()
         write_rank_audit(run_dir, 0, layout, [], reporter.contents)
+
+
+def _guard(experiment: FeedExperiment) -> DivergenceGuard:
+    training = experiment.training
+    return DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
 
 
 def _wirer(experiment: FeedExperiment, rank: int, run_dir: Path) -> FeedWirer:

@@ -1,12 +1,13 @@
 """Follows a run from outside its ranks: progress line, tracker, summary.json, the final table.
 
 On one machine the process that started the ranks does this; on several, rank 0's machine starts
-it as a command of its own (python -m xcloud.monitor RUN_DIR --parent PID). Both read events.jsonl.
+it as a command of its own (python -m xcloud.monitor RUN_DIR --parent PID). Both read its events.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 from xcloud.curves import RunCurves
 from xcloud.errors import XcloudError
 from xcloud.evaluation import SAMPLES_FILE
-from xcloud.events import EventReader
+from xcloud.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
 from xcloud.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.export import MODEL_DIR
 from xcloud.job import Job
@@ -31,7 +32,6 @@ from xcloud.summary import write_summary
 from xcloud.timeline import timeline_of, write_trace
 from xcloud.tracked_values import quality_metrics, step_metrics
 
-EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 TRACE_FILE = "timeline.json"
 RECORD_WITHIN_S = 10.0
@@ -50,6 +50,8 @@ class Monitor:
         self._progress = experiment.new_progress()
         self._curves = RunCurves()
         self._commit = commit()
+        self._num_malformed = 0
+        self._shows = True
         self.finished_ranks: set[int] = set()
 
     def start(self) -> None:
@@ -69,29 +71,56 @@ class Monitor:
     def poll(self) -> bool:
         """Take in what the ranks have said since the last time. Returns whether they have ever
         said anything, which they do once all have met."""
-        tracker = self.experiment.tracker
         for event in self._reader.poll():
-            if event["event"] == "quality" and (self.run_dir / SAMPLES_FILE).is_file():
-                # Never in the event: a report may leave the cloud that the samples belong to.
-                event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
-            self._progress.show(event)
-            totals = self._statistics.feed(event)
-            self._curves.feed(event, totals)
-            if totals is not None:
-                self._progress.update(totals)
-                tracker.log(step_metrics(totals), totals.step)
-            if event["event"] == "quality":
-                tracker.log(quality_metrics(event), event["step"])
-            elif event["event"] == "finish":
-                self.finished_ranks.add(event["rank"])
+            try:
+                self._take(event)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # Another cloud wrote it, or half of it was lost: it must not end this run.
+                self._num_malformed += 1
+                if self._num_malformed == 1:
+                    log.warning("passed over a malformed event (%r): %.200r", error, event)
             self._heard = True
         return self._heard
+
+    def _take(self, event: Event) -> None:
+        tracker = self.experiment.tracker
+        if event["event"] == "quality":
+            # Never in the event: a report may leave the cloud that the samples belong to.
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+        totals = self._statistics.feed(event)
+        self._curves.feed(event, totals)
+        if event["event"] == "finish":
+            self.finished_ranks.add(event["rank"])
+        if totals is not None:
+            tracker.log(step_metrics(totals), totals.step)
+        if event["event"] == "quality":
+            tracker.log(quality_metrics(event), event["step"])
+        if self._shows:
+            try:
+                self._progress.show(event)
+                if totals is not None:
+                    self._progress.update(totals)
+            except OSError as error:
+                self._shows = False
+                log.warning("the progress cannot be shown any more: %s", error)
+
+    def lost_lines(self) -> int:
+        """Event lines that could not be written. Ranks whose "finish" was one have finished."""
+        try:
+            lost = json.loads((self.run_dir / LOST_LINES_FILE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return 0
+        self.finished_ranks.update(lost["finished_ranks"])
+        return int(lost["lines"])
 
     def finish(self, cause: str | None) -> dict[str, Any]:
         """Write summary.json, end the tracker's run, print the table. cause: why it failed."""
         self.poll()
-        self._progress.close()
+        with contextlib.suppress(OSError):
+            self._progress.close()
         experiment, tracker = self.experiment, self.experiment.tracker
+        pictures = self._draw()
         summary = self._statistics.summary(
             name=experiment.name,
             status="finished" if cause is None else "failed",
@@ -103,13 +132,17 @@ class Monitor:
         summary["compression"] = experiment.compression_in_force
         summary["link"] = experiment.cluster.describe()
         summary["defences"] = experiment.defences_in_force
+        summary["lost_event_lines"] = self.lost_lines() + self._num_malformed
         summary |= self._audit_wire()
         if cause is None:
             summary |= self._measure_leaks()
         summary_path = self.run_dir / SUMMARY_FILE
-        write_summary(summary_path, summary)
+        try:
+            write_summary(summary_path, summary)
+        except OSError as error:
+            log.error("%s could not be written: %s", summary_path, error)
         files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE)
-        kept = [self.run_dir / name for name in files] + self._draw()
+        kept = [self.run_dir / name for name in files] + pictures
         for path in kept:
             if path.exists():
                 tracker.artifact(path)
@@ -162,6 +195,7 @@ class Monitor:
             title += f"link: {facts['link']}, compression: {facts['compression']}"
             written += write_pictures(self.run_dir, self._curves, timeline, title)
         except Exception as error:
+            self._statistics.lost_files.append("pictures")
             log.warning("%s is without all its pictures: %r", self.run_dir, error)
         return written
 
@@ -174,9 +208,9 @@ def monitor_of(run_dir: Path, file: Path) -> Monitor:
 def first_failure(run_dir: Path, rank: int) -> str:
     """Why a run on several machines ended, as far as this machine knows."""
     for path in sorted(run_dir.glob("rank*.error.json")):
-        return (
-            f"{path.name.removesuffix('.error.json')}: {json.loads(path.read_text())['message']}"
-        )
+        with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
+            message = json.loads(path.read_text())["message"]
+            return f"{path.name.removesuffix('.error.json')}: {message}"
     return f"the run ended before rank {rank} had finished"
 
 
@@ -193,6 +227,7 @@ def main() -> int:
     essential = monitor.experiment.essential_ranks
     while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
         monitor.poll()
+        monitor.lost_lines()
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
@@ -202,6 +237,7 @@ def main() -> int:
             break
         time.sleep(0.1)
     monitor.poll()
+    monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
     monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
     print(arguments.run_dir / SUMMARY_FILE)

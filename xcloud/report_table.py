@@ -100,6 +100,12 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "final loss", _number(summary["final_loss"], ".4f"), ""
     left_out = summary.get("num_warmup_steps_left_out")
     remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    if num_skipped := summary.get("num_skipped_updates"):
+        yield "updates skipped", str(num_skipped), "loss or gradient not finite"
+    if lost := summary.get("lost_event_lines"):
+        yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if lost_files := summary.get("lost_files"):
+        yield "files lost", str(len(lost_files)), ", ".join(lost_files)
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"

@@ -1,34 +1,90 @@
-"""What a rank has to say, as JSON lines on their way to rank 0's events.jsonl. No formatting."""
+"""What a rank has to say, as JSON lines on their way to rank 0's events.jsonl, and what
+is done where that file cannot be written. No formatting."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from xcloud.cluster.frame import Frame
+from xcloud.events import LOST_LINES_FILE
 
 FLUSH_EVERY_S = 1.0
 _MAX_CHUNK_BYTES = 1 << 17
 
+log = logging.getLogger(__name__)
+
 
 class EventFile:
-    """Appends whole lines; used by several threads of rank 0."""
+    """Appends whole lines; used by several threads of rank 0.
+
+    Nothing here stops a run: lines that cannot be written (a full disk) are lost, which is said
+    once on stderr and counted; later lines are tried again. `close()` leaves the count, and the
+    ranks whose "finish" was among them, in events.lost.json.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
+        self._path = path
         self._file = open(path, "ab", buffering=0)
+        self._is_torn = False  # the file ends inside a line
+        self._lost_finish: list[int] = []
+        self.num_lost_lines = 0
+        path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
 
     def append(self, lines: bytes) -> None:
         with self._lock:
-            self._file.write(lines)
+            # A torn line gets an end of its own, or it would spoil the next one too.
+            data = b"\n" + lines if self._is_torn else lines
+            num_written = 0
+            try:
+                while num_written < len(data):
+                    num_new = self._file.write(data[num_written:])  # may be a part
+                    if not num_new:
+                        raise OSError("nothing could be written")
+                    num_written += num_new
+            except (OSError, ValueError) as error:  # ValueError: closed, at the end of a rank
+                self._lose(data[data.rfind(b"\n", 0, num_written) + 1 :], error)
+            if num_written:
+                self._is_torn = data[num_written - 1 : num_written] != b"\n"
 
     def append_frame(self, frame: Frame) -> None:
         """Another rank's lines, as they came over the link."""
         self.append(frame.parts[0].numpy().tobytes())
+
+    def close(self) -> None:
+        """Say what was lost, if anything."""
+        with self._lock:
+            self._file.close()
+            if not self.num_lost_lines:
+                return
+            lost = {"lines": self.num_lost_lines, "finished_ranks": self._lost_finish}
+            path = self._path.with_name(LOST_LINES_FILE)
+            try:
+                path.write_text(json.dumps(lost), encoding="utf-8")
+            except OSError as error:
+                log.warning("%d lines of %s are lost (%s)", self.num_lost_lines, self._path, error)
+
+    def _lose(self, data: bytes, error: Exception) -> None:
+        lost = [line for line in data.split(b"\n") if line]
+        if not self.num_lost_lines:
+            log.warning(
+                "cannot write to %s (%s); the run goes on, its lines are lost until this is "
+                "repaired: is there space on that disk?", self._path, error
+            )  # fmt: skip
+        self.num_lost_lines += len(lost)
+        for line in lost:
+            if b'"event":"finish"' in line:
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
+                    self._lost_finish.append(int(json.loads(line)["rank"]))
 
 
 class Reporter:
@@ -60,6 +116,15 @@ class Reporter:
 
     def note(self, text: str) -> None:
         self.event("note", now=True, text=text)
+
+    @contextlib.contextmanager
+    def may_lose(self, name: str) -> Iterator[None]:
+        """For writing a file that a full disk may cost, but never the run: a warning, counted."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            log.warning("%s could not be written: %s", name, error)
+            self.event("lost_file", name=name)
 
     def flush(self) -> None:
         chunk = b""

@@ -14,6 +14,9 @@ How the figures are made:
   FP32 bytes are those of the uncut model's tensor. `total` joins the kinds of traffic that carry
   tensors (those with a FP32 size); ids, lengths and the like would be the same uncompressed, and
   stand apart under `wan_bytes_per_step.other`.
+- `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
+  They are steps in every figure but those of the loss.
+- `lost_event_lines`, `lost_files`: what a full disk has cost; figures are of the other lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; where it
   does not say, bits sent / (bandwidth * time in steps); null when neither is known.
 """
@@ -45,6 +48,8 @@ class RunStatistics:
         """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
         self.final_loss: float | None = None
+        self.num_skipped_updates = 0
+        self.lost_files: list[str] = []
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
         # How many first steps to leave out is known at the end: the first three stay apart.
@@ -64,6 +69,10 @@ class RunStatistics:
         if (at_s := event.get("t")) is not None:
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
             self._last_event_at_s = at_s
+        if event["event"] == "skipped_update":
+            self._count_skipped(event)
+        if event["event"] == "lost_file":
+            self.lost_files.append(str(event["name"]))
         if event["event"] == "quality":
             self._quality[event["split"]] = event
         totals = self._collector.feed(event)
@@ -108,10 +117,12 @@ class RunStatistics:
             "samples_per_s": _ratio(timed.samples or None, timed.step_s),
             "tokens_per_s": _ratio(tokens or None, timed.step_s),
             "num_steps": self.num_steps,
+            "num_skipped_updates": self.num_skipped_updates,
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
             "dev_quality": self._quality_of("dev"),
+            "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
             "started_at": self._started_at(),
             "wall_s": self._wall_s(),
@@ -120,6 +131,9 @@ class RunStatistics:
         if cause is not None:
             summary["cause"] = cause
         return summary
+
+    def _count_skipped(self, event: Event) -> None:
+        self.num_skipped_updates += 1
 
     def _count(self, totals: StepTotals) -> None:
         if totals.loss is not None:

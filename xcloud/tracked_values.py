@@ -57,6 +57,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         metrics[name] = summary.get(name)
     for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
         metrics[name] = summary.get(name)
+    metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
     for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
             metrics[f"{name}_{part}"] = value

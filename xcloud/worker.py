@@ -28,6 +28,7 @@ import torch.distributed as dist
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
+from xcloud.events import EVENTS_FILE
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, read_job
 from xcloud.export import export_stage
 from xcloud.feed_experiment import FeedExperiment
@@ -39,7 +40,7 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
-from xcloud.security.observer import Observer
+from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.tasks.task import TaskData
 from xcloud.training.batch_plan import BatchPlan
@@ -70,7 +71,7 @@ def run(experiment: Job, rank: int, run_dir: Path) -> None:
         record_from=max(1, experiment.training.max_steps - KEEP_STEPS + 1),
         slowdown=layout.clouds[placement.cloud].slowdown,
     )
-    events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
+    events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
 
     wiring = wire(
         rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
@@ -91,10 +92,14 @@ def run(experiment: Job, rank: int, run_dir: Path) -> None:
         with contextlib.suppress(LinkError):
             reporter.flush()
             time.sleep(LAST_WORDS_S)
+        if events is not None:
+            events.close()
         write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
         raise
     reporter.flush()
     wiring.close(CLOSE_TIMEOUT_S)
+    if events is not None:
+        events.close()
     write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
 
 
@@ -164,12 +169,16 @@ def _train(
     for step in range(1, experiment.training.max_steps + 1):
         report = trainer.update(step)
         reporter.event("step", **meter.describe(report))
+        if report.skipped is not None and rank == 0:  # every rank knows
+            reporter.event("skipped_update", step=step)
+            reporter.note(report.skipped)
         every = experiment.training.evaluate_every
         if every and step % every == 0:
             evaluator.evaluate("dev", step)
             meter.forget()
     if observer is not None:
-        observer.write(run_dir)
+        with reporter.may_lose(OBSERVATIONS_DIR):
+            observer.write(run_dir)
     report_typical_step(clock, layout.num_ranks, reporter)
 
     # 4. Evaluate through the same link, export, say goodbye.
@@ -265,8 +274,11 @@ def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     expected = isinstance(error, XcloudError)
     message = text if expected else f"{type(error).__name__}: {text}"
     failure = {"message": message.strip(), "peer_lost": peer_lost, "expected": expected}
-    (run_dir / f"rank{rank}.error.json").write_text(json.dumps(failure))
-    traceback.print_exception(error)
+    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
+    with contextlib.suppress(OSError):
+        (run_dir / f"rank{rank}.error.json").write_text(json.dumps(failure))
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
     return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
 
 
@@ -304,11 +316,14 @@ def main() -> None:
         if monitor is not None:
             monitor.wait(CLOSE_TIMEOUT_S)
     except BaseException as error:
+        code = EXIT_FAILED
         code = _write_failure(run_dir, rank, error)
-    # Background threads of a failed rank may sit in a receive for ever: do not wait for them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # Background threads of a failed rank may sit in a receive for ever: do not wait for them.
+        os._exit(code)
 
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:

@@ -101,6 +101,9 @@ class DiscriminatorRank:
         self._recent.append(self._step_sums)
         self._step_sums = Counter()
 
+    def skip(self, step: int) -> None:
+        self._step_sums = Counter()
+
     def finish(self, run_dir: Path, lane: int) -> Mapping[str, float]:
         """model/discriminator, a checkpoint with its tokenizer; and, of this rank's share of the
         last steps, how well replaced tokens were told: percent, and nats a token.

@@ -24,7 +24,7 @@ from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.parallel.feed_parts import Fed, FeedContext
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
-from xcloud.training.trainer import TrainingDiverged
+from xcloud.training.divergence import diverged
 
 if TYPE_CHECKING:
     from xcloud.electra.config import Generator
@@ -83,10 +83,10 @@ class GeneratorRank:
         if not settings.frozen:
             torch.autograd.backward(made.loss)
         loss = float(made.loss.detach())
-        if not math.isfinite(loss):  # there is no word to sample, and so no id to pack
-            raise TrainingDiverged(
-                f"the loss of batch {number} of producer {self._cloud!r} is {loss}; lower its "
-                "learning rate, raise its warm-up or clip its gradients"
+        if not math.isfinite(loss):
+            raise diverged(
+                f"the loss of batch {number} of producer {self._cloud!r} is {loss}",
+                "the batch cannot be skipped: there is no word to sample, so nothing to send",
             )
         inner_C = inner_rows(counts_B)
         texts = CorruptedTexts(

@@ -45,7 +45,9 @@ class Control:
             mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 mine[stage] = value
-            self.out[0].send(key, (mine,), ("squared gradient norm of each stage",))
+            self.out[0].send(
+                key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
+            )
             return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
         collected = dict(values)
         for leader in others:

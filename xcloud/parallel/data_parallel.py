@@ -42,6 +42,11 @@ class GradientBuffer:
             dist.all_reduce(self.flat, group=group)
         return self.flat[-1].clone()
 
+    def is_finite(self) -> bool:
+        """Of all gradients and the loss, after `sum_over`."""
+        low, high = torch.aminmax(self.flat)  # one pass; NaN anywhere makes both NaN
+        return bool(low.isfinite() & high.isfinite())
+
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
         norm = torch.linalg.vector_norm(self.flat[:-1], dtype=torch.float64)

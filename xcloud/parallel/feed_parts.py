@@ -98,6 +98,10 @@ class Consumer(Protocol):
     def update(self, step: int, weight: float) -> None:
         """Divide the gradients, summed over the cloud's ranks, by `weight`; optimizer step."""
 
+    def skip(self, step: int) -> None:
+        """In place of `update`: the step's loss or gradient is not finite in some rank. Forget
+        what `consume` noted of it; parameters stay."""
+
     def finish(self, run_dir: Path, lane: int) -> Mapping[str, float]:
         """After the last step, in every rank: export (lane 0), evaluate. Lane 0's quality counts;
         an empty one is not reported."""

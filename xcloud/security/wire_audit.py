@@ -11,7 +11,9 @@ in one folder; of a run on several machines put them together first and run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 
 AUDIT_FILE = "wire_audit.json"
+
+log = logging.getLogger(__name__)
 _DIRECTION = {
     "activation": "forward",
     "evaluation": "forward",
@@ -50,7 +54,10 @@ def write_rank_audit(
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
 ) -> Path:
-    """report_contents: kind of event -> names of what it told. received: by rank of the sender."""
+    """report_contents: kind of event -> names of what it told. received: by rank of the sender.
+
+    A file that cannot be written is a warning; the joined audit then misses this rank.
+    """
     path = run_dir / f"rank{rank}.wire.json"
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
@@ -70,7 +77,14 @@ def write_rank_audit(
         if crosses
         else {},
     }
-    path.write_text(json.dumps(audit, indent=1), encoding="utf-8")
+    draft = path.with_name(f".{path.name}")  # half a file would spoil the joined audit
+    try:
+        draft.write_text(json.dumps(audit, indent=1), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        log.warning("%s could not be written: %s", path, error)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
     return path
 
 

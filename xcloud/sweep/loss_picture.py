@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from xcloud.curves import read_curves
-from xcloud.monitor import EVENTS_FILE
+from xcloud.events import EVENTS_FILE
 from xcloud.picture_style import DPI, INK
 from xcloud.pictures import running_mean
 from xcloud.sweep.points import varying, workload_key

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError
+from xcloud.training.divergence import OnDivergence, check_divergence_settings
 from xcloud.training.optimizer import Optimizer
 
 
@@ -25,6 +26,8 @@ class Training:
     bf16, a CPU with AMX), else fp32. Border tensors and optimizer states stay FP32.
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
     eval_samples: at most so many samples of a split are scored (the first ones); None = all.
+    on_divergence: what to do with an update whose loss or gradient is not finite in any cloud:
+    stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
 
     max_steps: int
@@ -34,6 +37,8 @@ class Training:
     evaluate_every: int = 0
     eval_batch_size: int = 64
     eval_samples: int | None = None
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: int = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
 
     def __post_init__(self) -> None:
@@ -44,6 +49,7 @@ class Training:
         check_int("training.eval_batch_size", self.eval_batch_size, 1)
         if self.eval_samples is not None:
             check_int("training.eval_samples", self.eval_samples, 1)
+        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
         check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
         if not isinstance(self.optimizer, Optimizer):
             raise ConfigError(f"training.optimizer must be an Optimizer, got {self.optimizer!r}")

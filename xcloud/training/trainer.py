@@ -11,23 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import XcloudError
 from xcloud.parallel.control import Control
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.stage import Batch
 from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
-
-
-class TrainingDiverged(XcloudError):
-    """Loss or gradient is no longer a number."""
 
 
 @dataclass
 class StepReport:
-    """What one rank has to say of one update. loss is None but in one rank per job."""
+    """What one rank has to say of one update. loss is None but in one rank per job, and None there
+    too if the update was skipped: `skipped` then says why, for the user."""
 
     step: int
     step_s: float
@@ -37,6 +34,7 @@ class StepReport:
     grad_norm: float | None
     num_samples: int
     num_tokens: float
+    skipped: str | None = None
 
 
 @dataclass
@@ -62,9 +60,12 @@ class Trainer:
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
     _buffers: dict[int, GradientBuffer] = field(default_factory=dict)
+    _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        training = self.training
+        self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         for stage, module in sorted(self.pipeline.stages.items()):
             module.train()
             self._buffers[stage] = GradientBuffer(module.parameters())
@@ -94,29 +95,29 @@ class Trainer:
                 num_samples += sum(len(batch["ids"]) for batch in batches.values())
 
         total_loss = self._sum_gradients(loss)
-        grad_norm = self._clip(step)
-        with clock.during("optimizer"):
-            rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
-            for optimizer in self._optimizers.values():
-                if optimizer is not None:
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate
-                    optimizer.step()
-        if total_loss is not None and not math.isfinite(total_loss):
-            raise TrainingDiverged(
-                f"the loss of step {step} is {total_loss}; lower "
-                "training.optimizer.learning_rate, raise its warmup_steps or set its clip_norm"
-            )
         leads = total_loss is not None
+        total = self._agree(step)
+        what = f"the loss or gradient of step {step}"
+        is_skipped = self._guard.skips(what, math.isfinite(total))
+        grad_norm = None if is_skipped else self._clip(total)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+        if not is_skipped:
+            with clock.during("optimizer"):
+                for optimizer in self._optimizers.values():
+                    if optimizer is not None:
+                        for group in optimizer.param_groups:
+                            group["lr"] = rate
+                        optimizer.step()
         return StepReport(
             step,
             clock.end_step(),
             clock,
             rate,
-            total_loss,
+            None if is_skipped else total_loss,
             grad_norm,
             num_samples,
             weight if leads else 0.0,
+            self._guard.note(what) if is_skipped else None,
         )
 
     @property
@@ -140,15 +141,19 @@ class Trainer:
                     total = float(summed)
         return total
 
-    def _clip(self, step: int) -> float | None:
-        """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""
-        limit = self.training.optimizer.clip_norm
-        if not limit:
-            return None
+    def _agree(self, step: int) -> float:
+        """The squared norm of the whole gradient, the same bits in every rank: not finite if the
+        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm.
+
+        One small message of each stage's leader to rank 0 and one back, in every step. They cost
+        no round trip of their own: rank 0 has the first stage, whose backward is the last, so the
+        others' messages travel beside the last gradients, and the answer arrives ahead of the
+        next step's first activation.
+        """
         clock = self.pipeline.clock
         with clock.during("clip"):
             squares = {
-                stage: buffer.squared_norm()
+                stage: self._squared_norm(buffer)
                 for stage, buffer in self._buffers.items()
                 if self.lanes[stage].leader == self.rank
             }
@@ -164,14 +169,21 @@ class Trainer:
                     shared = torch.tensor([total], dtype=torch.float64)
                     dist.broadcast(shared, lanes.leader, lanes.group)
                     total = float(shared)
-        norm = math.sqrt(total)
-        if not math.isfinite(norm):
-            raise TrainingDiverged(
-                f"the gradient of step {step} has norm {norm}; lower "
-                "training.optimizer.learning_rate or raise its warmup_steps"
-            )
+        return total
+
+    def _squared_norm(self, buffer: GradientBuffer) -> float:
+        if not self.training.optimizer.clip_norm:
+            return 0.0 if buffer.is_finite() else math.nan
+        return buffer.squared_norm() if math.isfinite(float(buffer.flat[-1])) else math.nan
+
+    def _clip(self, squared_norm: float) -> float | None:
+        """Scale the gradients so that the norm over all stages and clouds is at most clip_norm."""
+        limit = self.training.optimizer.clip_norm
+        if not limit:
+            return None
+        norm = math.sqrt(squared_norm)
         if norm > limit:
-            with clock.during("clip"):
+            with self.pipeline.clock.during("clip"):
                 for buffer in self._buffers.values():
                     buffer.scale(limit / norm)
         return norm

@@ -1,0 +1,237 @@
+"""An update whose loss or gradient is not finite is made nowhere: the run stops or skips it."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from tests.feed_toy import cloud, feed_config
+from tests.pipelines import in_threads, pipelines, samples
+from tests.toy import toy_config
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import InProcessLink
+from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
+from xcloud.local_run import run
+from xcloud.parallel.control import Control
+from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.stage import StageOutput
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Training
+from xcloud.training.trainer import Lanes, StepReport, Trainer
+
+LAYOUTS = {
+    "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
+    "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
+}
+SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
+
+
+def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
+    """One for each rank, joined by links in memory."""
+    ranks = pipelines(layout)
+    down = {rank: InProcessLink() for rank in range(1, len(ranks))}
+    up = {rank: InProcessLink() for rank in range(1, len(ranks))}
+    last = layout.num_stages - 1
+    made = []
+    for rank, pipeline in enumerate(ranks):
+        out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
+        control = Control(rank, layout.leaders, out, incoming, 20) if len(ranks) > 1 else None
+        lanes = {stage: Lanes(None, rank) for stage in pipeline.stages}
+        weight: Callable[[Any], float] | None = None
+        if last in pipeline.stages:
+            weight = lambda ids: float(len(ids))  # noqa: E731
+        plan = BatchPlan(40, training.batch_size, 1)
+        made.append(
+            Trainer(rank, pipeline, GPipe(2), training, plan, lanes, control, samples, weight)
+        )
+    return made
+
+
+def update(ranks: list[Trainer], step: int) -> list[StepReport | str]:
+    """All ranks at once; what each reports, or how it diverges."""
+
+    def one(trainer: Trainer) -> StepReport | str:
+        try:
+            return trainer.update(step)
+        except TrainingDiverged as error:
+            return str(error)
+
+    return in_threads([lambda t=trainer: one(t) for trainer in ranks])
+
+
+def state(ranks: list[Trainer]) -> list[Any]:
+    """Parameters and moments of all ranks."""
+    found: list[Any] = []
+    for trainer in ranks:
+        for stage, module in trainer.pipeline.stages.items():
+            optimizer = trainer._optimizers[stage]
+            assert optimizer is not None
+            moments = optimizer.state_dict()["state"]
+            found.append(copy.deepcopy((module.state_dict(), moments)))
+    return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def spoil(ranks: list[Trainer], stage: int, value: float) -> Any:
+    """From now on the gradient of this stage's own bias, and of nothing else, holds `value`."""
+    (trainer,) = (t for t in ranks if stage in t.pipeline.stages)
+    bias = next(p for p in trainer.pipeline.stages[stage].parameters() if p.ndim == 1)
+    return bias.register_hook(lambda gradient: torch.full_like(gradient, value))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_bad_gradient_of_one_stage_leaves_every_rank_as_it_was(
+    layout: ClusterLayout, stage: int, clip_norm: float, value: float
+) -> None:
+    training = replace(SKIP, optimizer=Optimizer(0.1, 1, clip_norm=clip_norm))
+    ranks = trainers(layout, training)
+    update(ranks, 1)
+    before = state(ranks)
+    hook = spoil(ranks, stage, value)
+    reports = update(ranks, 2)
+
+    assert equal(state(ranks), before)
+    assert all(isinstance(r, StepReport) and r.skipped and r.loss is None for r in reports)
+    hook.remove()
+    reports = update(ranks, 3)
+    assert not equal(state(ranks), before)
+    assert all(isinstance(r, StepReport) and r.skipped is None for r in reports)
+    assert [r.loss for r in reports if isinstance(r, StepReport) and r.loss is not None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_by_default_every_rank_stops_with_the_parameters_it_had(layout: ClusterLayout) -> None:
+    ranks = trainers(layout, replace(SKIP, on_divergence="stop"))
+    update(ranks, 1)
+    before = state(ranks)
+    spoil(ranks, 0, math.nan)
+    errors = update(ranks, 2)
+
+    assert equal(state(ranks), before)
+    for error in errors:
+        assert isinstance(error, str)
+        assert error.startswith("the loss or gradient of step 2 is not finite")
+        assert "training.on_divergence=skip" in error
+
+
+def test_a_bad_loss_with_good_gradients_is_no_update_either() -> None:
+    ranks = trainers(LAYOUTS["three clouds"], SKIP)
+    last = ranks[2].pipeline.stages[2]
+    forward = last.forward
+
+    def spoilt(*arguments: Any) -> Any:
+        output = forward(*arguments)
+        return StageOutput(loss=output.loss + torch.nan)
+
+    last.forward = spoilt  # type: ignore[method-assign]
+    before = state(ranks)
+    update(ranks, 1)
+
+    assert equal(state(ranks), before)
+
+
+def test_skips_in_a_row_have_a_bound_and_a_good_update_starts_anew() -> None:
+    guard = DivergenceGuard("skip", 2)
+    assert [guard.skips("x", good) for good in (False, False, True, False, False)] == [
+        True, True, False, True, True,
+    ]  # fmt: skip
+    assert "2 in a row, at most 2" in guard.note("x")
+    with pytest.raises(TrainingDiverged, match="max_skips_in_a_row is 2"):
+        guard.skips("x", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("on_divergence", "ignore"), ("max_skips_in_a_row", 0)]
+)
+def test_nonsense_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"training.{name}"):
+        Training(9, **{name: value})  # type: ignore[arg-type]
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def bad_toy(*overrides: str) -> dict[str, Any]:
+    """Two ranks a stage; in one of them one forward of the last stage is not finite."""
+    two = {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": 2}
+    clouds = {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": {"a": two, "b": two}}
+    config: dict[str, Any] = toy_config({**clouds, "wan": "free"}, list(overrides))
+    config["model"].update(fail_stage=1, fail_step=5, fail_how="nan")
+    config["training"]["optimizer"].update(clip_norm=0.0)
+    return config
+
+
+@pytest.mark.slow
+def test_a_skipped_update_is_told_counted_and_no_end(tmp_path: Path) -> None:
+    summary = run(OmegaConf.create(bad_toy("training.on_divergence=skip")), tmp_path)
+
+    assert summary["status"] == "finished" and summary["num_steps"] == 8
+    (skipped,) = events(tmp_path, "skipped_update")
+    assert summary["num_skipped_updates"] == 1
+    told = {e["step"] for e in events(tmp_path, "step") if "loss" in e}
+    assert told == set(range(1, 9)) - {skipped["step"]}
+    assert any("update skipped" in note["text"] for note in events(tmp_path, "note"))
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        assert all(value.isfinite().all() for value in load_file(file).values())
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"loss or gradient of step \d is not finite"):
+        run(OmegaConf.create(bad_toy()), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["clouds", "local"])
+def test_one_way_jobs_skip_as_well(form: str, tmp_path: Path) -> None:
+    config = feed_config(
+        {
+            "a": cloud(share=0.5),
+            "b": cloud(share=0.5),
+            "consumer": cloud(2 if form == "clouds" else 1),
+        },
+        form,
+        model={"nan_at": 3},
+        training={"on_divergence": "skip"},
+    )
+    summary = run(OmegaConf.create(config), tmp_path)
+
+    assert summary["status"] == "finished" and summary["num_skipped_updates"] == 1
+    producers = summary["feed"]["producers"]
+    assert [found["num_skipped_updates"] for found in producers.values()] == [1, 1]
+    assert len({e["step"] for e in events(tmp_path, "step") if "loss" in e}) == 11
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        assert all(value.isfinite().all() for value in load_file(file).values())
+
+
+@pytest.mark.slow
+def test_a_one_way_job_stops_by_default(tmp_path: Path) -> None:
+    config = feed_config(
+        {"a": cloud(share=1.0), "consumer": cloud()}, "local", model={"nan_at": 3}
+    )
+    with pytest.raises(RunFailed, match="batch 3 of producer 'a' is not finite"):
+        run(OmegaConf.create(config), tmp_path)

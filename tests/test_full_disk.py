@@ -1,0 +1,201 @@
+"""A log that cannot be written costs lines, never the run; a model that cannot be is an error."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torch import nn
+
+from tests.toy import toy_config
+from xcloud import experiment as experiments
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.errors import RunFailed
+from xcloud.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
+from xcloud.export import export_stage
+from xcloud.local_run import run
+from xcloud.monitor import Monitor
+from xcloud.reporter import EventFile, Reporter
+from xcloud.security.wire_audit import write_rank_audit
+from xcloud.worker import EXIT_FAILED, _write_failure
+
+full_device = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has"
+)
+
+
+class SmallDisk:
+    """In place of a file: takes `at_once` bytes a write while there is room, then refuses."""
+
+    def __init__(self, path: Path, room: int, at_once: int = 7) -> None:
+        self._path, self.room, self.at_once = path, room, at_once
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        part = data[: min(self.room, self.at_once)]
+        self.room -= len(part)
+        with open(self._path, "ab") as file:
+            return file.write(part)
+
+    def close(self) -> None: ...
+
+
+def on(disk: SmallDisk, path: Path) -> EventFile:
+    events = EventFile(path)
+    events._file.close()
+    events._file = disk  # type: ignore[assignment]
+    return events
+
+
+def line(text: str, event: str = "note") -> bytes:
+    return json.dumps({"event": event, "rank": 1, "text": text}, separators=(",", ":")).encode()
+
+
+def lost(folder: Path) -> Any:
+    return json.loads((folder / LOST_LINES_FILE).read_text())
+
+
+@full_device
+def test_a_full_disk_costs_lines_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / EVENTS_FILE).symlink_to("/dev/full")
+    events = EventFile(tmp_path / EVENTS_FILE)
+    reporter = Reporter(0, "a", events.append)
+    for text in ("one", "two", "three"):
+        reporter.note(text)
+    reporter.event("finish", now=True)
+    events.close()
+
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "No space left on device" in caplog.text
+    assert lost(tmp_path) == {"lines": 4, "finished_ranks": [0]}
+
+
+def test_short_writes_still_make_whole_lines(tmp_path: Path) -> None:
+    events = on(SmallDisk(tmp_path / EVENTS_FILE, room=10_000), tmp_path / EVENTS_FILE)
+    events.append(line("one") + b"\n" + line("two") + b"\n")
+    events.close()
+
+    found = EventReader(tmp_path / EVENTS_FILE).poll()
+    assert [event["text"] for event in found] == ["one", "two"]
+    assert not (tmp_path / LOST_LINES_FILE).exists()
+
+
+@pytest.mark.parametrize("room", range(0, 100, 3))
+def test_a_torn_line_spoils_no_other_once_there_is_space(
+    room: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SmallDisk(tmp_path / EVENTS_FILE, room)
+    events = on(disk, tmp_path / EVENTS_FILE)
+    size = len(line("one")) + 1
+    events.append(line("one") + b"\n" + line("two") + b"\n")
+    events.append(line("end", "finish") + b"\n")
+    disk.room = 10_000
+    events.append(line("four") + b"\n")
+    events.close()
+
+    arrived = min(room // size, 3)
+    found = [event["text"] for event in EventReader(tmp_path / EVENTS_FILE).poll()]
+    assert found[-1] == "four"
+    assert set(["one", "two", "end"][:arrived]) <= set(found)
+    if arrived == 2 and room == 2 * size:
+        assert found == ["one", "two", "four"]
+    if room < 2 * size:
+        assert lost(tmp_path) == {"lines": 3 - arrived, "finished_ranks": [1]}
+
+
+def test_a_failure_that_cannot_be_written_keeps_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert _write_failure(tmp_path / "no such folder", 0, ValueError("x")) == EXIT_FAILED
+
+
+def test_files_beside_the_run_are_warnings_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = EventFile(tmp_path / EVENTS_FILE)
+    reporter = Reporter(0, "a", events.append)
+    with reporter.may_lose("samples.txt"):
+        (tmp_path / "no such folder" / "samples.txt").write_text("x")
+    reporter.flush()
+    events.close()
+    write_rank_audit(tmp_path / "no such folder", 0, ClusterLayout({"a": Cloud()}), [], {})
+
+    assert len(caplog.records) == 2
+    (event,) = EventReader(tmp_path / EVENTS_FILE).poll()
+    assert (event["event"], event["name"]) == ("lost_file", "samples.txt")
+
+
+def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(tmp_path: Path) -> None:
+    class Data:
+        def save_tokenizers(self, folder: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunFailed, match=r"model could not be written to .*model.*MB free"):
+        export_stage(tmp_path, 0, nn.Linear(1, 1), Data())  # type: ignore[arg-type]
+    (tmp_path / "model" / "stage0.safetensors").mkdir()
+    Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match="model could not be written"):
+        export_stage(tmp_path, 0, nn.Linear(1, 1), Data())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "step", "rank": 0, "cloud": "local"},
+        {"event": "step", "rank": 0, "cloud": "local", "step": 1, "step_s": "x"},
+        {"event": "step", "rank": [], "cloud": "local", "step": 1, "step_s": 1.0},
+        {"event": "quality", "rank": 0, "values": 3},
+        {"event": "note"},
+        {"event": "finish"},
+        {"event": "phase", "rank": 0},
+        {"event": ["step"]},
+    ],
+    ids=json.dumps,
+)
+def test_a_malformed_event_does_not_end_the_monitor(
+    event: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = OmegaConf.create(toy_config("local"))
+    monitor = Monitor(experiments.job_from_config(config), experiments.flatten(config), tmp_path)
+    good = {"event": "finish", "rank": 0, "cloud": "local", "t": 1.0}
+    text = "\n".join(map(json.dumps, (event, event, good)))
+    (tmp_path / EVENTS_FILE).write_text(text + "\n")
+
+    assert monitor.poll()
+    assert monitor.finished_ranks == {0}
+    summary = monitor.finish(None)
+    assert summary["lost_event_lines"] == (2 if caplog.records else 0)
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_finishes_and_counts_what_it_lost(tmp_path: Path) -> None:
+    config: dict[str, Any] = toy_config("local", ["training.max_steps=60"])
+    config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk"}
+    summary = run(OmegaConf.create(config), tmp_path)
+
+    assert summary["status"] == "finished"
+    assert summary["lost_event_lines"] > 20 and 0 < summary["num_steps"] < 60
+    assert "cannot write to" in (tmp_path / "rank0.log").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text())["lost_event_lines"] > 20
+    assert (tmp_path / "model" / "stage0.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_export_fails_and_says_where(tmp_path: Path) -> None:
+    config: dict[str, Any] = toy_config("local")
+    config["model"] = {"_target_": "tests.toy.ToyModelOnAFullDisk", "max_bytes": 500}
+    with pytest.raises(RunFailed, match="the trained model could not be written to"):
+        run(OmegaConf.create(config), tmp_path)
