@@ -29,6 +29,7 @@ class ToyFeed:
     raise) or sleeps for pause_s (sleep) at its batch fail_at, or fails as it loads (load).
     frozen: producers learn nothing. nan_at: number of a batch whose gradient is not finite in
     every producer, and of a step whose loss is not in the consumer (0: none).
+    evaluate_s, export_s: how long the consumer evaluates, and each producer exports.
     """
 
     batch_s: dict[str, float] = field(default_factory=dict)
@@ -40,6 +41,9 @@ class ToyFeed:
     pause_s: float = 0.0
     frozen: bool = False
     nan_at: int = 0
+    evaluate_s: float = 0.0
+    fail_evaluation: bool = False
+    export_s: dict[str, float] = field(default_factory=dict)
     rows: int = ROWS
     work: int = 0
 
@@ -119,6 +123,7 @@ class ToyProducer:
         self.optimizer.step()
 
     def finish(self, run_dir: Path, lane: int) -> None:
+        time.sleep(self.model.export_s.get(self.cloud, 0.0))
         if lane == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
@@ -175,10 +180,15 @@ class ToyConsumer:
     def skip(self, step: int) -> None:
         pass
 
-    def finish(self, run_dir: Path, lane: int) -> dict[str, float]:
+    def export(self, run_dir: Path, lane: int) -> None:
         if lane == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
+
+    def evaluate(self, lane: int) -> dict[str, float]:
+        time.sleep(self.model.evaluate_s)
+        if self.model.fail_evaluation:
+            raise RuntimeError("the toy consumer was asked to fail")
         return {"accuracy": 0.5}
 
 
