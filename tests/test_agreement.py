@@ -109,7 +109,7 @@ def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
             task={"path": cloud, "train_file": f"train.{cloud}", "cache_dir": cloud,
                   "tape": f"/secret/{cloud}", "sizes": None if cloud == "a" else {"train": 3}},
             model={"encoder": {"name_or_path": f"./bert/{cloud}"}},
-            cluster={"name": cloud, "clouds": {"a": {"device": "cpu" if cloud == "a" else "cuda"}}},
+            cluster={"name": cloud, "clouds": {"a": {"device": cloud}}},
         )  # fmt: skip
 
     tables = make_table(of("a")), make_table(of("b"))
@@ -258,7 +258,7 @@ def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], f
                     env=environment,
                     stdout=log,
                     stderr=log,
-                )  # fmt: skip
+                )
             )
     try:
         return [rank.wait(120) for rank in ranks], time.monotonic() - started_s

@@ -82,9 +82,7 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
         elif _PLACE.fullmatch(leaf):
             return
         elif isinstance(node, Mapping) and node:
-            if (
-                key and "_target_" not in node
-            ):  # named members, whose order may count (clouds, phases)
+            if key and "_target_" not in node:  # the order of members may count
                 found[key] = _text_of(list(node))
             for name, entry in node.items():
                 walk(entry, f"{key}.{name}" if key else str(name))
