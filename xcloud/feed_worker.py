@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from xcloud.agreement import Agreed
 from xcloud.cluster.feed_layout import FeedPlacement
 from xcloud.cluster.liveness import Heartbeat
-from xcloud.errors import LinkError
+from xcloud.errors import ConfigError, LinkError
 from xcloud.events import EVENTS_FILE
 from xcloud.export import exporting
 from xcloud.feed_consumer import ConsumerRun, LocalFeeding
@@ -30,26 +31,34 @@ from xcloud.training.divergence import DivergenceGuard
 LAST_WORDS_S = 0.3
 
 
-def run_feed(experiment: FeedExperiment, rank: int, run_dir: Path, device: torch.device) -> None:
-    """One rank's whole life, once its process group is there (a lone rank needs none)."""
+def run_feed(
+    experiment: FeedExperiment, rank: int, run_dir: Path, device: torch.device, agreed: Agreed
+) -> None:
+    """One rank's whole life, once its process group is there (a lone rank needs none) and the
+    ranks have compared what they run."""
     placement = experiment.cluster.placement(rank)
     if experiment.cluster.form == "local":
         _local(experiment, run_dir, device)
     elif placement.producer is None:
-        _consume(experiment, placement, run_dir, device)
+        _consume(experiment, placement, run_dir, device, agreed)
     else:
-        _produce(experiment, placement, run_dir, device)
+        _produce(experiment, placement, run_dir, device, agreed)
 
 
 def _produce(
-    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+    experiment: FeedExperiment,
+    placement: FeedPlacement,
+    run_dir: Path,
+    device: torch.device,
+    agreed: Agreed,
 ) -> None:
     rank, layout = placement.rank, experiment.cluster
     error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     wiring = _wirer(experiment, rank, run_dir).producer()
+    wiring.records.extend(agreed.records)
     reporter = Reporter(rank, placement.cloud, wiring.report)
     with Heartbeat(layout.liveness.interval_s, wiring.say_alive):
-        _feed(experiment, placement, wiring, reporter, run_dir, device)
+        _feed(experiment, placement, wiring, reporter, run_dir, device, agreed)
         reporter.flush()
         wiring.close(layout.liveness.lost_after_s)
     write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
@@ -62,10 +71,13 @@ def _feed(
     reporter: Reporter,
     run_dir: Path,
     device: torch.device,
+    agreed: Agreed,
 ) -> None:
     rank = placement.rank
     try:
         assert placement.producer is not None
+        if agreed.verdict.kind == "refused":
+            raise ConfigError(agreed.verdict.text)
         batches = _batches_of(experiment, placement.producer)
         part = experiment.model.producer(
             placement.producer, placement.cloud, placement.lane, placement.num_lanes,
@@ -88,15 +100,26 @@ def _feed(
 
 
 def _consume(
-    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+    experiment: FeedExperiment,
+    placement: FeedPlacement,
+    run_dir: Path,
+    device: torch.device,
+    agreed: Agreed,
 ) -> None:
     rank, liveness = placement.rank, experiment.cluster.liveness
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     wiring = _wirer(experiment, rank, run_dir).consumer(
         events.append_frame if events is not None else lambda frame: None
     )
+    wiring.records.extend(agreed.records)
+    for refused in agreed.verdict.refused:
+        producer = experiment.cluster.placement(refused).producer
+        assert producer is not None
+        wiring.inbox.refuse(producer, f"refused before the start: {agreed.verdict.text}")
     sink = events.append if events is not None else wiring.report
     reporter = Reporter(rank, placement.cloud, sink)
+    if rank == 0 and agreed.verdict.text and not agreed.verdict.refused:
+        reporter.note(agreed.verdict.text)
     try:
         part = _train(experiment, wiring, placement, run_dir, device, reporter)
         # The producers export and go before the evaluation, which may take long, or fail.
