@@ -77,6 +77,7 @@ def run(experiment: Job, rank: int, run_dir: Path) -> None:
         device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
         defences=experiment.security.defences,
+        seed=experiment.seed,
     )  # fmt: skip
     control = wiring.control
     if events is not None:
