@@ -42,7 +42,6 @@ from xcloud.reporter import EventFile, Reporter
 from xcloud.security.observer import Observer
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.tasks.task import TaskData
-from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
 from xcloud.typical_step import KEEP_STEPS, report_typical_step
@@ -152,7 +151,7 @@ def _train(
     last = layout.num_stages - 1
     trainer = Trainer(
         rank, pipeline, experiment.schedule, experiment.training,
-        BatchPlan(data.num_samples("train"), experiment.training.batch_size, experiment.seed),
+        experiment.batch_plan(data.num_samples("train")),
         wiring.lanes, control, lambda ids: _on(device, data.batch("train", ids)),
         data.weight if last in stages else None,
     )  # fmt: skip
