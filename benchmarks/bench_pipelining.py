@@ -153,7 +153,7 @@ def ours(rank: int, schedule_name: str):
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     plain = Compression(Chain(), Chain(), NoMemory(), NoMemory())
-    wiring = wire(rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print)
+    wiring = wire(rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, seed=1)
     stage = Layers()
     pipeline = Pipeline(
         rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock

@@ -15,7 +15,8 @@ from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import NoMemory
+from xcloud.comm.draws import ChannelId
+from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import BorderPorts, Pipeline
 from xcloud.parallel.stage import Batch, Stage, StageOutput
@@ -75,9 +76,11 @@ def pipelines(
     *,
     borders: Mapping[int, Border] | None = None,
     stages: Mapping[int, Stage] | None = None,
+    memory: Memory | None = None,
 ) -> list[Pipeline]:
     """One pipeline per rank, joined by in-process links. record_from: as of StepClock.
     stages, with the borders behind them: instead of the toy's (one border for all).
+    memory: of both directions.
     """
     num_stages = layout.num_stages
     ports: list[dict[int, BorderPorts]] = [{} for _ in range(layout.num_ranks)]
@@ -96,19 +99,23 @@ def pipelines(
             down, up = InProcessLink(), InProcessLink()
 
             def codecs(compressor: Compressor | None) -> Codecs:
-                return Codecs([(None, Codec(compressor or Chain(), NoMemory()))])
+                return Codecs([(None, Codec(compressor or Chain(), memory or NoMemory()))])
 
+            there, back = (
+                ChannelId(7, stage, "forward", a, b),
+                ChannelId(7, stage, "backward", b, a),
+            )
             ports[a][stage].forward_out[b] = SendChannel(
-                down, border.fields, lambda: codecs(forward), clocks[a]
+                down, border.fields, lambda: codecs(forward), clocks[a], there
             )
             ports[b][stage].forward_in[a] = ReceiveChannel(
-                down, border.fields, lambda: codecs(forward), clocks[b], CPU, 20
+                down, border.fields, lambda: codecs(forward), clocks[b], there, CPU, 20
             )
             ports[b][stage].backward_out[a] = SendChannel(
-                up, border.gradient_fields, lambda: codecs(backward), clocks[b]
+                up, border.gradient_fields, lambda: codecs(backward), clocks[b], back
             )
             ports[a][stage].backward_in[b] = ReceiveChannel(
-                up, border.gradient_fields, lambda: codecs(backward), clocks[a], CPU, 20
+                up, border.gradient_fields, lambda: codecs(backward), clocks[a], back, CPU, 20
             )
     made = []
     for rank in range(layout.num_ranks):

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from tests.pipelines import BORDER, in_threads, pipelines, samples
+from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
 from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.draws import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.pipeline import Pipeline
@@ -15,6 +16,7 @@ from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.training.batch_plan import cut
 
 IDS = torch.arange(12)
+IDENTITY = ChannelId(7, 0, "forward", 0, 1)
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LAYOUTS = {
     "two clouds": ClusterLayout({"a": Cloud(), "b": Cloud()}),
@@ -135,7 +137,7 @@ def test_a_message_of_another_shape_than_promised_is_refused() -> None:
     plain = lambda: Codecs([(None, PLAIN)])  # noqa: E731
     key = MessageKey(Kind.ACTIVATION, 1, 0)
     counts = torch.tensor([1, 2], dtype=torch.int16)
-    channel = ReceiveChannel(link, BORDER.fields, plain, clock, torch.device("cpu"), 1.0)
+    channel = ReceiveChannel(link, BORDER.fields, plain, clock, IDENTITY, CPU, 1.0)
 
     link.send(key, (counts, torch.zeros(4, 8)))
     with pytest.raises(FrameError, match="'hidden'"):
@@ -148,7 +150,7 @@ def test_a_message_of_another_shape_than_promised_is_refused() -> None:
 
 def test_raw_bytes_are_the_fp32_size_of_floating_fields() -> None:
     link, clock = InProcessLink(), StepClock()
-    channel = SendChannel(link, BORDER.fields, lambda: Codecs([(None, PLAIN)]), clock)
+    channel = SendChannel(link, BORDER.fields, lambda: Codecs([(None, PLAIN)]), clock, IDENTITY)
     counts = torch.tensor([1, 2], dtype=torch.int16)
     message = {"counts": counts, "hidden": torch.zeros(3, 8)}
 

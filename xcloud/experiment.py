@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from xcloud.security.visibility import Visibility
 from xcloud.summary import RunStatistics
 from xcloud.tasks.task import Task
 from xcloud.tracking import Tracker
+from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 
 EXPERIMENT_FILE = "experiment.yaml"
@@ -227,6 +229,22 @@ class Experiment:
         """Samples of the largest micro-batch, in training or evaluation."""
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+
+    def batch_plan(self, num_samples: int) -> BatchPlan:
+        """The batches of training. A sample keeps its lanes where a memory is kept for it: both
+        ends of a channel must meet it again."""
+        layout, size = self.cluster, self.training.batch_size
+        periods = [
+            layout.lane_period(stage)
+            for stage in range(layout.num_stages - 1)
+            if layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+            and self.compression.at_border(stage).has_memory
+        ]
+        period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
+        if period == 1:
+            return BatchPlan(num_samples, size, self.seed)
+        lanes = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
+        return PinnedBatchPlan(num_samples, size, self.seed, lanes)
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:
         """Batch fields that any rank of the cloud reads."""

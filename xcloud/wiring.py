@@ -31,6 +31,8 @@ from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.draws import ChannelId
+from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
@@ -64,6 +66,28 @@ class Wiring:
     def wan_stats(self) -> list[LinkStats]:
         return [link.stats for link in self.wan_outs]
 
+    @property
+    def channels(self) -> dict[str, SendChannel | ReceiveChannel]:
+        """Every channel that ends here, by its identity in words."""
+        return {
+            str(channel.identity): channel
+            for ports in self.ports.values()
+            for ends in (
+                ports.forward_out, ports.forward_in, ports.backward_out, ports.backward_in
+            )
+            for channel in ends.values()
+        }  # fmt: skip
+
+    def state_dict(self) -> State:
+        """What the channels carry from step to step; links and counters begin anew."""
+        return join_states({name: end.state_dict() for name, end in self.channels.items()})
+
+    def load_state_dict(self, state: State) -> None:
+        """The state of the same rank in the same experiment; ValueError otherwise."""
+        channels = self.channels
+        for name, part in split_state(state, channels, "a rank's channels").items():
+            channels[name].load_state_dict(part)
+
     def alive(self) -> AbstractContextManager[object]:
         """While the block lasts the other ranks are told that this one lives. For whatever may
         take long outside a training step."""
@@ -96,12 +120,15 @@ def wire(
     run_dir: Path,
     on_report: Callable[[Frame], None],
     defences: Defences | None = None,
+    *,
+    seed: int,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
     borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
     rank 0, in a background thread, for each report of another rank. defences: noise on what leaves
-    a cloud that holds the first stage (forward) or the last one (backward).
+    a cloud that holds the first stage (forward) or the last one (backward). seed: of the
+    experiment, for compressors that draw random numbers.
     """
     wiring = Wiring(layout.liveness)
     if layout.num_ranks == 1:
@@ -110,7 +137,7 @@ def wire(
         return wiring
     lives = {peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank}
     clocks = LinkClocks(rank, layout, run_dir)
-    builder = _Builder(rank, layout, clocks, wiring, clock.messages, lives)
+    builder = _Builder(rank, layout, clocks, wiring, clock.messages, lives, seed)
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
@@ -170,6 +197,7 @@ class _Builder:
     wiring: Wiring
     log: MessageLog | None
     lives: dict[int, PeerLife]
+    seed: int
 
     def join_lanes(self) -> None:
         """One group for the ranks of each stage that has several."""
@@ -233,9 +261,10 @@ class _Builder:
                 sender, receiver = (a, b) if direction == "forward" else (b, a)
                 if sender == receiver:
                     continue
+                identity = ChannelId(self.seed, stage, direction, sender, receiver)
                 if sender == self.rank:
                     link = self._out(group, receiver, capacity, stage)
-                    channel = SendChannel(link, fields, codecs, clock)
+                    channel = SendChannel(link, fields, codecs, clock, identity)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
                     ] = channel
@@ -246,7 +275,7 @@ class _Builder:
                     inlink = self._in(group, sender, capacity, stage)
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
-                        ReceiveChannel(inlink, fields, codecs, clock, device, overdue_s)
+                        ReceiveChannel(inlink, fields, codecs, clock, identity, device, overdue_s)
                     )
 
     def _out(self, group: dist.ProcessGroup, peer: int, capacity: int, border: int) -> GlooOutLink:

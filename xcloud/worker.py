@@ -50,7 +50,6 @@ from xcloud.reporter import EventFile, Reporter
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.tasks.task import TaskData
-from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
 from xcloud.typical_step import KEEP_STEPS, report_typical_step
@@ -87,6 +86,7 @@ def run(experiment: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
         device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
         defences=experiment.security.defences,
+        seed=experiment.seed,
     )  # fmt: skip
     wiring.wan_records.extend(agreed.records)
     control = wiring.control
@@ -168,7 +168,7 @@ def _train(
     last = layout.num_stages - 1
     trainer = Trainer(
         rank, pipeline, experiment.schedule, experiment.training,
-        BatchPlan(data.num_samples("train"), experiment.training.batch_size, experiment.seed),
+        experiment.batch_plan(data.num_samples("train")),
         wiring.lanes, control, lambda ids: _on(device, data.batch("train", ids)),
         data.weight if last in stages else None,
     )  # fmt: skip

@@ -7,6 +7,7 @@ of unequal size (8 ranks feeding 64) need no special case.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -145,6 +146,11 @@ class ClusterLayout:
 
     def stage_cloud(self, stage: int) -> str:
         return self.placement(self.ranks_of(stage)[0]).cloud
+
+    def lane_period(self, stage: int) -> int:
+        """Micro-batches i and i + lane_period meet the same lanes on both sides of the border
+        after `stage`."""
+        return math.lcm(len(self.ranks_of(stage)), len(self.ranks_of(stage + 1)))
 
     @property
     def leaders(self) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor, Family, Parts
-from xcloud.comm.memory import State, Stateful
+from xcloud.comm.draws import Randomized, seed_from
+from xcloud.comm.memory import State, Stateful, join_states, split_state
 from xcloud.errors import ConfigError
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
@@ -98,24 +99,21 @@ class Chain:
         return parts[0]
 
     def state_dict(self) -> State:
-        return {
-            f"{name}.{key}": value
-            for name, member in self.members.items()
-            if isinstance(member, Stateful)
-            for key, value in member.state_dict().items()
-        }
+        return join_states({name: member.state_dict() for name, member in self._stateful.items()})
 
     def load_state_dict(self, state: State) -> None:
+        for name, part in split_state(state, self._stateful, self.label).items():
+            self._stateful[name].load_state_dict(part)
+
+    def use_stream(self, stream: int) -> None:
+        """Every member draws from a stream of its own."""
         for name, member in self.members.items():
-            if isinstance(member, Stateful):
-                prefix = f"{name}."
-                member.load_state_dict(
-                    {
-                        key.removeprefix(prefix): value
-                        for key, value in state.items()
-                        if key.startswith(prefix)
-                    }
-                )
+            if isinstance(member, Randomized):
+                member.use_stream(seed_from(stream, name))
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        return {n: member for n, member in self.members.items() if isinstance(member, Stateful)}
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(f'{name}={member}' for name, member in self.members.items())})"

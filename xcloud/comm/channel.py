@@ -3,6 +3,9 @@
 A message's fields go in the border's order: integer fields as they are, floating fields through
 memory and compressor. The receiver knows every size from the border and the counts, checks what
 came against it, and so never trusts a shape from the wire.
+
+Evaluation goes through the same compressors, begun at the state that training left, and leaves no
+trace: it passes by the memories, and what a compressor learns or counts from it is dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +22,17 @@ from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import BorderField, Message
 from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import Memory, NoMemory, SampleRows
+from xcloud.comm.compressor import Compressor, Parts
+from xcloud.comm.draws import ChannelId, Randomized, seed_from
+from xcloud.comm.memory import (
+    Memory,
+    NoMemory,
+    SampleRows,
+    State,
+    Stateful,
+    join_states,
+    split_state,
+)
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
 
@@ -35,6 +47,31 @@ class Codec:
     def __post_init__(self) -> None:
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
+
+    def use_stream(self, stream: int) -> None:
+        if isinstance(self.compressor, Randomized):
+            self.compressor.use_stream(stream)
+
+    def compress_apart(self, tensor: Tensor, stream: int) -> Parts:
+        """What the compressor would make of it now, with random numbers from `stream`; the
+        compressor stays as it is."""
+        compressor = copy.deepcopy(self.compressor)
+        if isinstance(compressor, Randomized):
+            compressor.use_stream(stream)
+        return compressor.compress(tensor)
+
+    def state_dict(self) -> State:
+        return join_states({name: part.state_dict() for name, part in self._stateful.items()})
+
+    def load_state_dict(self, state: State) -> None:
+        split = split_state(state, self._stateful, f"a codec of {self.compressor.label}")
+        for name, part in split.items():
+            self._stateful[name].load_state_dict(part)
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        both = {"compressor": self.compressor, "memory": self.memory}
+        return {name: part for name, part in both.items() if isinstance(part, Stateful)}
 
 
 PLAIN = Codec(Chain(), NoMemory())
@@ -62,12 +99,46 @@ class Codecs:
             for _, codec in self._phases
         )
 
+    def use_stream(self, stream: int) -> None:
+        """Every phase draws from a stream of its own."""
+        for number, (_, codec) in enumerate(self._phases):
+            codec.use_stream(seed_from(stream, number))
 
-def codecs_of(
-    fields: tuple[BorderField, ...], new_codecs: Callable[[], Codecs]
-) -> dict[str, Codecs]:
-    """One for each floating field: what they remember must not mix."""
-    return {field.name: new_codecs() for field in fields if field.dtype.is_floating_point}
+    def state_dict(self) -> State:
+        """Of all phases, by their number. Which one is in force follows from the step."""
+        return join_states({name: codec.state_dict() for name, codec in self._by_number.items()})
+
+    def load_state_dict(self, state: State) -> None:
+        for name, part in split_state(state, self._by_number, "the phases of a border").items():
+            self._by_number[name].load_state_dict(part)
+
+    @property
+    def _by_number(self) -> dict[str, Codec]:
+        return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
+
+
+class _FieldCodecs:
+    """The codecs of one end, one for each floating field: what they remember must not mix."""
+
+    def __init__(
+        self,
+        fields: tuple[BorderField, ...],
+        new_codecs: Callable[[], Codecs],
+        identity: ChannelId,
+    ) -> None:
+        self.identity = identity
+        self.codecs = {f.name: new_codecs() for f in fields if f.dtype.is_floating_point}
+        for name, codecs in self.codecs.items():
+            codecs.use_stream(identity.stream(name))
+
+    def state_dict(self) -> State:
+        """Of compressors and memories, by field and phase. Bytes counted are not part of it."""
+        return join_states({name: codecs.state_dict() for name, codecs in self.codecs.items()})
+
+    def load_state_dict(self, state: State) -> None:
+        """The state of an end of the same channel and the same settings; ValueError otherwise."""
+        for name, part in split_state(state, self.codecs, str(self.identity)).items():
+            self.codecs[name].load_state_dict(part)
 
 
 def num_rows(field: BorderField, num_samples: int, counts: Tensor | None) -> int:
@@ -77,7 +148,7 @@ def num_rows(field: BorderField, num_samples: int, counts: Tensor | None) -> int
     return int(counts.sum())
 
 
-class SendChannel:
+class SendChannel(_FieldCodecs):
     """Compresses and sends. `raw_bytes` grows by the FP32 size of what the floating
     fields stand for (BorderField.replaces)."""
 
@@ -87,9 +158,10 @@ class SendChannel:
         fields: tuple[BorderField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
+        identity: ChannelId,
     ) -> None:
+        super().__init__(fields, new_codecs, identity)
         self.link, self.fields, self.clock = link, fields, clock
-        self.codecs = codecs_of(fields, new_codecs)
         self.raw_bytes = 0
 
     def send(self, key: MessageKey, message: Message, ids: Tensor, counts: Tensor | None) -> None:
@@ -109,7 +181,13 @@ class SendChannel:
                 if training:
                     self.raw_bytes += field.raw_bytes(spec.shape[0])
                 codec = self.codecs[field.name].at(key.step)
-                encoded = self._encode(codec, tensor, spec, ids, counts, training)
+                if training:
+                    encoded = self._encode(codec, tensor, spec, ids, counts)
+                else:
+                    stream = self.identity.stream(
+                        field.name, "evaluation", key.step, key.micro_batch
+                    )
+                    encoded = codec.compress_apart(tensor, stream)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
@@ -121,9 +199,8 @@ class SendChannel:
         spec: TensorSpec,
         ids: Tensor,
         counts: Tensor | None,
-        training: bool,
-    ) -> tuple[Tensor, ...]:
-        if not training or isinstance(codec.memory, NoMemory):
+    ) -> Parts:
+        if isinstance(codec.memory, NoMemory):
             return codec.compressor.compress(tensor)
         rows = sample_rows(ids, counts)
         meant = codec.memory.before_send(tensor, rows)
@@ -134,7 +211,7 @@ class SendChannel:
         return parts
 
 
-class ReceiveChannel:
+class ReceiveChannel(_FieldCodecs):
     """Receives and decompresses."""
 
     def __init__(
@@ -143,11 +220,12 @@ class ReceiveChannel:
         fields: tuple[BorderField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
+        identity: ChannelId,
         device: torch.device,
         overdue_s: float,
     ) -> None:
+        super().__init__(fields, new_codecs, identity)
         self.link, self.fields, self.clock = link, fields, clock
-        self.codecs = codecs_of(fields, new_codecs)
         self.device, self.overdue_s = device, overdue_s
 
     def recv(self, key: MessageKey, ids: Tensor, counts: Tensor | None = None) -> Message:

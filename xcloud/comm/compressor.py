@@ -20,7 +20,8 @@ Family = Literal["none", "low_rank", "sparse", "precision"]
 class Compressor(Protocol):
     """Tensor ↔ parts. What decoding needs travels as a part, a random seed included.
 
-    A warm start may be kept between calls as long as decoding needs none of it.
+    A warm start may be kept between calls as long as decoding needs none of it (`Stateful`).
+    Random numbers depend on the channel and the call (`Randomized`).
     """
 
     @property

@@ -104,12 +104,16 @@ class Svd:
         return (left_Rr @ right_rD).to(spec.dtype).view(spec.shape)
 
     def state_dict(self) -> State:
-        """The warm start: without it a resumed run would differ from an uninterrupted one."""
+        """The warm start: the next call depends on it. Never changed in place."""
         return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
 
     def load_state_dict(self, state: State) -> None:
         basis = state.get("basis")
-        assert basis is None or isinstance(basis, Tensor)
+        if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
+            raise ValueError(
+                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}; the "
+                "state was saved with other settings"
+            )
         self._basis_Dl = basis
 
     def _rank(self, num_rows: int, num_features: int) -> int:

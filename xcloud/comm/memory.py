@@ -5,7 +5,7 @@ Shapes: B samples in a message; R = sum(counts) rows, axis 0 of the tensor, samp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -21,11 +21,46 @@ State = dict[str, Tensor | int]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A compressor or memory that a resumed run must restore to equal an uninterrupted one."""
+    """What must be restored for a run to go on as if it had not been interrupted: a compressor, a
+    memory, a codec, either end of a channel."""
 
-    def state_dict(self) -> State: ...
+    def state_dict(self) -> State:
+        """A snapshot: what happens later does not change it."""
 
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: State) -> None:
+        """Take over the state of an equal object. Raises ValueError if it is of another kind."""
+
+
+def join_states(states: Mapping[str, State]) -> State:
+    """The states of named parts as one: {"a": {"x": 1}} → {"a.x": 1}. No name contains a dot."""
+    return {
+        f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
+    }
+
+
+def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, State]:
+    """The reverse of `join_states`, with an entry for each name. Raises ValueError for others."""
+    states: dict[str, State] = {name: {} for name in names}
+    for key, value in state.items():
+        name, _, rest = key.partition(".")
+        if name not in states:
+            raise ValueError(
+                f"the state of {owner} contains {key!r}, which is of none of its parts "
+                f"({', '.join(states) or 'it has none'}); it was saved with other settings"
+            )
+        states[name][rest] = value
+    return states
+
+
+def whole_number(state: State, name: str) -> int:
+    """Raises ValueError if there is none."""
+    value = state.get(name)
+    if not isinstance(value, int):
+        raise ValueError(
+            f"a state needs a whole number {name!r}, got {sorted(state)}; it was saved with other "
+            "settings"
+        )
+    return value
 
 
 _DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,7 +88,8 @@ class SampleRows:
 @runtime_checkable
 class Memory(Stateful, Protocol):
     """Sender: before_send, compress, and where needs_seen: decompress, after_send.
-    Receiver: decompress, after_receive. Each end has its own copy.
+    Receiver: decompress, after_receive. Each end has its own copy. The batches of a run keep a
+    sample with the same two ends (`PinnedBatchPlan`); evaluation passes the memory by.
     """
 
     @property
@@ -98,7 +134,11 @@ class NoMemory:
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        pass
+        if state:
+            raise ValueError(
+                f"there is no memory here to take over {', '.join(state)}; it was saved with "
+                "other settings"
+            )
 
     def __repr__(self) -> str:
         return "NoMemory()"
@@ -152,6 +192,11 @@ class _SampleStore:
         self._tensors = {}
         if not state:
             return
+        if state.keys() != {"ids", "counts", "rows"}:
+            raise ValueError(
+                f"a memory takes over ids, counts and rows, got {sorted(state)}; the state was "
+                "saved with other settings"
+            )
         ids, counts, rows = state["ids"], state["counts"], state["rows"]
         assert isinstance(ids, Tensor) and isinstance(counts, Tensor) and isinstance(rows, Tensor)
         spans = SampleRows(tuple(ids.tolist()), tuple(counts.tolist())).spans()

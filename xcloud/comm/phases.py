@@ -33,6 +33,14 @@ class Compression:
         return self
 
     @property
+    def has_memory(self) -> bool:
+        """Whether something is kept for each sample from visit to visit."""
+        return not (
+            isinstance(self.forward_memory, NoMemory)
+            and isinstance(self.backward_memory, NoMemory)
+        )
+
+    @property
     def label(self) -> str:
         """Forward + backward, a memory around what it watches: "fp16(svd(0.6))+ef(int8)"."""
         forward = _with_memory(self.forward, self.forward_memory)
@@ -41,11 +49,7 @@ class Compression:
     @property
     def is_identity(self) -> bool:
         """Whether everything arrives exactly as it was sent."""
-        return (
-            self.forward.family == self.backward.family == "none"
-            and isinstance(self.forward_memory, NoMemory)
-            and isinstance(self.backward_memory, NoMemory)
-        )
+        return self.forward.family == self.backward.family == "none" and not self.has_memory
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,11 @@ class Phased:
             if phase.until_step is None or step <= phase.until_step:
                 return phase.compression
         raise AssertionError("the last phase is open")
+
+    @property
+    def has_memory(self) -> bool:
+        """In any phase: a sample's lane must be the same in all of them."""
+        return any(phase.compression.has_memory for phase in self.phases.values())
 
     @property
     def label(self) -> str:

@@ -16,6 +16,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.draws import Draws
 from xcloud.comm.memory import State
 
 _TIGHTER = {2: 0.75, 3: 0.85, 4: 0.9}
@@ -61,8 +62,8 @@ class BlockInt:
     bits: int = 8
     block: int = 64
     stochastic: bool = False
-    seed: int = 0  # of the stochastic rounding; decoding does not need it
-    _num_calls: int = field(default=0, init=False, repr=False, compare=False)
+    seed: int = 0  # of the stochastic rounding, beside the channel's; decoding does not need it
+    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("BlockInt.bits", self.bits, 1, 8)
@@ -118,10 +119,13 @@ class BlockInt:
         return values_N.to(spec.dtype).view(spec.shape)
 
     def state_dict(self) -> State:
-        return {"num_calls": self._num_calls}
+        return self._draws.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        self._num_calls = int(state["num_calls"])
+        self._draws.load_state_dict(state)
+
+    def use_stream(self, stream: int) -> None:
+        self._draws = Draws(stream)
 
     @property
     def _offset(self) -> int:
@@ -132,8 +136,7 @@ class BlockInt:
         """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
-        generator = torch.Generator(device).manual_seed(self.seed * 0x9E3779B1 + self._num_calls)
-        self._num_calls += 1
+        generator = torch.Generator(device).manual_seed(self._draws.next_seed(self.seed))
         return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.draws import Draws
 from xcloud.comm.memory import State
 
 
@@ -130,9 +131,9 @@ class RandomK:
     """
 
     rate: float
-    seed: int = 0
+    seed: int = 0  # beside the channel's
     unbiased: bool = False
-    _num_calls: int = field(default=0, init=False, repr=False, compare=False)
+    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_number("RandomK.rate", self.rate, 0, 1, above=True)
@@ -154,8 +155,7 @@ class RandomK:
     def compress(self, tensor: Tensor) -> Parts:
         _refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1)
-        seed = self.seed * 0x9E3779B1 + self._num_calls
-        self._num_calls += 1
+        seed = self._draws.next_seed(self.seed)
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _drawn(num_kept, len(values_N), seed).to(tensor.device)
         values = values_N.index_select(0, positions)
@@ -172,10 +172,13 @@ class RandomK:
         return _spread(values, positions, spec)
 
     def state_dict(self) -> State:
-        return {"num_calls": self._num_calls}
+        return self._draws.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        self._num_calls = int(state["num_calls"])
+        self._draws.load_state_dict(state)
+
+    def use_stream(self, stream: int) -> None:
+        self._draws = Draws(stream)
 
 
 class _SortedPositions:

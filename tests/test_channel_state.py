@@ -1,0 +1,266 @@
+"""What both ends of a channel carry from message to message: for every compressor and memory that
+ships, evaluation leaves it alone, and a pair that takes it over goes on bit for bit."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from tests.channels import IDENTITY, Pair, Phases, copies, same, same_state, stored
+from tests.test_compressors import COMPRESSORS
+from xcloud.cluster.frame import Kind
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import InProcessLink
+from xcloud.comm.border import Border, BorderField
+from xcloud.comm.chain import Chain
+from xcloud.comm.draws import ChannelId
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
+from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK
+from xcloud.comm.step_clock import StepClock
+from xcloud.wiring import Wiring, _Builder
+
+CONF = Path(__file__).parents[1] / "conf" / "compression"
+MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]
+RANDOM = [BlockInt(2, stochastic=True), RandomK(0.3, unbiased=True)]
+
+
+def shipped(path: Path, direction: str) -> Phases:
+    whole = {"compression": OmegaConf.load(path), "model": {"split": {"rank": 112}}}
+    built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
+    # So early that both phases are seen.
+    phases = (
+        [(2 if p.until_step else None, p.compression) for p in built.phases.values()]
+        if isinstance(built, Phased)
+        else [(None, built)]
+    )
+    return [(u, getattr(c, direction), getattr(c, f"{direction}_memory")) for u, c in phases]
+
+
+SETTINGS: dict[str, Phases] = {
+    f"{path.stem}-{direction}": shipped(path, direction)
+    for path in sorted(CONF.glob("*.yaml"))
+    if "defaults:" not in path.read_text()  # composed of others of these files
+    for direction in ("forward", "backward")
+}
+SETTINGS |= {
+    f"{compressor}-{memory}": [(None, compressor, memory)]
+    for compressor in COMPRESSORS
+    for memory in MEMORIES
+}
+SETTINGS["phases with state"] = [
+    (2, Chain(svd=Svd(0.05), int4=BlockInt(4, stochastic=True)), ErrorFeedback()),
+    (None, Chain(k=RandomK(0.3), int8=BlockInt(8, stochastic=True)), DeltaCache()),
+]
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+@every_setting
+def test_evaluation_leaves_no_trace_at_either_end(name: str) -> None:
+    alone, evaluated = Pair(SETTINGS[name]), Pair(SETTINGS[name])
+    for number in (1, 2):
+        assert same(evaluated.pass_on(number), alone.pass_on(number))
+        first, second = (evaluated.pass_on(number + 2, Kind.EVALUATION) for _ in range(2))
+
+        assert same(first, second)  # an evaluation depends on training alone
+        assert same_state(evaluated.states(), alone.states())
+
+
+@every_setting
+def test_fresh_ends_with_the_state_of_others_go_on_bit_for_bit(name: str) -> None:
+    goes_on_bit_for_bit(SETTINGS[name], 2)
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 3, 4])
+def test_so_they_do_before_and_after_a_change_of_phase(num_messages: int) -> None:
+    goes_on_bit_for_bit(SETTINGS["phases with state"], num_messages)
+
+
+def goes_on_bit_for_bit(phases: Phases, num_messages: int) -> None:
+    original, restored = Pair(phases), Pair(phases)
+    for number in range(1, num_messages + 1):
+        original.pass_on(number)
+    states = original.states()
+    kept = copies(states)
+    numbers = range(num_messages + 1, max(5, num_messages + 2))
+    expected = [original.pass_on(number) for number in numbers]
+    quality = original.pass_on(9, Kind.EVALUATION)
+
+    assert same_state(states, kept)  # a snapshot
+    restored.load([stored(state) for state in states])
+    for number, parts in zip(numbers, expected, strict=True):
+        assert same(restored.pass_on(number), parts)
+    assert same(restored.pass_on(9, Kind.EVALUATION), quality)
+    assert same_state(restored.states(), original.states())
+
+
+@pytest.mark.parametrize("name", ["topk_ef-forward", "delta_int4-forward", "randomk-backward",
+                                  "phases with state", f"{Svd(0.1)}-NoMemory()",
+                                  f"{BlockInt(4, stochastic=True)}-NoMemory()"])  # fmt: skip
+def test_fresh_ends_without_the_state_would_send_something_else(name: str) -> None:
+    original = Pair(SETTINGS[name])
+    for number in (1, 2, 3):
+        original.pass_on(number)
+
+    assert not same(Pair(SETTINGS[name]).pass_on(4), original.pass_on(4))
+
+
+def test_evaluation_begins_at_the_state_that_training_left() -> None:
+    fresh, trained = Pair([(None, Svd(0.1), NoMemory())]), Pair([(None, Svd(0.1), NoMemory())])
+    for number in (1, 2):
+        trained.pass_on(number)
+
+    assert not same(trained.pass_on(3, Kind.EVALUATION), fresh.pass_on(3, Kind.EVALUATION))
+    assert same(trained.pass_on(3, Kind.EVALUATION), trained.pass_on(3))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        ((BlockInt(4), DeltaCache()), (BlockInt(4), NoMemory()), r"no memory here.*ids"),
+        ((Chain(a=BlockInt(4)), NoMemory()), (Chain(b=BlockInt(4)), NoMemory()), r"'a.num_calls'"),
+        ((Svd(0.1), NoMemory()), (BlockInt(4), NoMemory()), r"whole number 'num_calls'"),
+        ((BlockInt(4), NoMemory()), (Svd(0.1), NoMemory()), r"svd\(0.1\) takes over .*num_calls"),
+    ],
+)
+def test_a_state_saved_with_other_settings_is_refused(saved, loaded, message: str) -> None:
+    original, other = Pair([(None, *saved)]), Pair([(None, *loaded)])
+    original.pass_on(1)
+
+    with pytest.raises(ValueError, match=message):
+        other.load(original.states())
+
+
+def test_a_state_with_a_phase_or_field_too_many_is_refused() -> None:
+    one = (None, BlockInt(4), NoMemory())
+    two = Pair([(1, BlockInt(4), NoMemory()), one])
+
+    with pytest.raises(ValueError, match=r"phases of a border contains '1\.compressor"):
+        Pair([one]).load(two.states())
+    with pytest.raises(ValueError, match=r"border 0 forward, rank 0 to 1 contains 'other.0'"):
+        two.sender.load_state_dict({"other.0": 1})
+
+
+@pytest.mark.parametrize("compressor", RANDOM, ids=repr)
+def test_averaging_over_eight_lanes_averages(compressor: BlockInt | RandomK) -> None:
+    senders = [
+        Pair([(None, compressor, NoMemory())], ChannelId(1, 0, "backward", sender, 9))
+        for sender in range(8)
+    ]
+    seen = torch.stack([pair.pass_on(1)[-2] for pair in senders])
+    exact = Pair([(None, Chain(), NoMemory())]).pass_on(1)[-2]
+    of_one = (seen - exact).flatten(1).norm(dim=1).mean()
+    of_mean = (seen.mean(0) - exact).norm()
+
+    assert of_mean / of_one == pytest.approx(8**-0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("compressor", RANDOM, ids=repr)
+@pytest.mark.parametrize(
+    "other",
+    [
+        ChannelId(8, 0, "forward", 0, 1),
+        ChannelId(7, 1, "forward", 0, 1),
+        ChannelId(7, 0, "backward", 0, 1),
+        ChannelId(7, 0, "forward", 2, 1),
+        ChannelId(7, 0, "forward", 0, 3),
+    ],
+    ids=str,
+)
+def test_seeds_borders_directions_and_lanes_share_no_random_numbers(
+    compressor: BlockInt | RandomK, other: ChannelId
+) -> None:
+    ours, twin, theirs = (
+        Pair([(None, compressor, NoMemory())], identity).sender.codecs["hidden"].at(1).compressor
+        for identity in (IDENTITY, IDENTITY, other)
+    )
+    values = torch.full((900,), 0.3)
+    sent = [list(sender.compress(values)) for sender in (ours, theirs) for _ in range(3)]
+
+    # Nor do calls: no two of the six messages are the same.
+    assert not any(same(*two) for two in combinations(sent, 2))
+    assert same(list(twin.compress(values)), sent[0])
+
+
+def test_fields_phases_members_and_evaluation_share_no_random_numbers() -> None:
+    phases: Phases = [
+        (1, Chain(a=BlockInt(1, stochastic=True)), NoMemory()),
+        (None, Chain(b=BlockInt(1, stochastic=True)), NoMemory()),
+    ]
+    pair, values = Pair(phases), torch.ones(900) * 0.3
+    values[0] = 1.0
+    codecs = [
+        pair.sender.codecs[field].at(step) for field in ("hidden", "pooled") for step in (1, 2)
+    ]
+    sent = [codec.compress_apart(values, stream)[0] for codec in codecs for stream in (1, 2)]
+    sent += [codec.compressor.compress(values)[0] for codec in codecs]
+
+    # Of four codecs, the same two streams for an evaluation: two results a member name.
+    assert len({bytes(part) for part in sent[:8]}) == 4
+    assert len({bytes(part) for part in sent}) == 8
+
+
+class Wired(_Builder):
+    """The real wiring, with links in memory. links: by border, direction's group, ranks."""
+
+    links: dict[object, InProcessLink]
+
+    def _out(self, group, peer, capacity, border):  # type: ignore[no-untyped-def]
+        return self.links.setdefault((group, self.rank, peer), InProcessLink())
+
+    def _in(self, group, peer, capacity, border, handlers=None):  # type: ignore[no-untyped-def]
+        return self.links.setdefault((group, peer, self.rank), InProcessLink())
+
+
+def wired(layout: ClusterLayout, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[Wiring]:
+    border = Border((BorderField("hidden", (8,), torch.float32),), 1)
+    compression = Compression(BlockInt(4, stochastic=True), RandomK(0.3), ErrorFeedback())
+    links: dict[object, InProcessLink] = {}
+    found = []
+    for rank in range(layout.num_ranks):
+        groups = iter(range(100))
+        monkeypatch.setattr("xcloud.wiring.dist.new_group", lambda *a, g=groups, **k: next(g))
+        builder = Wired(rank, layout, None, Wiring(), None, seed)  # type: ignore[arg-type]
+        builder.links = links
+        for stage in range(layout.num_stages - 1):
+            builder.join_border(stage, border, compression, 4, torch.device("cpu"), StepClock())
+        found.append(builder.wiring)
+    return found
+
+
+def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud(2), "c": Cloud(1)}, "free")
+    ranks = wired(layout, 5, monkeypatch)
+    ends: dict[int, list[ChannelId]] = {}
+    for rank in ranks:
+        for channel in rank.channels.values():
+            ends.setdefault(id(channel.link), []).append(channel.identity)
+
+    assert all(len(pair) == 2 and pair[0] == pair[1] for pair in ends.values())
+    identities = {pair[0] for pair in ends.values()}
+    assert len(identities) == len(ends) == 2 * (2 + 2)
+    assert {identity.seed for identity in identities} == {5}
+
+
+def test_a_rank_gives_and_takes_the_state_of_all_its_channels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free")
+    original, restored = (wired(layout, 5, monkeypatch)[2] for _ in range(2))
+    for channel in original.channels.values():
+        for _ in range(3):
+            channel.codecs["hidden"].at(1).compressor.compress(torch.ones(4, 8))
+    state = original.state_dict()
+
+    assert not same_state([restored.state_dict()], [state])
+    restored.load_state_dict(stored(state))
+    assert same_state([restored.state_dict()], [state])
+    with pytest.raises(ValueError, match="a rank's channels contains"):
+        wired(layout, 5, monkeypatch)[0].load_state_dict(state)

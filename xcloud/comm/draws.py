@@ -1,0 +1,70 @@
+"""Which random numbers a compressor draws: from the channel, the message and its own setting.
+Draws nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from xcloud.comm.memory import State, whole_number
+
+
+def seed_from(*names: str | int) -> int:
+    """A 63-bit seed, the same in every process and on every machine; neighbours are unrelated."""
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class ChannelId:
+    """One direction between two ranks over one border. Both ends hold the same one.
+
+    seed: of the experiment. border: the stage before it. direction: "forward" or "backward".
+    sender, receiver: ranks.
+    """
+
+    seed: int
+    border: int
+    direction: str
+    sender: int
+    receiver: int
+
+    def stream(self, *names: str | int) -> int:
+        """A random stream of this channel alone, for the part of that name."""
+        channel = (self.seed, self.border, self.direction, self.sender, self.receiver)
+        return seed_from(*channel, *names)
+
+    def __str__(self) -> str:
+        return f"border {self.border} {self.direction}, rank {self.sender} to {self.receiver}"
+
+
+@runtime_checkable
+class Randomized(Protocol):
+    """A compressor whose result depends on random numbers."""
+
+    def use_stream(self, stream: int) -> None:
+        """Draw from this stream, from its first call on. Compressors with different streams
+        share no random numbers."""
+
+
+@dataclass
+class Draws:
+    """One seed for each call, from a stream, a compressor's own `seed` and the call's number.
+
+    The stream follows from where a compressor is used, so only the number of calls is state.
+    """
+
+    stream: int = 0
+    num_calls: int = 0
+
+    def next_seed(self, seed: int) -> int:
+        self.num_calls += 1
+        return seed_from(self.stream, seed, self.num_calls)
+
+    def state_dict(self) -> State:
+        return {"num_calls": self.num_calls}
+
+    def load_state_dict(self, state: State) -> None:
+        self.num_calls = whole_number(state, "num_calls")
