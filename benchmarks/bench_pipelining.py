@@ -153,15 +153,17 @@ def ours(rank: int, schedule_name: str):
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     plain = Compression(Chain(), Chain(), NoMemory(), NoMemory())
-    wiring = wire(rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, seed=1)
-    stage = Layers()
-    pipeline = Pipeline(
-        rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock
-    )
     schedule = (
         GPipe(MICRO_BATCHES)
         if schedule_name == "gpipe"
         else OneForwardOneBackward(MICRO_BATCHES, 3)
+    )
+    wiring = wire(
+        rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, schedule, seed=1
+    )
+    stage = Layers()
+    pipeline = Pipeline(
+        rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock
     )
     optimizer = torch.optim.SGD(stage.parameters(), 1e-3)
     x, y = data()

@@ -1,6 +1,8 @@
-"""Network namespaces as hosts on one machine, joined by a veth pair that the kernel limits (tbf).
+"""Network namespaces as hosts on one machine, joined by a veth pair that the kernel limits (tbf),
+or by a line that also has a round trip (delay_line.c).
 
-Needs root and iproute2. Traffic stays on this machine.
+Needs root and iproute2; a line with a round trip needs gcc and /dev/net/tun as well. Traffic stays
+on this machine.
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 INTERFACE = "xc-veth"
+SOURCE = Path(__file__).with_name("delay_line.c")
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
@@ -30,23 +35,51 @@ def available() -> str | None:
     return None
 
 
-@contextmanager
-def two_hosts(bandwidth_bits_per_s: float | None) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces whose veth pair carries at most this rate each way (None: no limit).
+def delay_available() -> str | None:
+    """None if a line with a round trip can be made here, else why not."""
+    if (reason := available()) is not None:
+        return reason
+    if shutil.which("gcc") is None:
+        return "gcc, which builds the delaying line, is not installed"
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        return f"a delaying line needs TUN devices: {error}"
+    return None
 
+
+@contextmanager
+def two_hosts(
+    bandwidth_bits_per_s: float | None,
+    round_trip_s: float | None = None,
+    congestion_control: str | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Names of two namespaces whose link carries at most this rate each way (None: no limit).
+
+    round_trip_s: of a delaying line in user space; None = a veth pair that the kernel limits.
+    congestion_control: of TCP on both hosts; None = this machine's own.
     Prefix a command with `inside(name)` to run it there.
     """
     names = tuple(f"xc-{os.getpid()}-{side}" for side in "ab")
+    line = None
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", INTERFACE, "netns", names[0], "type", "veth",
-             "peer", "name", INTERFACE, "netns", names[1])  # fmt: skip
+        if round_trip_s is None:
+            _run("ip", "link", "add", INTERFACE, "netns", names[0], "type", "veth",
+                 "peer", "name", INTERFACE, "netns", names[1])  # fmt: skip
+        else:
+            line = _start_delay_line(bandwidth_bits_per_s, round_trip_s, names)
         for name, address in zip(names, ADDRESSES, strict=True):
             _run(*inside(name), "ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside(name), "ip", "link", "set", "lo", "up")
             _run(*inside(name), "ip", "link", "set", INTERFACE, "up")
-            if bandwidth_bits_per_s is not None:
+            if congestion_control is not None:
+                setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+                _run(*inside(name), "sh", "-c", f"echo {congestion_control} > {setting}")
+            if line is not None:
+                _run(*inside(name), "ip", "link", "set", INTERFACE, "txqueuelen", "10000")
+            elif bandwidth_bits_per_s is not None:
                 # A queue of 1 s never drops what the sockets hand over. The burst (what passes at
                 # once after a pause) is small, 4 ms of the line: with 64 kB of it a 10 Mbit/s
                 # link carries each message 50 ms faster than its bandwidth allows.
@@ -56,8 +89,26 @@ def two_hosts(bandwidth_bits_per_s: float | None) -> Iterator[tuple[str, str]]:
                      "latency", "1s")  # fmt: skip
         yield names[0], names[1]
     finally:
+        if line is not None:
+            line.kill()
+            line.communicate()
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _start_delay_line(
+    bandwidth_bits_per_s: float | None, round_trip_s: float, names: tuple[str, ...]
+) -> subprocess.Popen[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "delay_line"
+        _run("gcc", "-O2", "-pthread", "-o", str(program), str(SOURCE))
+        mbit = (bandwidth_bits_per_s or 0.0) / 1e6
+        command = [str(program), f"{mbit:g}", f"{1e3 * round_trip_s:g}", INTERFACE, *names]
+        line = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert line.stdout is not None
+        if line.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the delaying line ended with {line.wait()}: {command}")
+    return line
 
 
 def inside(name: str) -> Sequence[str]:

@@ -260,3 +260,13 @@ def wait_for(condition, seconds: float = 180.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.1)
+
+
+def test_three_hundred_micro_batches_in_flight_do_not_deadlock(tmp_path: Path) -> None:
+    schedule = ["schedule=one_forward_one_backward", "schedule.num_micro_batches=300",
+                "schedule.num_in_flight=300"]  # fmt: skip
+    overrides = [*schedule, "training.batch_size=300", "training.max_steps=1"]
+
+    summary = start(tmp_path, toy_config("two_clouds", overrides))
+
+    assert summary["status"] == "finished"

@@ -21,6 +21,7 @@ from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES
@@ -31,6 +32,7 @@ from xcloud.wiring import LinkClocks
 
 _FRAME_SLACK_BYTES = 4096
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
+_REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
 _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 
 _CARRIES = {
@@ -277,14 +279,13 @@ class FeedWirer:
         return longest + _FRAME_SLACK_BYTES
 
     def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
-        queued = self.run_ahead + 64  # so many batches and a few reports never block
         record = None
         if self.layout.wan_between(self.rank, peer) is not None:
             record = LinkRecord(self.layout.placement(peer).cloud, peer, None)
             self._records.append(record)
         return GlooOutLink(
-            group, peer, self._name(peer), capacity, self._clocks.to(peer), max_queued=queued,
-            record=record, life=self._lives[peer],
+            group, peer, self._name(peer), capacity, self._clocks.to(peer),
+            self._window(capacity), record=record, life=self._lives[peer],
         )  # fmt: skip
 
     def _in(
@@ -296,9 +297,14 @@ class FeedWirer:
         on_end: Callable[[LinkError], None] | None = None,
     ) -> GlooInLink:
         return GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, on_end=on_end,
-            life=self._lives[peer],
+            group, peer, self._name(peer), capacity, handlers, self._window(capacity),
+            on_end=on_end, life=self._lives[peer],
         )  # fmt: skip
+
+    def _window(self, capacity: int) -> LinkWindow:
+        """Batches ahead, or as many messages with orders for them, and a few reports."""
+        under_way = self.run_ahead + _REPORTS_AHEAD
+        return LinkWindow.covering(under_way, capacity, self.layout.link_budget_bytes)
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"

@@ -28,6 +28,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
+from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
@@ -39,11 +40,16 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, note_ages
 from xcloud.parallel.pipeline import BorderPorts
+from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.security.defences import Defences
 from xcloud.training.trainer import Lanes
 
 _FRAME_SLACK_BYTES = 4096
 _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+_CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
+_FORWARD_AHEAD = 32
+"""Messages that may be under way forward where no gradient holds back the sender: an evaluation's
+pieces, and training over a border that no gradient crosses. More wait in the sender's queue."""
 
 
 @dataclass
@@ -119,6 +125,7 @@ def wire(
     clock: StepClock,
     run_dir: Path,
     on_report: Callable[[Frame], None],
+    schedule: Schedule,
     defences: Defences | None = None,
     *,
     seed: int,
@@ -126,9 +133,10 @@ def wire(
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
     borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
-    rank 0, in a background thread, for each report of another rank. defences: noise on what leaves
-    a cloud that holds the first stage (forward) or the last one (backward). seed: of the
-    experiment, for compressors that draw random numbers.
+    rank 0, in a background thread, for each report of another rank. schedule: says how many
+    messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
+    first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
+    draw random numbers.
     """
     wiring = Wiring(layout.liveness)
     if layout.num_ranks == 1:
@@ -142,7 +150,7 @@ def wire(
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
         builder.join_border(
-            stage, border, compression.at_border(stage), max_samples, device, clock
+            stage, border, compression.at_border(stage), max_samples, device, clock, schedule
         )
     for stage, ports in wiring.ports.items():
         ports.crosses_clouds = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
@@ -216,10 +224,10 @@ class _Builder:
             if self.rank == 0
             else {Kind.ALIVE: partial(note_ages, self.lives)}
         )
-        out = {peer: self._out(group, peer, capacity, CONTROL) for peer in peers}
+        out = {peer: self._out(group, peer, capacity, CONTROL, _CONTROL_AHEAD) for peer in peers}
         incoming: dict[int, InLink] = {}
         for peer in peers:
-            incoming[peer] = self._in(group, peer, capacity, CONTROL, handlers)
+            incoming[peer] = self._in(group, peer, capacity, CONTROL, _CONTROL_AHEAD, handlers)
         overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
         self.wiring.control = Control(
             self.rank, self.layout.leaders, out, incoming, overdue_s, self.lives
@@ -233,6 +241,7 @@ class _Builder:
         max_samples: int,
         device: torch.device,
         clock: StepClock,
+        schedule: Schedule,
     ) -> None:
         """Channels between the ranks of `stage` and those of the next one."""
         before, behind = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
@@ -244,10 +253,12 @@ class _Builder:
         self.wiring.ports[stage] = ports
         crosses = self.layout.stage_cloud(stage) != self.layout.stage_cloud(stage + 1)
         # Which lanes meet: micro-batch i joins lane i mod n before with lane i mod n behind.
-        meets = {
+        meets = [
             (self.layout.owner(stage, i), self.layout.owner(stage + 1, i))
             for i in range(len(before) * len(behind))
-        }
+        ]
+        actions = schedule.actions(stage, self.layout.num_stages)
+        in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
         for direction, group in zip(("forward", "backward"), groups, strict=True):
             fields = border.fields if direction == "forward" else border.gradient_fields
             if not fields:
@@ -257,13 +268,16 @@ class _Builder:
             if direction == "forward":
                 start = sum(spec.num_bytes for spec in border.start)
                 capacity = max(capacity, start + _FRAME_SLACK_BYTES)
-            for a, b in sorted(meets):
+            for a, b in sorted(set(meets)):
                 sender, receiver = (a, b) if direction == "forward" else (b, a)
                 if sender == receiver:
                     continue
                 identity = ChannelId(self.seed, stage, direction, sender, receiver)
+                under_way = in_flight[a, b]
+                if direction == "forward":
+                    under_way = max(under_way, _FORWARD_AHEAD)
                 if sender == self.rank:
-                    link = self._out(group, receiver, capacity, stage)
+                    link = self._out(group, receiver, capacity, stage, under_way)
                     channel = SendChannel(link, fields, codecs, clock, identity)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
@@ -272,13 +286,19 @@ class _Builder:
                         wan = self.wiring.wan_forward, self.wiring.wan_backward
                         wan[direction == "backward"].append(channel)
                 elif receiver == self.rank:
-                    inlink = self._in(group, sender, capacity, stage)
+                    inlink = self._in(group, sender, capacity, stage, under_way)
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
                         ReceiveChannel(inlink, fields, codecs, clock, identity, device, overdue_s)
                     )
 
-    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int, border: int) -> GlooOutLink:
+    def _window(self, under_way: int, capacity: int) -> LinkWindow:
+        """Of the same arguments at both ends of a link."""
+        return LinkWindow.covering(under_way, capacity, self.layout.link_budget_bytes)
+
+    def _out(
+        self, group: dist.ProcessGroup, peer: int, capacity: int, border: int, under_way: int
+    ) -> GlooOutLink:
         clock = self.clocks.to(peer)
         self.wiring.is_emulated |= clock is not None
         log = self._log(LinkName(border, self.rank, peer))
@@ -289,8 +309,9 @@ class _Builder:
             record = LinkRecord(there, peer, None if border == CONTROL else border)
             self.wiring.wan_records.append(record)
         link = GlooOutLink(
-            group, peer, self._name(peer), capacity, clock, log=log, record=record,
-            life=self.lives[peer], overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
+            group, peer, self._name(peer), capacity, clock, self._window(under_way, capacity),
+            log=log, record=record, life=self.lives[peer],
+            overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
         )  # fmt: skip
         self.wiring.outs.append(link)
         if leaves_cloud:
@@ -303,12 +324,13 @@ class _Builder:
         peer: int,
         capacity: int,
         border: int,
+        under_way: int,
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
     ) -> GlooInLink:
         log = self._log(LinkName(border, peer, self.rank))
         link = GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, log=log, life=self.lives[peer],
-            advice=self.layout.overdue_advice(self.rank, peer),
+            group, peer, self._name(peer), capacity, handlers, self._window(under_way, capacity),
+            log=log, life=self.lives[peer], advice=self.layout.overdue_advice(self.rank, peer),
         )  # fmt: skip
         self.wiring.ins.append(link)
         return link

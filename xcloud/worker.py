@@ -85,6 +85,7 @@ def run(experiment: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
         rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
         device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
+        schedule=experiment.schedule,
         defences=experiment.security.defences,
         seed=experiment.seed,
     )  # fmt: skip

@@ -1,13 +1,14 @@
 """The clock of an emulated link: when would these bytes arrive? It delays nothing by itself.
 
 All ranks of one cloud that send to one other cloud share one clock, kept in a small file of the
-run folder, so they share the bandwidth. The sender reserves the line and writes the time of
-delivery into the frame; the receiver's background thread holds the frame back until then. No root
-rights, no busy waiting, and the compute threads never sleep for it.
+run folder, so they share the bandwidth. The sender's background thread reserves the line and
+writes the time of delivery into the frame; the receiver's background thread holds the frame back
+until then. No root rights, no busy waiting, and the compute threads never sleep for it.
 
 Model: first come, first served by whole messages (as in a router's queue); packet headers of TCP
 over Ethernet take their share of the line; latency is added after the last byte; jitter never
-reorders. Not modelled: TCP slow start, loss, cross traffic.
+reorders. As on a real link, a message begins only when its sender knows of a posted receive
+(`PostedReceives`). Not modelled: TCP slow start, loss, cross traffic.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 import struct
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,36 @@ class Reservation(NamedTuple):
     start_s: float
     sent_s: float
     deliver_at_s: float
+
+
+class PostedReceives:
+    """When the sender of one emulated link may begin a message: the receiver's window, as gloo
+    keeps it on a real link.
+
+    With w receives posted at first, message k needs the one that the receiver posts when it takes
+    message k - w. The receiver's thread takes each message when it is delivered, and the notice
+    of the receive it posts then travels one latency back. So message k begins no earlier than
+        deliver_at(k - w) + latency,
+    which the sender knows by itself: it wrote deliver_at. A notice has no length and no jitter.
+    Where the receiver's queue is full (an evaluation behind a slow decoder) it takes messages
+    later than this says; nobody waits for them then.
+    """
+
+    def __init__(self, num_posted: int, latency_s: float) -> None:
+        self._latency_s = latency_s
+        self._delivered_at_s: deque[float] = deque(maxlen=num_posted)
+
+    @property
+    def known_at_s(self) -> float:
+        """When the next message's receive is known to the sender, by the monotonic clock; 0 for
+        the first messages, whose receives were posted when the ranks met."""
+        if len(self._delivered_at_s) < (self._delivered_at_s.maxlen or 0):
+            return 0.0
+        return self._delivered_at_s[0] + self._latency_s
+
+    def used(self, deliver_at_s: float) -> None:
+        """A message, delivered then, has taken its receive."""
+        self._delivered_at_s.append(deliver_at_s)
 
 
 class LinkClock:

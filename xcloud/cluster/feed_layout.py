@@ -15,6 +15,7 @@ from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.layout import Wan
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Liveness
+from xcloud.cluster.window import BUDGET_BYTES
 from xcloud.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ class FeedPlacement:
 class FeedLayout:
     """All clouds of a one-way job, and what joins them.
 
-    wan, links, liveness: as in ClusterLayout.
+    wan, links, liveness, link_budget_bytes: as in ClusterLayout.
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
         work on a free link; local = one process does everything in turn (a rank for each cloud).
     """
@@ -63,8 +64,10 @@ class FeedLayout:
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
     name: str = "feed"
     liveness: Liveness = field(default_factory=Liveness)
+    link_budget_bytes: int = BUDGET_BYTES
 
     def __post_init__(self) -> None:
+        check_int("cluster.link_budget_bytes", self.link_budget_bytes, 1)
         check_choice("cluster.form", self.form, ("clouds", "one_cloud", "local"))
         if not isinstance(self.clouds, Mapping) or not self.clouds:
             raise ConfigError("cluster.clouds must name the clouds of the job")

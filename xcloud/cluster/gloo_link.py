@@ -1,8 +1,9 @@
 """Links over torch.distributed point-to-point calls, with a thread at each end.
 
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
-posted its receive, so receives are posted ahead; a receive may be longer than the message, so one
-buffer size serves all; a group per direction keeps the link full duplex.
+posted its receive, so receives are posted ahead (`window.py`); a receive may be longer than the
+message, so one buffer size serves all; a group per direction keeps the link full duplex. A buffer
+takes memory only as far as a message has ever filled it.
 Nothing outside this file and `worker.py` knows which process-group backend is in use.
 """
 
@@ -19,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xcloud.cluster.emulated_link import LinkClock, Reservation
+from xcloud.cluster.byte_queue import ByteQueue
+from xcloud.cluster.emulated_link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link import LinkStats, Parts, expect
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import LinkLog
+from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 
-NUM_POSTED = 3
-"""Receives posted ahead by each receiver."""
-
 _TAGS = 1 << 30
+_NARROW = LinkWindow()
 
 
 class _Outgoing(NamedTuple):
@@ -38,7 +39,6 @@ class _Outgoing(NamedTuple):
     sequence: int
     frame: Tensor
     queued_at_s: float
-    slot: Reservation | None
 
 
 class GlooOutLink:
@@ -46,7 +46,7 @@ class GlooOutLink:
 
     capacity_bytes: the peer's buffer size; a longer frame is refused.
     clock: the emulated link; None leaves the network alone.
-    max_queued: frames that may wait here before `send` blocks (bounds memory in evaluation).
+    window: receives that the peer posts, and bytes that may wait here before `send` blocks.
     log: where to note when each message was sent; None notes nothing.
     record: where to note what was sent; None where the peer is in the same cloud.
     life: the peer's signs of life, shared with the other links to and from it.
@@ -60,7 +60,7 @@ class GlooOutLink:
         peer_name: str,
         capacity_bytes: int,
         clock: LinkClock | None = None,
-        max_queued: int = 64,
+        window: LinkWindow = _NARROW,
         log: LinkLog | None = None,
         record: LinkRecord | None = None,
         life: PeerLife | None = None,
@@ -76,7 +76,10 @@ class GlooOutLink:
         self._capacity_bytes = capacity_bytes
         self._sequence = 0
         self._failure: LinkError | None = None
-        self._queue: queue.Queue[_Outgoing | None] = queue.Queue(max_queued)
+        self._window = window
+        latency_s = clock.profile.latency_s if clock is not None else 0.0
+        self._posted = PostedReceives(window.num_posted, latency_s)
+        self._queue: ByteQueue[_Outgoing | None] = ByteQueue(window.max_queued_bytes)
         self._thread = threading.Thread(target=self._run, name=f"to-{peer_name}", daemon=True)
         self._thread.start()
 
@@ -89,7 +92,7 @@ class GlooOutLink:
             return
         try:
             # What waits here is a sign of life itself as soon as it arrives.
-            if not self._is_closing and self._queue.empty():
+            if not self._is_closing and self._queue.is_empty:
                 self._send(MessageKey(Kind.ALIVE), parts, carries)
         finally:
             self._sending.release()
@@ -102,19 +105,17 @@ class GlooOutLink:
                 f"promised at most {self._capacity_bytes:,}"
             )
         queued_at_s = time.monotonic()
-        slot = self._clock.reserve(frame.numel()) if self._clock is not None else None
         if key.kind is not Kind.GOODBYE:
-            line_s = slot.sent_s - slot.start_s if slot is not None else 0.0
-            self.stats.count(key.kind, frame.numel(), line_s)
+            self.stats.count(key.kind, frame.numel())
         if self._record is not None:
             self._record.note(key.kind, parts, carries, frame.numel())
-        self._put(_Outgoing(key, self._sequence, frame, queued_at_s, slot))
+        self._put(_Outgoing(key, self._sequence, frame, queued_at_s))
         self._sequence += 1
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._is_closing = True
-            for _ in range(NUM_POSTED):
+            for _ in range(self._window.num_posted):
                 self._send(MessageKey(Kind.GOODBYE), (), ())
             self._put(None)
         if not _join(self._thread, self._life, timeout_s):
@@ -127,23 +128,25 @@ class GlooOutLink:
 
     def _put(self, item: _Outgoing | None) -> None:
         started_s = time.monotonic()
+        num_bytes = 0 if item is None else item.frame.numel()
         while True:
             if self._failure is not None:
                 raise self._failure
             try:
-                return self._queue.put(item, timeout=1.0)
+                return self._queue.put(item, num_bytes, timeout_s=1.0)
             except queue.Full:
                 if time.monotonic() > self._life.deadline_s(started_s, self._overdue_s):
                     raise LinkTimeout(
-                        f"{self.peer_name} has taken none of {self._queue.qsize()} waiting "
-                        f"messages for {time.monotonic() - started_s:.0f} s and gives no sign of "
-                        "life. Is that rank stopped, or its line down?"
+                        f"{self.peer_name} has taken none of the waiting messages for "
+                        f"{time.monotonic() - started_s:.0f} s and gives no sign of life. Is that "
+                        "rank stopped, or its line down?"
                     ) from None
 
     def _run(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                key, sequence, frame, queued_at_s, slot = item
+                key, sequence, frame, queued_at_s = item
+                slot = self._take_line(item)
                 seal_frame(frame, slot.deliver_at_s if slot is not None else 0.0)
                 if self._log is not None:
                     now_s = time.monotonic()
@@ -155,12 +158,27 @@ class GlooOutLink:
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 
+    def _take_line(self, item: _Outgoing) -> Reservation | None:
+        """The message's time on the emulated line; None without one. Waits until the receive for
+        it is known to be posted: others may use the line meanwhile."""
+        if self._clock is None:
+            return None
+        ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
+        if (wait_s := ready_at_s - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        slot = self._clock.reserve(item.frame.numel(), ready_at_s)
+        self._posted.used(slot.deliver_at_s)
+        if item.key.kind is not Kind.GOODBYE:
+            self.stats.count_line(item.key.kind, slot.sent_s - slot.start_s)
+        return slot
+
 
 class GlooInLink:
     """Receives frames from one peer in a background thread, each at its time of delivery.
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
         Whatever one raises is the link's end. Signs of life that have none are dropped.
+    window: receives to post, and bytes that may wait for `recv` before no more are taken.
     log: where to note when each message was delivered; None notes nothing.
     on_end: called once, in the background thread, when nothing more can come, with the reason.
     life: the peer's signs of life, shared with the other links to and from it.
@@ -174,7 +192,7 @@ class GlooInLink:
         peer_name: str,
         capacity_bytes: int,
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
-        max_waiting: int = 64,
+        window: LinkWindow = _NARROW,
         log: LinkLog | None = None,
         on_end: Callable[[LinkError], None] | None = None,
         life: PeerLife | None = None,
@@ -187,7 +205,8 @@ class GlooInLink:
         self._handlers = {Kind.ALIVE: lambda frame: None, **(handlers or {})}
         self._on_end = on_end
         self.said_goodbye = False  # the peer; else the end of the link is a failure
-        self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
+        self._num_posted = window.num_posted
+        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(window.max_queued_bytes)
         self._thread = threading.Thread(target=self._run, name=f"from-{peer_name}", daemon=True)
         self._thread.start()
 
@@ -196,7 +215,7 @@ class GlooInLink:
         deadline_s = started_s + overdue_s
         while True:
             try:
-                found = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                found = self._inbox.get(max(0.0, deadline_s - time.monotonic()))
                 break
             except queue.Empty:
                 waited_s = time.monotonic() - started_s
@@ -209,7 +228,7 @@ class GlooInLink:
                     f" {self._advice}".rstrip()
                 ) from None
         if isinstance(found, LinkError):
-            self._inbox.put(found)  # whoever asks next shall hear it too
+            self._inbox.put(found, 0)  # whoever asks next shall hear it too
             raise found
         return expect(found, key, self.peer_name).parts
 
@@ -227,7 +246,7 @@ class GlooInLink:
         spare: list[Tensor] = []
         try:
             while True:
-                while len(posted) < NUM_POSTED:
+                while len(posted) < self._num_posted:
                     buffer = spare.pop() if spare else self._new_buffer()
                     work = dist.irecv(buffer, self._peer, self._group, tag=next_to_post % _TAGS)
                     assert work is not None
@@ -262,7 +281,7 @@ class GlooInLink:
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
     def _deliver(self, frame: Frame) -> None:
-        handler = self._handlers.get(frame.key.kind, self._inbox.put)
+        handler = self._handlers.get(frame.key.kind, self._keep)
         try:
             handler(frame)
         except LinkError:
@@ -272,8 +291,11 @@ class GlooInLink:
                 f"{frame.key} from {self.peer_name} cannot be taken: {error!r}"
             ) from error
 
+    def _keep(self, frame: Frame) -> None:
+        self._inbox.put(frame, frame.num_bytes)
+
     def _end(self, reason: LinkError) -> None:
-        self._inbox.put(reason)
+        self._inbox.put(reason, 0)
         if self._on_end is not None:
             self._on_end(reason)
 

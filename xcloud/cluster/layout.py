@@ -15,6 +15,7 @@ from typing import Literal
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Liveness
+from xcloud.cluster.window import BUDGET_BYTES
 from xcloud.errors import ConfigError
 
 Wan = LinkProfile | Literal["real", "free"]
@@ -69,6 +70,8 @@ class ClusterLayout:
         alone; "free" = no limit (messages are still framed, compressed and counted).
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
     liveness: when a rank that is silent outside a training step counts as lost.
+    link_budget_bytes: memory for each direction between two ranks, at each end, that its posted
+        receives may take, and its queue. What a schedule needs at least is taken beyond it.
     """
 
     clouds: Mapping[str, Cloud]
@@ -76,8 +79,10 @@ class ClusterLayout:
     links: Mapping[str, Wan] = field(default_factory=dict)
     name: str = "cluster"
     liveness: Liveness = field(default_factory=Liveness)
+    link_budget_bytes: int = BUDGET_BYTES
 
     def __post_init__(self) -> None:
+        check_int("cluster.link_budget_bytes", self.link_budget_bytes, 1)
         if not isinstance(self.clouds, Mapping) or not self.clouds:
             raise ConfigError("cluster.clouds must name at least one cloud")
         resolved = {}

@@ -21,15 +21,21 @@ Parts = tuple[Tensor, ...]
 
 @dataclass
 class LinkStats:
-    """What has been sent so far, by kind of message; bytes are whole frames, headers included."""
+    """What has been sent so far, by kind of message; bytes are whole frames, headers included.
+
+    line_s: seconds that messages kept the emulated line busy, counted when each takes it; the
+    others count when a message is handed to the link.
+    """
 
     num_bytes: Counter[Kind] = field(default_factory=Counter)
     num_messages: Counter[Kind] = field(default_factory=Counter)
     line_s: Counter[Kind] = field(default_factory=Counter)
 
-    def count(self, kind: Kind, num_bytes: int, line_s: float) -> None:
+    def count(self, kind: Kind, num_bytes: int) -> None:
         self.num_bytes[kind] += num_bytes
         self.num_messages[kind] += 1
+
+    def count_line(self, kind: Kind, line_s: float) -> None:
         self.line_s[kind] += line_s  # type: ignore[assignment]
 
 
@@ -78,7 +84,7 @@ class InProcessLink:
         frame = encode_frame(key, parts, self._sequence)
         seal_frame(frame, 0.0)
         self._sequence += 1
-        self.stats.count(key.kind, frame.numel(), 0.0)
+        self.stats.count(key.kind, frame.numel())
         self._frames.put(frame)
 
     def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:

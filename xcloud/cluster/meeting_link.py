@@ -47,10 +47,13 @@ class MeetingLink:
             )
         seal_frame(frame, 0.0)
         self._num_sent += 1
-        self.stats.count(key.kind, frame.numel(), 0.0)
+        self.stats.count(key.kind, frame.numel())
         if self._record is not None:
             self._record.note(key.kind, parts, carries, frame.numel())
         self._wait(dist.isend(frame, self._peer), key, self._timeout_s)
+
+    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        """Whoever waits here waits for a deadline of its own."""
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
         buffer = torch.zeros(self._capacity_bytes, dtype=torch.uint8)

@@ -7,10 +7,14 @@ micro-batches out of that one order, which keeps any number of lanes free of dea
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from xcloud.checks import check_int
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Action(NamedTuple):
@@ -96,3 +100,19 @@ class ForwardOnly:
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         return [Action("forward", stage, i) for i in range(self.num_micro_batches)]
+
+
+def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:
+    """Most micro-batches between their forward and their backward at once, by the link they take.
+
+    actions: of one stage, in order. link: of a micro-batch, to the next stage and back. As the
+    stage's backward follows the gradient from the next stage, no more messages than this are
+    under way on a link, in either direction.
+    """
+    in_flight: Counter[K] = Counter()
+    most: Counter[K] = Counter()
+    for action in actions:
+        taken = link(action.micro_batch)
+        in_flight[taken] += 1 if action.kind == "forward" else -1
+        most[taken] = max(most[taken], in_flight[taken])
+    return most

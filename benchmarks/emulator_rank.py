@@ -1,0 +1,126 @@
+"""One of the two ranks that bench_emulator times: a small Transformer cut in the middle, INT8.
+
+    python -m benchmarks.emulator_rank RANK tcp://ADDRESS:PORT LINK     (LINK: JSON, see main)
+
+Reads blocks to run from stdin, a JSON object a line, and prints the seconds of each step. Real
+links, wiring, pipeline and exchange of norms; only data and model are made up, so that nothing
+has to be loaded or pretrained. Messages are as long as those of the demo AB-Net.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xcloud.cluster.frame import Kind
+from xcloud.cluster.layout import Cloud, ClusterLayout, Wan
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.phases import Compression
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.step_clock import StepClock
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.stage import Batch, Stage, StageOutput
+from xcloud.training.batch_plan import cut
+from xcloud.wiring import wire
+
+BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
+
+
+class Layers(Stage):
+    """Half of the Transformer; the last half has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[
+                nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, 0.0, batch_first=True)
+                for _ in range(LAYERS)
+            ]
+        )
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        if received is None:
+            return StageOutput(send={"hidden": self.layers(batch["x"])})
+        found = self.layers(received["hidden"])
+        return StageOutput(loss=((found - batch["y"]) ** 2).mean(dim=(1, 2)).sum())
+
+
+class System:
+    """A stage and its links for one number of micro-batches and one budget for receives."""
+
+    def __init__(
+        self, rank: int, wan: Wan, num_micro_batches: int, budget_bytes: int, folder: Path
+    ) -> None:
+        layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, wan, link_budget_bytes=budget_bytes)
+        hidden = BorderField("hidden", (LENGTH, HIDDEN), torch.float32)
+        cpu, clock = torch.device("cpu"), StepClock()
+        self._schedule = GPipe(num_micro_batches)
+        self._pieces = cut(torch.arange(BATCH), num_micro_batches)
+        self._rank, self._steps = rank, 0
+        int8 = Compression(BlockInt(8), BlockInt(8))
+        self.wiring = wire(
+            rank, layout, {0: Border((hidden,), 1)}, int8, len(self._pieces[0]), cpu, clock,
+            folder, print, self._schedule,
+        )  # fmt: skip
+        torch.manual_seed(rank)
+        self._stage = Layers()
+        self._pipeline = Pipeline(
+            rank, {rank: self._stage}, 2, self.wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1,
+            clock,
+        )  # fmt: skip
+        self._optimizer = torch.optim.SGD(self._stage.parameters(), 1e-3)
+        x, y = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
+        self._batches = {
+            i: {"ids": ids, "x": x[ids], "y": y[ids]} for i, ids in enumerate(self._pieces)
+        }
+
+    def step(self) -> float:
+        """One update; its seconds."""
+        started = time.perf_counter()
+        self._steps += 1
+        self._optimizer.zero_grad()
+        self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
+        assert self.wiring.control is not None
+        self.wiring.control.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
+        self._optimizer.step()
+        return time.perf_counter() - started
+
+    @property
+    def bytes_per_step(self) -> float:
+        stats = self.wiring.outs[-1].stats
+        return (stats.num_bytes[Kind.ACTIVATION] + stats.num_bytes[Kind.GRADIENT]) / self._steps
+
+
+def main() -> None:
+    """LINK: {"bandwidth_bits_per_s": ..., "latency_s": ...} of an emulated link, or "real"."""
+    rank, meeting, link = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    wan: Wan = "real" if link == "real" else LinkProfile(**link)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    systems: dict[tuple[int, int], System] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for line in sys.stdin:
+            block: dict[str, Any] = json.loads(line)
+            wanted = block["micro_batches"], block["budget_bytes"]
+            if wanted not in systems:
+                systems[wanted] = System(rank, wan, *wanted, Path(folder))
+            system = systems[wanted]
+            dist.barrier()
+            times = [system.step() for _ in range(block["steps"])]
+            print(json.dumps({"times": times, "bytes": system.bytes_per_step}), flush=True)
+    os._exit(0)  # the links' threads wait for messages
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""torch.distributed's point-to-point calls within one process, for gloo links in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+
+class MemoryGroup:
+    """One direction between two ranks, as gloo keeps it: a message leaves when the receive with
+    its tag is posted, and not before."""
+
+    def __init__(self) -> None:
+        self.posted: dict[int, Tensor] = {}
+        self.most_posted = 0
+        self._filled: set[int] = set()
+        self._changed = threading.Condition()
+
+    def isend(self, tensor: Tensor, tag: int) -> Work:
+        def wait() -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: tag in self.posted)
+                self.posted.pop(tag)[: tensor.numel()] = tensor
+                self._filled.add(tag)
+                self._changed.notify_all()
+
+        return Work(wait)
+
+    def irecv(self, buffer: Tensor, tag: int) -> Work:
+        with self._changed:
+            self.posted[tag] = buffer
+            self.most_posted = max(self.most_posted, len(self.posted))
+            self._changed.notify_all()
+
+        def wait() -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: tag in self._filled)
+
+        return Work(wait)
+
+
+class Work:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+def use_memory_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of this test take MemoryGroup where they would take a process group."""
+    calls = SimpleNamespace(
+        isend=lambda tensor, peer, group, tag: group.isend(tensor, tag),
+        irecv=lambda buffer, peer, group, tag: group.irecv(buffer, tag),
+    )
+    monkeypatch.setattr("xcloud.cluster.gloo_link.dist", calls)

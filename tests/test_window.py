@@ -1,0 +1,214 @@
+"""How much may be under way on a link, and what the emulated link makes of it."""
+
+import threading
+import time
+from pathlib import Path
+from queue import Empty, Full
+from typing import Any
+
+import pytest
+import torch
+
+from tests.memory_group import MemoryGroup, use_memory_groups
+from xcloud.cluster.byte_queue import ByteQueue
+from xcloud.cluster.emulated_link import LinkClock, PostedReceives, Reservation
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.window import BUDGET_BYTES, MIN_POSTED, LinkWindow
+from xcloud.errors import ConfigError
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
+
+
+def test_receives_cover_what_is_under_way_as_far_as_the_budget_goes() -> None:
+    assert LinkWindow.covering(20, 10_000).num_posted == 20
+    assert LinkWindow.covering(1000, 1_000_000, budget_bytes=40_000_000).num_posted == 40
+    # However long the frames, the line does not idle between two of them.
+    assert LinkWindow.covering(20, BUDGET_BYTES).num_posted == MIN_POSTED
+    assert LinkWindow.covering(1, 10_000).num_posted == MIN_POSTED
+
+
+def test_a_queue_holds_what_the_schedule_needs_even_beyond_the_budget() -> None:
+    assert LinkWindow.covering(4, 1000, budget_bytes=1_000_000).max_queued_bytes == 1_000_000
+    assert LinkWindow.covering(300, 50_000, budget_bytes=1000).max_queued_bytes == 15_000_000
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "64 MB"])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: object) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.link_budget_bytes"):
+        ClusterLayout({"a": Cloud()}, link_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (GPipe(16), 16),
+        (OneForwardOneBackward(16), 2),
+        (OneForwardOneBackward(16, 7), 7),
+        (OneForwardOneBackward(400, 300), 300),
+        (OneForwardOneBackward(4, 300), 4),
+    ],
+)
+def test_in_flight_is_what_the_first_stage_starts_before_gradients_come(
+    schedule: Schedule, expected: int
+) -> None:
+    found = most_in_flight(schedule.actions(0, 2), lambda i: None)
+    assert found == {None: expected}
+
+
+def test_in_flight_is_counted_for_each_pair_of_lanes() -> None:
+    found = most_in_flight(GPipe(10).actions(0, 2), lambda i: i % 4)
+    assert found == {0: 3, 1: 3, 2: 2, 3: 2}
+
+
+def test_a_byte_queue_is_first_in_first_out_and_blocks_at_its_bound() -> None:
+    queue: ByteQueue[str] = ByteQueue(100)
+    queue.put("a", 60)
+    queue.put("b", 40)
+    with pytest.raises(Full):
+        queue.put("c", 1, timeout_s=0.01)
+    queue.put("end", 0, timeout_s=0.01)  # takes no room
+
+    assert [queue.get(), queue.get(), queue.get()] == ["a", "b", "end"]
+    with pytest.raises(Empty):
+        queue.get(0.01)
+
+
+def test_a_byte_queue_takes_one_item_that_is_longer_than_its_bound() -> None:
+    queue: ByteQueue[int] = ByteQueue(10)
+    queue.put(1, 1000, timeout_s=0.01)
+    with pytest.raises(Full):
+        queue.put(2, 1, timeout_s=0.01)
+    queue.put(3, 0, timeout_s=0.01)  # an end is never held up
+    assert queue.get() == 1
+
+
+def test_a_get_lets_a_waiting_put_in() -> None:
+    queue: ByteQueue[int] = ByteQueue(10)
+    queue.put(0, 10)
+    thread = threading.Thread(target=lambda: [queue.put(i, 10) for i in range(1, 50)], daemon=True)
+    thread.start()
+    assert [queue.get(5) for _ in range(50)] == list(range(50))
+
+
+def deliveries(
+    num_posted: int, num_messages: int, profile: LinkProfile, file: Path
+) -> list[Reservation]:
+    """Messages of 1,000 bytes that are all queued at time 0, over an emulated link."""
+    clock, posted = LinkClock(profile, file), PostedReceives(num_posted, profile.latency_s)
+    now = clock.started_at_s
+    slots = []
+    for _ in range(num_messages):
+        slot = clock.reserve(1000, max(now, posted.known_at_s))
+        posted.used(slot.deliver_at_s)
+        slots.append(Reservation(*(moment - now for moment in slot)))
+    return slots
+
+
+def test_a_window_lets_so_many_messages_through_in_a_round_trip(tmp_path: Path) -> None:
+    profile = LinkProfile(1e9, latency_s=0.05)
+    line_s = profile.line_s(1000)
+
+    slots = deliveries(3, 16, profile, tmp_path / "narrow")
+
+    # Message k begins a round trip and its own time on the line after message k - 3.
+    for k, slot in enumerate(slots):
+        turn, place = divmod(k, 3)
+        assert slot.start_s == pytest.approx(turn * (0.1 + line_s) + place * line_s)
+        assert slot.deliver_at_s == pytest.approx(slot.start_s + line_s + 0.05)
+
+
+def test_a_window_that_covers_all_leaves_the_line_to_its_bandwidth(tmp_path: Path) -> None:
+    profile = LinkProfile(1e9, latency_s=0.05)
+
+    slots = deliveries(16, 16, profile, tmp_path / "wide")
+
+    assert slots[-1].deliver_at_s == pytest.approx(16 * profile.line_s(1000) + 0.05)
+
+
+def test_on_a_slow_line_the_window_costs_nothing(tmp_path: Path) -> None:
+    """Three messages keep the line busy for longer than a round trip."""
+    profile = LinkProfile(1e5, latency_s=0.05)
+
+    slots = deliveries(3, 16, profile, tmp_path / "slow")
+
+    assert slots[-1].sent_s == pytest.approx(16 * profile.line_s(1000))
+
+
+def ends(
+    window: LinkWindow, clock: LinkClock | None = None
+) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
+    group: Any = MemoryGroup()
+    out = GlooOutLink(group, 1, "the receiver", 1000, clock, window)
+    return group, out, GlooInLink(group, 0, "the sender", 1000, window=window)
+
+
+def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_memory_groups(monkeypatch)
+    group, out, incoming = ends(LinkWindow(num_posted=7))
+    for i in range(20):
+        out.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(5),))
+    for i in range(20):
+        incoming.recv(MessageKey(Kind.ACTIVATION, 1, i), 10)
+
+    out.close(10)
+    incoming.close(10)
+
+    assert group.most_posted == 7
+    assert incoming.said_goodbye and not group.posted
+
+
+def test_a_stage_that_starts_many_micro_batches_before_it_reads_does_not_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next stage answers each forward with a gradient that nobody reads yet."""
+    use_memory_groups(monkeypatch)
+    window = LinkWindow.covering(300, 1000, budget_bytes=1)
+    assert window.num_posted == MIN_POSTED  # what is under way waits in the queues
+    _, forward_out, forward_in = ends(window)
+    _, backward_out, backward_in = ends(window)
+
+    def next_stage() -> None:
+        for i in range(300):
+            forward_in.recv(MessageKey(Kind.ACTIVATION, 1, i), 10)
+            backward_out.send(MessageKey(Kind.GRADIENT, 1, i), (torch.zeros(5),))
+
+    def first_stage() -> None:
+        for i in range(300):
+            forward_out.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(5),))
+        for i in range(300):
+            backward_in.recv(MessageKey(Kind.GRADIENT, 1, i), 10)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (next_stage, first_stage)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    for link in (forward_out, forward_in, backward_out, backward_in):
+        link.close(10)
+
+
+def test_an_emulated_link_delivers_a_window_in_each_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_memory_groups(monkeypatch)
+    took_s = []
+    for num_posted in (9, 3):
+        clock = LinkClock(LinkProfile(1e9, latency_s=0.05), tmp_path / f"{num_posted}.clock")
+        _, out, incoming = ends(LinkWindow(num_posted), clock)
+        started = time.monotonic()
+        for i in range(9):
+            out.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(5),))
+        for i in range(9):
+            incoming.recv(MessageKey(Kind.ACTIVATION, 1, i), 10)
+        took_s.append(time.monotonic() - started)
+        assert out.stats.line_s[Kind.ACTIVATION] > 0
+        out.close(10)
+
+    # One way, and two round trips more. Never early; how late is a matter of the machine's load.
+    assert took_s[0] >= 0.05 and took_s[1] >= 0.25
+    assert took_s[0] < took_s[1]
