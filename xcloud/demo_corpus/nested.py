@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import spanish
-from xcloud.tasks.corpus.demo.clauses import Clause, make_clause, object_noun, subject, with_object
-from xcloud.tasks.corpus.demo.english import compare
-from xcloud.tasks.corpus.demo.joined import Sides, again, short, silent
-from xcloud.tasks.corpus.demo.phrases import (
-    NOUNS,
+from xcloud.demo_corpus import spanish
+from xcloud.demo_corpus.clauses import Clause, make_clause, object_noun, subject, with_object
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.english import compare
+from xcloud.demo_corpus.joined import Sides, again, short, silent
+from xcloud.demo_corpus.phrases import (
     OBJECT_EN,
     PRONOUN_WEIGHTS,
     PRONOUNS,
-    Dice,
-    Noun,
     Phrase,
-    adjectives_for,
     name,
     noun_phrase,
 )
-from xcloud.tasks.corpus.demo.sentences import Pair, say, sides
-from xcloud.tasks.corpus.demo.states import COPULA_KINDS, be, copula_clause, copula_subject
-from xcloud.tasks.corpus.demo.times import when
-from xcloud.tasks.corpus.demo.verbs import BE_ESTAR, BE_SER, TRANSITIVE, Verb, english_tense, verb
+from xcloud.demo_corpus.sentences import Pair, say, sides
+from xcloud.demo_corpus.states import COPULA_KINDS, be, copula_clause, copula_subject
+from xcloud.demo_corpus.times import when
+from xcloud.demo_corpus.verbs import BE_ESTAR, BE_SER, TRANSITIVE, Verb, english_tense, verb
+from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
 
 NOW_THINKING = (
     verb("creer", "think thought thought =s"), verb("saber", "know knew known =s"),

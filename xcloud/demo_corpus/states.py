@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import Clause, subject
-from xcloud.tasks.corpus.demo.phrases import (
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import Clause, subject
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import Phrase, at_place, name, noun_phrase, on_thing
+from xcloud.demo_corpus.sentences import Pair, more, say, sides
+from xcloud.demo_corpus.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
+from xcloud.demo_corpus.verbs import BE_ESTAR, BE_SER, Verb, verb
+from xcloud.demo_corpus.words import (
     CITIES,
     COUNTRIES,
     NOUNS,
+    WORDS,
     Adjective,
-    Dice,
-    Phrase,
     adjectives_for,
-    at_place,
-    name,
-    noun_phrase,
-    on_thing,
+    pairs,
 )
-from xcloud.tasks.corpus.demo.sentences import Pair, more, say, sides
-from xcloud.tasks.corpus.demo.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
-from xcloud.tasks.corpus.demo.verbs import BE_ESTAR, BE_SER, Verb, verb
 
 COPULA_KINDS = (
     ("people", 30.0), ("family", 12.0), ("object", 14.0), ("place", 10.0), ("idea", 14.0),
@@ -38,12 +36,8 @@ def copula_subject(dice: Dice, asked: bool = False) -> tuple[Phrase, str]:
     return noun_phrase(dice, noun, definite=True, plain=dice.chance(0.7)), kind
 
 
-DEGREES = (("muy", "very"), ("demasiado", "too"), ("bastante", "quite"), ("un poco", "a little"))
-NO_DEGREE = (
-    "awake asleep dead alive married alone ready lost broken open closed false secret ancient "
-    "perfect excellent terrible wonderful delicious incredible absurd impossible sure in love "
-    "necessary injured exhausted round square"
-)
+DEGREES = pairs(WORDS["adjectives"]["degrees"])
+NO_DEGREE: list[str] = WORDS["adjectives"]["absolute"]
 
 
 def copula_clause(dice: Dice, asked: bool = False, tense: str = "") -> tuple[Clause, Adjective]:
@@ -106,12 +100,7 @@ def copula_question(dice: Dice) -> Pair:
     return say(price.spanish_question("cuánto"), price.english_question("how much"), "?")
 
 
-MATERIALS = (
-    ("madera", "wood"), ("oro", "gold"), ("plata", "silver"), ("cristal", "glass"),
-    ("plástico", "plastic"), ("metal", "metal"), ("papel", "paper"), ("cuero", "leather"),
-    ("piedra", "stone"), ("hierro", "iron"), ("lana", "wool"), ("seda", "silk"),
-    ("algodón", "cotton"), ("barro", "clay"), ("cartón", "cardboard"), ("acero", "steel"),
-)  # fmt: skip
+MATERIALS, FEELINGS = (pairs(WORDS["states"][kind]) for kind in ("materials", "feelings"))
 
 
 def identity(dice: Dice) -> Pair:
@@ -220,6 +209,11 @@ def exclamation(dice: Dice) -> Pair:
     return say(es, en, "!")
 
 
+WEATHER, PAST_WEATHER, FUTURE_WEATHER = (
+    pairs(WORDS["weather"][kind]) for kind in ("now", "past", "future")
+)
+
+
 def time_and_weather(dice: Dice) -> Pair:
     roll = dice.below(100)
     if roll < 25:
@@ -234,28 +228,12 @@ def time_and_weather(dice: Dice) -> Pair:
             [f"hoy es {day} {number} de {month}", end[0]],
             [f"today is {en_day}, {en_month} {number}", end[1]],
         )
-    weather = (
-        ("hace frío", "it is cold"), ("hace calor", "it is hot"), ("hace sol", "it is sunny"),
-        ("hace viento", "it is windy"), ("llueve", "it rains"), ("nieva", "it snows"),
-        ("hace mucho frío", "it is very cold"), ("hace mucho calor", "it is very hot"),
-        ("llueve mucho", "it rains a lot"), ("nieva poco", "it snows little"),
-    )  # fmt: skip
-    past = (
-        ("llovió", "it rained"), ("nevó", "it snowed"), ("hizo frío", "it was cold"),
-        ("hizo mucho calor", "it was very hot"), ("hizo sol", "it was sunny"),
-        ("llovió mucho", "it rained a lot"),
-    )  # fmt: skip
-    future = (
-        ("lloverá", "it will rain"), ("nevará", "it will snow"), ("hará frío", "it will be cold"),
-        ("hará calor", "it will be hot"), ("va a llover", "it is going to rain"),
-        ("va a nevar", "it is going to snow"), ("hará sol", "it will be sunny"),
-    )  # fmt: skip
     es_city, en_city = dice.common(CITIES if dice.chance(0.6) else COUNTRIES)
     place = f"en {es_city}", f"in {en_city}"
     if roll < 65:
-        (es, en), (season, en_season) = dice.pick(weather), dice.pick(SEASONS)
+        (es, en), (season, en_season) = dice.pick(WEATHER), dice.pick(SEASONS)
         return say([f"en {season}", es, place[0]], [f"in the {en_season}", en, place[1]])
-    options, tense = (past, "preterite") if roll < 82 else (future, "future")
+    options, tense = (PAST_WEATHER, "preterite") if roll < 82 else (FUTURE_WEATHER, "future")
     (es, en), time = dice.pick(options), when(dice, tense)
     return say([es, place[0], time[0]], [en, place[1], time[1]])
 
@@ -293,13 +271,6 @@ def quantity(dice: Dice) -> Pair:
     have = Clause(place, verb("tener", "have had had =s"), tense, english_tense)
     es_people = f"{people:,}".replace(",", ".") + " habitantes"
     return say(*sides(more(have, es_people, f"{people:,} inhabitants")))
-
-
-FEELINGS = (
-    ("hambre", "hungry"), ("sed", "thirsty"), ("frío", "cold"), ("sueño", "sleepy"),
-    ("miedo", "afraid"), ("prisa", "in a hurry"), ("calor", "hot"), ("razón", "right"),
-    ("suerte", "lucky"), ("cuidado", "careful"), ("éxito", "successful"),
-)  # fmt: skip
 
 
 def feeling(dice: Dice) -> Pair:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xcloud.tasks.corpus.demo.english import negate, verb_group, with_support
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    COUNTRIES,
-    NOUNS,
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.english import negate, verb_group, with_support
+from xcloud.demo_corpus.phrases import (
     OBJECT_EN,
     PRONOUN_WEIGHTS,
-    Dice,
-    Noun,
     Phrase,
     at_place,
     name,
@@ -21,8 +17,8 @@ from xcloud.tasks.corpus.demo.phrases import (
     noun_phrase,
     object_pronoun,
 )
-from xcloud.tasks.corpus.demo.times import MANNER, when
-from xcloud.tasks.corpus.demo.verbs import (
+from xcloud.demo_corpus.times import FREQUENCY, MANNER, when
+from xcloud.demo_corpus.verbs import (
     AMBIGUOUS,
     INTRANSITIVE,
     Helper,
@@ -32,6 +28,7 @@ from xcloud.tasks.corpus.demo.verbs import (
     pick_verb,
     spanish_forms,
 )
+from xcloud.demo_corpus.words import CITIES, COUNTRIES, NOUNS, Noun
 
 DATIVE = ("me", "te", "le", "nos", "os", "les")
 REFLEXIVE = ("me", "te", "se", "nos", "os", "se")
@@ -228,10 +225,6 @@ def with_pronoun(dice: Dice, clause: Clause, antecedent: Phrase | None = None) -
     )
 
 
-FREQUENCY = (
-    ("siempre", "always"), ("nunca", "never"), ("a menudo", "often"), ("a veces", "sometimes"),
-    ("casi nunca", "almost never"), ("casi siempre", "almost always"),
-)  # fmt: skip
 DATED = ("preterite", "future", "going_to", "progressive", "imperfect", "present")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from xcloud.tasks.corpus.demo import spanish
-from xcloud.tasks.corpus.demo.clauses import (
+from xcloud.demo_corpus import spanish
+from xcloud.demo_corpus.clauses import (
     Clause,
     make_clause,
     object_noun,
@@ -16,19 +16,12 @@ from xcloud.tasks.corpus.demo.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.tasks.corpus.demo.phrases import (
-    NOUNS,
-    Dice,
-    Noun,
-    Phrase,
-    adjectives_for,
-    noun_phrase,
-    subject_pronoun,
-)
-from xcloud.tasks.corpus.demo.sentences import Pair, more, say, sides
-from xcloud.tasks.corpus.demo.states import FEELINGS, be
-from xcloud.tasks.corpus.demo.times import when
-from xcloud.tasks.corpus.demo.verbs import (
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import Phrase, noun_phrase, subject_pronoun
+from xcloud.demo_corpus.sentences import Pair, more, say, sides
+from xcloud.demo_corpus.states import FEELINGS, be
+from xcloud.demo_corpus.times import when
+from xcloud.demo_corpus.verbs import (
     BE_ESTAR,
     BE_SER,
     DIRECT,
@@ -39,6 +32,7 @@ from xcloud.tasks.corpus.demo.verbs import (
     pick_verb,
     verb,
 )
+from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
 
 Sides = tuple[list[str], list[str]]
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import DATIVE, Clause, make_clause, subject
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    NOUNS,
-    POSSESSIVES_EN,
-    Dice,
-    Noun,
-    Phrase,
-    adjectives_for,
-    noun_phrase,
-)
-from xcloud.tasks.corpus.demo.sentences import Pair, say
-from xcloud.tasks.corpus.demo.verbs import TRANSITIVE, verb
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import DATIVE, Clause, make_clause, subject
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import POSSESSIVES_EN, Phrase, noun_phrase
+from xcloud.demo_corpus.sentences import Pair, say
+from xcloud.demo_corpus.verbs import TRANSITIVE, verb
+from xcloud.demo_corpus.words import CITIES, NOUNS, Noun, adjectives_for
 
 LIKING = (
     (verb("gustar", "like =s"), 5.0), (verb("encantar", "love =s"), 2.0),

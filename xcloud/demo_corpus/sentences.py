@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import (
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import (
     DATIVE,
     Clause,
     make_clause,
@@ -15,19 +15,17 @@ from xcloud.tasks.corpus.demo.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    NOUNS,
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import (
     OBJECT_EN,
     PRONOUN_WEIGHTS,
-    Dice,
     Phrase,
     name,
     noun_phrase,
     on_thing,
 )
-from xcloud.tasks.corpus.demo.times import clock, duration, when, year
-from xcloud.tasks.corpus.demo.verbs import (
+from xcloud.demo_corpus.times import clock, duration, when, year
+from xcloud.demo_corpus.verbs import (
     BE_SER,
     DIRECT,
     HELPER_WEIGHTS,
@@ -36,6 +34,7 @@ from xcloud.tasks.corpus.demo.verbs import (
     english_tense,
     verb,
 )
+from xcloud.demo_corpus.words import CITIES, NOUNS
 
 Pair = tuple[str, str]
 
