@@ -10,7 +10,7 @@ from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.phrases import POSSESSIVES_EN, Phrase, noun_phrase
 from xcloud.demo_corpus.sentences import Pair, say
 from xcloud.demo_corpus.verbs import TRANSITIVE, verb
-from xcloud.demo_corpus.words import CITIES, NOUNS, Noun, adjectives_for
+from xcloud.demo_corpus.words import CITIES, NOUNS, adjectives_for
 
 LIKING = (
     (verb("gustar", "like =s"), 5.0), (verb("encantar", "love =s"), 2.0),
@@ -81,12 +81,11 @@ def _liked_thing(dice: Dice, who: Phrase) -> tuple[str, str, int]:
         if not thing.es.startswith(("los ", "las ", "el ", "la ")):
             return thing.es, thing.en, thing.person
     several = not noun.mass
-    es, en = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
+    es, en = noun.forms(several)
     if dice.chance(0.3) and (options := adjectives_for(kind, "s")):
         chosen = dice.common(options)
         es, en = f"{es} {spanish.agree(chosen.es, noun.gender, several)}", f"{chosen.en} {en}"
-    article = ("las" if several else "la") if noun.gender == "f" else "los" if several else "el"
-    return f"{'el' if noun.takes_el and not several else article} {es}", en, 5 if several else 2
+    return f"{noun.the(several)} {es}", en, 5 if several else 2
 
 
 def pain(dice: Dice) -> Pair:
@@ -98,22 +97,15 @@ def pain(dice: Dice) -> Pair:
     several = dice.chance(0.4) and part.en not in ("head", "neck", "throat", "stomach", "back")
     tense = "present" if dice.chance(0.7) else "imperfect"
     person = 5 if several else 2
-    article = _form_of_the(part, several)
-    noun_es, noun_en = (spanish.plural(part.es), part.en_plural) if several else (part.es, part.en)
+    noun_es, noun_en = part.forms(several)
     owner = POSSESSIVES_EN[who.en_person] if who.pronoun else english.possessive(who.en)
     if who.pronoun and who.en_person == 2:
         owner = "her" if who.gender == "f" else "his"
     hurt = Clause(
         Phrase("", f"{owner} {noun_en}", person, en_person=person),
         verb("doler", "hurt hurt hurt =s"), tense, "present" if tense == "present" else "past",
-        dice.chance(0.1), clitic=DATIVE[who.person], es_tail=(article, noun_es),
+        dice.chance(0.1), clitic=DATIVE[who.person], es_tail=(part.the(several), noun_es),
     )  # fmt: skip
     if dice.chance(0.3):
-        hurt = replace(hurt, es_tail=("mucho", article, noun_es), en_tail=("a lot",))
+        hurt = replace(hurt, es_tail=("mucho", *hurt.es_tail), en_tail=("a lot",))
     return say([said, *hurt.spanish()], hurt.english())
-
-
-def _form_of_the(noun: Noun, several: bool) -> str:
-    if noun.gender == "f":
-        return "las" if several else "el" if noun.takes_el else "la"
-    return "los" if several else "el"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from xcloud.demo_corpus import spanish
 from xcloud.demo_corpus.clauses import (
     Clause,
     make_clause,
@@ -19,11 +18,9 @@ from xcloud.demo_corpus.clauses import (
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.phrases import Phrase, noun_phrase, subject_pronoun
 from xcloud.demo_corpus.sentences import Pair, more, say, sides
-from xcloud.demo_corpus.states import FEELINGS, be
+from xcloud.demo_corpus.states import FEELINGS, be_adjective
 from xcloud.demo_corpus.times import when
 from xcloud.demo_corpus.verbs import (
-    BE_ESTAR,
-    BE_SER,
     DIRECT,
     INTRANSITIVE,
     TRANSITIVE,
@@ -88,8 +85,7 @@ def because(dice: Dice) -> Pair:
         adjective = dice.common(
             [a for a in adjectives_for("people", "e") if a.en not in ("dead", "alive")]
         )
-        state = spanish.agree(adjective.es, who.gender, who.person > 2)
-        second = be(BE_ESTAR, again(who), "imperfect" if past else "present", state, adjective.en)
+        second = be_adjective(again(who), "imperfect" if past else "present", adjective)
         if past and who.person == 0:
             second = replace(second, subject=again(who)._replace(es="yo"))
     elif roll < 7:
@@ -141,9 +137,7 @@ def unreal(dice: Dice) -> Pair:
         )
     elif dice.chance(0.5):
         adjective = dice.common(adjectives_for("people", "se"))
-        state = spanish.agree(adjective.es, who.gender, who.person > 2)
-        copula = BE_SER if adjective.copula == "s" else BE_ESTAR
-        condition = be(copula, who, "past_subjunctive", state, adjective.en)
+        condition = be_adjective(who, "past_subjunctive", adjective)
         condition = replace(condition, negated=dice.chance(0.25))
     else:
         condition = short(dice, "past_subjunctive", who=who)

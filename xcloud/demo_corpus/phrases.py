@@ -114,6 +114,11 @@ def object_pronoun(person: int, gender: str, human: bool) -> str:
     return "her" if person == 2 and gender == "f" else OBJECT_EN[person]
 
 
+def whom(pronoun: Phrase) -> str:
+    """me, her, them: what English says for a personal pronoun as an object."""
+    return object_pronoun(pronoun.en_person, pronoun.gender, human=True)
+
+
 def subject_pronoun(phrase: Phrase) -> str:
     """What English says when it speaks of this phrase again: she, it, they."""
     if phrase.en_person == 2:
@@ -168,8 +173,7 @@ def noun_phrase(
                 forms, en_before, _, definite_only = dice.pick(fitting)
                 before = _form(forms, noun.gender, several)
                 definite = definite or definite_only
-    es_noun = spanish.plural(noun.es) if several else noun.es
-    en_noun = noun.en_plural if several else noun.en
+    es_noun, en_noun = noun.forms(several)
     es_det, en_det = _determiner(dice, noun, owner, several, definite, ranked=bool(before))
     if en_before == "own" and es_det not in ("mi", "tu", "su", "mis", "tus", "sus"):
         before, en_before = "", ""
@@ -195,16 +199,8 @@ def noun_phrase(
 def _determiner(
     dice: Dice, noun: Noun, owner: Phrase | None, several: bool, definite: bool, ranked: bool
 ) -> tuple[str, str]:
-    possessed = (
-        0.9
-        if noun.kind == "family"
-        else 0.0
-        if noun.kind == "place"
-        else 0.08
-        if noun.human
-        else 0.16
-    )
-    if dice.chance(possessed):
+    otherwise = 0.08 if noun.human else 0.16
+    if dice.chance({"family": 0.9, "place": 0.0}.get(noun.kind, otherwise)):
         if owner is None or dice.chance(0.35):
             owner = dice.pick((PRONOUNS[0], PRONOUNS[0], PRONOUNS[1], PRONOUNS[4], PRONOUNS[4]))
         if noun.es in ("marido", "esposa", "novio", "novia") and owner.person > 2:

@@ -17,11 +17,11 @@ from xcloud.demo_corpus.clauses import (
 )
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.phrases import (
-    OBJECT_EN,
     PRONOUN_WEIGHTS,
     Phrase,
     name,
     noun_phrase,
+    object_pronoun,
     on_thing,
 )
 from xcloud.demo_corpus.times import clock, duration, when, year
@@ -170,9 +170,7 @@ def giving(dice: Dice) -> Pair:
         receiver = dice.weighted(PRONOUN_WEIGHTS[:4] + PRONOUN_WEIGHTS[6:8])
         if receiver.person in near or near & {3, 4}:
             return giving(dice)
-        en_to = OBJECT_EN[receiver.person]
-        if receiver.person == 2:
-            en_to = "her" if receiver.gender == "f" else "him"
+        en_to = object_pronoun(receiver.person, receiver.gender, human=True)
         es_to = f"a {receiver.es}" if receiver.person in (2, 5) else ""
     else:
         people = NOUNS["family" if dice.chance(0.4) else "people"]

@@ -47,18 +47,23 @@ def copula_clause(dice: Dice, asked: bool = False, tense: str = "") -> tuple[Cla
     tense = tense or dice.weighted((("present", 60.0), ("imperfect", 25.0), ("future", 6.0)))
     if who.en_person == 0 and tense == "imperfect":
         who = who._replace(es="yo")
-    es, en = spanish.agree(adjective.es, who.gender, who.person > 2), adjective.en
-    negated = dice.chance(0.12)
-    if not negated and en not in NO_DEGREE and en[0].islower() and dice.chance(0.3):
-        degree = dice.pick(DEGREES)
-        es, en = f"{degree[0]} {es}", f"{degree[1]} {en}"
-    clause = be(BE_SER if adjective.copula == "s" else BE_ESTAR, who, tense, es, en)
-    return replace(clause, negated=negated), adjective
+    clause = replace(be_adjective(who, tense, adjective), negated=dice.chance(0.12))
+    graded = adjective.en not in NO_DEGREE and adjective.en[0].islower()
+    if graded and not clause.negated and dice.chance(0.3):
+        es, en = dice.pick(DEGREES)
+        clause = replace(clause, es_tail=(es, *clause.es_tail), en_tail=(en, *clause.en_tail))
+    return clause, adjective
 
 
 def be(verb_: Verb, who: Phrase, tense: str, es: str, en: str) -> Clause:
     english_tense = {"imperfect": "past", "past_subjunctive": "unreal"}.get(tense, tense)
     return Clause(who, verb_, tense, english_tense, es_tail=(es,), en_tail=(en,))
+
+
+def be_adjective(who: Phrase, tense: str, adjective: Adjective) -> Clause:
+    """With ser or estar, as the adjective asks for."""
+    es = spanish.agree(adjective.es, who.gender, who.person > 2)
+    return be(BE_SER if adjective.copula == "s" else BE_ESTAR, who, tense, es, adjective.en)
 
 
 def description(dice: Dice) -> Pair:
@@ -110,8 +115,8 @@ def identity(dice: Dice) -> Pair:
     several = who.person > 2
     if roll < 30:
         job = dice.common([n for n in NOUNS["people"] if n.gender == who.gender])
-        es = spanish.plural(job.es) if several else job.es
-        en = job.en_plural if several else f"a/an {job.en}"
+        es, en = job.forms(several)
+        en = en if several else f"a/an {en}"
         if dice.chance(0.4):
             buen = "buen" if job.gender == "m" else "buena"
             quality = ("bueno", "good") if dice.chance(0.5) else ("gran", "great")
@@ -165,9 +170,7 @@ def existence(dice: Dice) -> Pair:
     roll = dice.below(10)
     if roll < 2:
         several = not noun.mass
-        es_noun, en_noun = (
-            (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
-        )
+        es_noun, en_noun = noun.forms(several)
         en_verb = many if several else one
         return say(["no", verb_es, es_noun, where[0]], ["there", en_verb, "no", en_noun, where[1]])
     thing = noun_phrase(dice, noun)
@@ -196,7 +199,7 @@ def exclamation(dice: Dice) -> Pair:
     if adjective.en in NO_DEGREE or adjective.en in COLORS or not adjective.en[0].islower():
         return exclamation(dice)
     several = noun.has_plural and dice.chance(0.3)
-    es_noun, en_noun = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
+    es_noun, en_noun = noun.forms(several)
     es_adjective = spanish.agree(adjective.es, noun.gender, several)
     article = "" if several or noun.mass else "a/an"
     es, en = ["qué", es_noun, "tan", es_adjective], ["what", article, adjective.en, en_noun]
