@@ -43,7 +43,6 @@ class Clause:
     subject: Phrase
     verb: Verb
     tense: str
-    en_tense: str
     negated: bool = False
     clitic: str = ""
     mid: tuple[str, str] = ("", "")
@@ -53,6 +52,7 @@ class Clause:
     object: Phrase | None = None
     noun: Noun | None = None
     time_in_front: tuple[str, str] = ("", "")  # a statement begins with it
+    en_tense: str = ""  # "": as english_tense says
 
     def spanish_verb(self) -> tuple[str, str]:
         """(what comes before a subject that follows, the rest): ("quiere", "comprarlo")."""
@@ -85,15 +85,16 @@ class Clause:
         """(auxiliary, the words after it)."""
         finite = self.verb.en if self.helper is None else self.helper.verb.en
         person, group = self.subject.en_person, with_support if support else verb_group
+        tense = self.en_tense or english_tense(self.verb, self.tense)
         if self.helper is None:
-            auxiliary, main = group(finite, self.en_tense, person)
+            auxiliary, main = group(finite, tense, person)
             return auxiliary, [main, *self.en_tail]
         form = {
             "to": f"to {self.verb.en.base}", "base": self.verb.en.base, "ing": self.verb.en.gerund
         }[self.helper.en_form]  # fmt: skip
         if self.tense in self.helper.modal:
             return self.helper.modal[self.tense], [form, *self.en_tail]
-        auxiliary, main = group(finite, self.en_tense, person)
+        auxiliary, main = group(finite, tense, person)
         return auxiliary, [main, finite.tail, form, *self.en_tail]
 
     def english(self) -> list[str]:
@@ -176,7 +177,7 @@ def make_clause(
     clitic_share: float = 0.16,
 ) -> Clause:
     """`bare`: only verb and object, no adverbs, as inside a longer sentence."""
-    clause = Clause(who, verb_, tense, english_tense(verb_, tense, background))
+    clause = Clause(who, verb_, tense, en_tense=english_tense(verb_, tense, background))
     noun: Noun | None = None
     if not verb_.classes:
         clause = replace(clause, en_tail=(verb_.en.tail,))

@@ -17,18 +17,7 @@ LIKING = (
     (verb("interesar", "be_interested_in =s"), 1.0), (verb("aburrir", "be_bored_by =s"), 0.4),
     (verb("fascinar", "be_fascinated_by =s"), 0.4), (verb("molestar", "be_bothered_by =s"), 0.5),
 )  # fmt: skip
-LIKED = (
-    "food",
-    "drink",
-    "fruit",
-    "animal",
-    "subject",
-    "media",
-    "city",
-    "readable",
-    "object",
-    "clothes",
-)
+LIKED = "food drink fruit animal subject media city readable object clothes".split()
 
 
 def experiencer(dice: Dice, asked: bool = False) -> tuple[Phrase, str]:
@@ -62,8 +51,7 @@ def liking(dice: Dice) -> Pair:
     negated = verb_.es.infinitive != "encantar" and dice.chance(0.2)
     form = verb_.es.tenses[tense][person]
     es = [said, "no" if negated else "", DATIVE[who.person], form, liked]
-    auxiliary = {"present": "present", "imperfect": "past", "conditional": "conditional"}[tense]
-    clause = Clause(who, verb_, tense, auxiliary, negated, en_tail=(verb_.en.with_object(en),))
+    clause = Clause(who, verb_, tense, negated, en_tail=(verb_.en.with_object(en),))
     if asked:
         return say(es, clause.english_question(), "?")
     return say(es, clause.english())
@@ -103,8 +91,8 @@ def pain(dice: Dice) -> Pair:
         owner = "her" if who.gender == "f" else "his"
     hurt = Clause(
         Phrase("", f"{owner} {noun_en}", person, en_person=person),
-        verb("doler", "hurt hurt hurt =s"), tense, "present" if tense == "present" else "past",
-        dice.chance(0.1), clitic=DATIVE[who.person], es_tail=(part.the(several), noun_es),
+        verb("doler", "hurt hurt hurt =s"), tense, dice.chance(0.1),
+        clitic=DATIVE[who.person], es_tail=(part.the(several), noun_es),
     )  # fmt: skip
     if dice.chance(0.3):
         hurt = replace(hurt, es_tail=("mucho", *hurt.es_tail), en_tail=("a lot",))

@@ -25,7 +25,6 @@ from xcloud.demo_corpus.verbs import (
     INTRANSITIVE,
     TRANSITIVE,
     Verb,
-    english_tense,
     pick_verb,
     verb,
 )
@@ -92,7 +91,7 @@ def because(dice: Dice) -> Pair:
         feeling = dice.pick(FEELINGS[:7])
         second = Clause(
             again(who), verb("tener", "be =s"), "imperfect" if past else "present",
-            "past" if past else "present", es_tail=(feeling[0],), en_tail=(feeling[1],),
+            es_tail=(feeling[0],), en_tail=(feeling[1],),
         )  # fmt: skip
         if past and who.person == 0:
             second = replace(second, subject=again(who)._replace(es="yo"))
@@ -131,7 +130,7 @@ def unreal(dice: Dice) -> Pair:
     if dice.chance(0.5):
         verb_ = dice.pick((verb("tener", "have had had =s"), verb("necesitar", "need =s")))
         noun = dice.common(NOUNS["needed" if dice.chance(0.6) else "vehicle"])
-        condition = Clause(who, verb_, "past_subjunctive", "unreal", dice.chance(0.15))
+        condition = Clause(who, verb_, "past_subjunctive", dice.chance(0.15))
         condition = with_object(
             condition, object_phrase(dice, verb_, noun, who)._replace(human=False)
         )
@@ -214,7 +213,7 @@ def and_it(dice: Dice) -> Pair:
     if noun is None or noun.mass or (tense == "preterite" and who.person == 3):
         return and_it(dice)
     thing = noun_phrase(dice, noun, who)
-    first = with_object(Clause(who, verb_, tense, english_tense(verb_, tense)), thing)
+    first = with_object(Clause(who, verb_, tense), thing)
     options = [v for v in verbs_for(noun) if v is not verb_ and v.takes_pronoun]
     if not options:
         return and_it(dice)
@@ -224,7 +223,7 @@ def and_it(dice: Dice) -> Pair:
     )
     negated = link == "pero no"
     follower = silent(who) if not negated else again(who)
-    second = with_pronoun(dice, Clause(follower, other, tense, english_tense(other, tense)), thing)
+    second = with_pronoun(dice, Clause(follower, other, tense), thing)
     second = replace(second, negated=negated)
     es, en = sides(first)
     comma = "," if negated else ""

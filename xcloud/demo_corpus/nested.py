@@ -20,7 +20,7 @@ from xcloud.demo_corpus.phrases import (
 from xcloud.demo_corpus.sentences import Pair, say, sides
 from xcloud.demo_corpus.states import COPULA_KINDS, be, be_adjective, copula_clause, copula_subject
 from xcloud.demo_corpus.times import when
-from xcloud.demo_corpus.verbs import BE_SER, TRANSITIVE, Verb, english_tense, verb
+from xcloud.demo_corpus.verbs import BE_SER, TRANSITIVE, Verb, verb
 from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
 
 NOW_THINKING = (
@@ -43,7 +43,7 @@ def reported(dice: Dice) -> Pair:
     who = subject(dice, "p", tense)
     if past and who.person == 3 and not thinks.stative:
         who = name(dice)
-    main = Clause(who, thinks, tense, english_tense(thinks, tense))
+    main = Clause(who, thinks, tense)
     inner_tense = dice.pick(
         ("pluperfect", "conditional", "past_progressive") if past
         else ("present", "future", "perfect", "preterite", "going_to")
@@ -72,7 +72,7 @@ def indirect_question(dice: Dice) -> Pair:
     if past and who.person == 3 and not asking.stative:
         who = name(dice)
     negated = asking.stative and dice.chance(0.75)
-    main = Clause(who, asking, tense, english_tense(asking, tense), negated)
+    main = Clause(who, asking, tense, negated)
     options = (
         ("dónde", "where"),
         ("cuándo", "when"),
@@ -109,9 +109,9 @@ def wanting(dice: Dice) -> Pair:
     if not other.pronoun and other.person == 3:
         other = name(dice)
     if past:
-        main = Clause(who, verb("querer", "want =s"), "imperfect", "past", dice.chance(0.15))
+        main = Clause(who, verb("querer", "want =s"), "imperfect", dice.chance(0.15))
     else:
-        main = Clause(who, verb("querer", "want =s"), "present", "present", dice.chance(0.2))
+        main = Clause(who, verb("querer", "want =s"), "present", dice.chance(0.2))
     inner = short(dice, "past_subjunctive" if past else "subjunctive", who=other)
     en_other = whom(other) if other.pronoun else other.en
     es, en = sides(main)
@@ -166,9 +166,7 @@ def _subject_relative(dice: Dice) -> Sides:
         tense = "present" if seen.stative else "preterite"
         viewer = subject(dice, "p")
         if not (viewer.person == 3 and tense == "preterite"):
-            return sides(
-                with_object(Clause(viewer, seen, tense, english_tense(seen, tense)), whole)
-            )
+            return sides(with_object(Clause(viewer, seen, tense), whole))
     return sides(_main_about(dice, noun, whole, inner.verb))
 
 
@@ -193,7 +191,7 @@ def _object_relative(dice: Dice) -> Sides:
     who = subject(dice, "p", tense, asked=False)
     if who.person == 3 and tense == "preterite":
         tense = "perfect"
-    inner = Clause(who, verb_, tense, english_tense(verb_, tense), en_tail=(verb_.en.tail,))
+    inner = Clause(who, verb_, tense, en_tail=(verb_.en.tail,))
     time = when(dice, tense) if tense == "preterite" and dice.chance(0.4) else ("", "")
     start, rest = inner.spanish_verb()
     after = [start, who.es, rest] if dice.chance(0.5) else [who.es, start, rest]

@@ -56,8 +56,7 @@ def copula_clause(dice: Dice, asked: bool = False, tense: str = "") -> tuple[Cla
 
 
 def be(verb_: Verb, who: Phrase, tense: str, es: str, en: str) -> Clause:
-    english_tense = {"imperfect": "past", "past_subjunctive": "unreal"}.get(tense, tense)
-    return Clause(who, verb_, tense, english_tense, es_tail=(es,), en_tail=(en,))
+    return Clause(who, verb_, tense, es_tail=(es,), en_tail=(en,))
 
 
 def be_adjective(who: Phrase, tense: str, adjective: Adjective) -> Clause:
@@ -99,9 +98,9 @@ def copula_question(dice: Dice) -> Pair:
         origin = be(BE_SER, who, "present", "", "from")
         return say(origin.spanish_question("de dónde"), origin.english_question("where"), "?")
     if roll < 9:
-        age = Clause(who, verb("tener", "be =s"), "present", "present")
+        age = Clause(who, verb("tener", "be =s"), "present")
         return say(age.spanish_question("cuántos años"), age.english_question("how old"), "?")
-    price = Clause(link, verb("costar", "cost cost cost =s"), "present", "present")
+    price = Clause(link, verb("costar", "cost cost cost =s"), "present")
     return say(price.spanish_question("cuánto"), price.english_question("how much"), "?")
 
 
@@ -143,9 +142,7 @@ def identity(dice: Dice) -> Pair:
         return say(*sides(replace(clause, negated=dice.chance(0.1))))
     owned = noun_phrase(dice, dice.common(NOUNS["family"]), several=False)
     called = name(dice, owned.gender)
-    clause = Clause(
-        owned, verb("llamarse", "be =s"), tense, "present" if tense == "present" else "past"
-    )
+    clause = Clause(owned, verb("llamarse", "be =s"), tense)
     return say(*sides(replace(clause, es_tail=(called.es,), en_tail=(f"named {called.en}",))))
 
 
@@ -206,7 +203,7 @@ def exclamation(dice: Dice) -> Pair:
     if dice.chance(0.5) and not noun.mass:
         who = subject(dice, "p")
         have = verb("tener", "have had had =s")
-        clause = Clause(who, have, "present", "present")
+        clause = Clause(who, have, "present")
         start, _ = clause.spanish_verb()
         es, en = [*es, start, who.es], [*en, *clause.english()]
     return say(es, en, "!")
@@ -248,30 +245,27 @@ def quantity(dice: Dice) -> Pair:
         who = subject(dice, "p", "imperfect")
         value = 2 + dice.below(90)
         tense = "present" if dice.chance(0.7) else "imperfect"
-        age = Clause(
-            who, verb("tener", "be =s"), tense, "present" if tense == "present" else "past"
-        )
+        age = Clause(who, verb("tener", "be =s"), tense)
         years = f"{spanish.number(value)} años", f"{english.number(value)} years old"
         return say(*sides(replace(age, es_tail=(years[0],), en_tail=(years[1],))))
     kind = dice.pick(("object", "clothes", "furniture", "vehicle"))
     thing = noun_phrase(dice, dice.common(NOUNS[kind]), definite=True)
     tense = "present" if dice.chance(0.65) else "imperfect"
-    english_tense = "present" if tense == "present" else "past"
     if roll < 65:
         value = dice.pick((5, 8, 12, 15, 20, 25, 30, 45, 60, 75, 90, 120, 250, 399, 500, 800))
         whole = value if dice.chance(0.7) else value * 11 + dice.below(900)
         money = dice.pick((("euros", "euros"), ("dólares", "dollars"), ("pesos", "pesos")))
         es_value = f"{whole:,}".replace(",", ".")
-        cost = Clause(thing, verb("costar", "cost cost cost =s"), tense, english_tense)
+        cost = Clause(thing, verb("costar", "cost cost cost =s"), tense)
         return say(*sides(more(cost, f"{es_value} {money[0]}", f"{whole:,} {money[1]}")))
     number = f"{1 + dice.below(40)}.{1 + dice.below(9)}"
     if roll < 82:
-        weight = Clause(thing, verb("pesar", "weigh =s"), tense, english_tense)
+        weight = Clause(thing, verb("pesar", "weigh =s"), tense)
         return say(*sides(more(weight, f"{number.replace('.', ',')} kilos", f"{number} kilos")))
     es_city, en_city = dice.common(CITIES if dice.chance(0.6) else COUNTRIES)
     people = 500 * (101 + 2 * dice.below(9000))
     place = Phrase(es_city, en_city)
-    have = Clause(place, verb("tener", "have had had =s"), tense, english_tense)
+    have = Clause(place, verb("tener", "have had had =s"), tense)
     es_people = f"{people:,}".replace(",", ".") + " habitantes"
     return say(*sides(more(have, es_people, f"{people:,} inhabitants")))
 
@@ -284,7 +278,7 @@ def feeling(dice: Dice) -> Pair:
     if en not in ("right", "in a hurry") and dice.chance(0.4):
         feminine = es in ("hambre", "sed", "suerte")
         es, en = f"much{'a' if feminine else 'o'} {es}", f"very {en}"
-    clause = Clause(who, verb("tener", "be =s"), tense, "past" if tense == "imperfect" else tense)
+    clause = Clause(who, verb("tener", "be =s"), tense)
     clause = replace(clause, negated=dice.chance(0.15), es_tail=(es,), en_tail=(en,))
     if tense == "present" and dice.chance(0.4):
         clause = more(clause, *dice.pick((("ahora", "now"), ("por la mañana", "in the morning"))))
