@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from xcloud.tasks.corpus.demo_grammar import demo_pairs
+from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 
 

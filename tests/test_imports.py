@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "xcloud"
 # A package may import those behind it, itself, and the plain modules below.
 ORDER = ("models", "tasks", "training", "parallel", "comm", "security", "cluster")
 SIBLINGS = {"models", "tasks", "training"}  # these do not import each other
-ANYWHERE = {"errors", "checks", "project", "hub_access", "packaged_checkpoint"}
+ANYWHERE = {"errors", "checks", "project", "demo_corpus", "hub_access", "packaged_checkpoint"}
 HYDRA = {"experiment.py", "follow_up.py", "local_run.py", "unknown_keys.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError, DataError
-from xcloud.tasks.corpus.demo_grammar import demo_pairs
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -77,7 +77,7 @@ def test_training_is_the_same_in_every_process(tmp_path: Path, kind: str) -> Non
     # tokenizers numbers some pieces by the order of a hash table that is seeded in each process.
     program = (
         "import sys, pathlib; from xcloud.tasks.tokenizer import TrainedTokenizer;"
-        "from xcloud.tasks.corpus.demo_grammar import demo_pairs;"
+        "from xcloud.demo_corpus import pairs as demo_pairs;"
         "texts = [es for es, _ in demo_pairs(400, seed=3)];"
         f"t = TrainedTokenizer(500, {kind!r}).prepare(texts, pathlib.Path(sys.argv[1]))"
     )

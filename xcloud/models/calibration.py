@@ -33,11 +33,11 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
-from xcloud.models.public_text import PublicTexts
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
+from xcloud.models.text_source import PublicTexts
 from xcloud.parallel.stage import Batch, TokenIds
 
 CODE_VERSION = 2  # part of the cache key: raise it when the same settings would give another basis

@@ -35,12 +35,12 @@ from xcloud.models.low_rank_cut import (
     start_top,
 )
 from xcloud.models.public_backbone import PublicBackbone
-from xcloud.models.public_text import PublicTexts, check_public_text
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, check_rank, num_places
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
+from xcloud.models.text_source import PublicTexts, check_public_text
 from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
 
 TEXT, TYPES, LABEL = "text", "types", "label"

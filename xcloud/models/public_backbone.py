@@ -13,8 +13,8 @@ from xcloud.checks import check_int
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import OwnBackbone, Weights
 from xcloud.models.encoder import EncoderConfig
-from xcloud.models.public_text import PublicTexts, check_public_text
 from xcloud.models.split import BuildContext
+from xcloud.models.text_source import PublicTexts, check_public_text
 from xcloud.parallel.stage import TokenIds
 
 PUBLIC = "public text"

@@ -16,6 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_int
+from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.project import project_root
@@ -25,7 +26,6 @@ from xcloud.tasks.corpus.files import Names
 from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, LabelledCorpus, sampling_of
 from xcloud.tasks.corpus.labelled_files import LabelledFiles
 from xcloud.tasks.corpus.labelled_hub import LabelledHub
-from xcloud.tasks.corpus.public_text import public_sentences
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable

@@ -1,4 +1,5 @@
-"""The embedded corpora for understanding: made by seeded grammars, no download, no files.
+"""The reviews, answers, inferences and stories of xcloud/demo_corpus as corpora for
+understanding: no download, no files.
 
 Labels are drawn sample by sample, not in turn: an order by label would show labels to a cloud
 that sees nothing but sample numbers.
@@ -7,29 +8,20 @@ that sees nothing but sample numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from xcloud.checks import check_int
+from xcloud.demo_corpus import Story, answers, inferences, reviews, stories
 from xcloud.errors import ConfigError
-from xcloud.tasks.corpus.demo.events import (
-    INFERENCES,
-    Language,
-    Story,
-    answering_pair,
-    inference,
-    story,
-)
-from xcloud.tasks.corpus.demo.phrases import Dice
-from xcloud.tasks.corpus.demo.reviews import review
 from xcloud.tasks.corpus.labelled import Sets, interleaved
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.task import Split
 
 T = TypeVar("T")
-MAX_SAMPLES = 100_000
-LANGUAGES: tuple[Language, ...] = ("en", "es")
+MAX_SAMPLES = 100_000  # of a split
+LANGUAGES = ("en", "es")
 
 
 @dataclass(frozen=True)
@@ -61,17 +53,6 @@ class DemoSizes:
         return Parallel(name, splits, [f"seed {self.seed}"], {"demo": digest, "seed": self.seed})
 
 
-def distinct(
-    make: Callable[[Dice], T], key: Callable[[T], object], num: int, seed: int
-) -> list[T]:
-    """`num` samples of which no two have the same key, so that splits share none."""
-    dice, found = Dice(seed), dict[object, T]()
-    while len(found) < num:
-        sample = make(dice)
-        found.setdefault(key(sample), sample)
-    return list(found.values())
-
-
 def rows_of(columns: Mapping[str, Sequence[str]], visible: frozenset[str]) -> Rows:
     num_rows = len(next(iter(columns.values())))
     shown = {
@@ -94,7 +75,7 @@ class DemoReviews:
         """Nothing can be missing."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
-        samples = distinct(review, lambda s: s[0], self.sizes.total, self.sizes.seed)
+        samples = reviews(self.sizes.total, self.sizes.seed)
         splits = {
             split: rows_of(
                 {"first": [text for text, _ in part], "label": [str(int(y)) for _, y in part]},
@@ -118,7 +99,7 @@ class DemoAnswers:
         """Nothing can be missing."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
-        samples = distinct(answering_pair, lambda s: s[:2], self.sizes.total, self.sizes.seed)
+        samples = answers(self.sizes.total, self.sizes.seed)
         splits = {
             split: rows_of(
                 {
@@ -159,15 +140,15 @@ class DemoInference:
         """Nothing can be missing."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
-        samples = distinct(inference, lambda s: s[0]["en"], self.sizes.total, self.sizes.seed)
+        samples = inferences(self.sizes.total, self.sizes.seed)
         cut = self.sizes.cut(samples)
 
         def rows(split: Split, language: str) -> Rows:
-            pairs = [pair[language] for pair, _ in cut[split]]  # type: ignore[index]
+            pairs = [pair[language] for pair, _ in cut[split]]
             columns = {
                 "first": [premise for premise, _ in pairs],
                 "second": [hypothesis for _, hypothesis in pairs],
-                "label": [INFERENCES[relation] for _, relation in cut[split]],
+                "label": [relation for _, relation in cut[split]],
             }
             return rows_of(columns, visible)
 
@@ -184,7 +165,6 @@ def demo_stories(sizes: DemoSizes, questions_each: int) -> dict[Split, Sequence[
     """Paragraphs with `questions_each` questions; sizes count questions, rounded up."""
     each = questions_each
     counts = {split: -(-getattr(sizes, f"num_{split}") // each) for split in SPLITS}
-    make: Callable[[Dice], Story] = lambda dice: story(dice, num_questions=each)  # noqa: E731
-    samples = distinct(make, lambda s: s.text, sum(counts.values()), sizes.seed)
+    samples = stories(sum(counts.values()), sizes.seed, each)
     rounded = DemoSizes(counts["train"], counts["dev"], counts["test"], sizes.seed)
     return rounded.cut(samples)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xcloud.checks import check_int
+from xcloud.demo_corpus import MAX_PAIRS
+from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError, DataError
 from xcloud.hub_access import go_offline_if_unreachable
-from xcloud.tasks.corpus.demo_grammar import MAX_PAIRS, demo_pairs
 
 
 def languages_of(part: str) -> tuple[str, ...]:

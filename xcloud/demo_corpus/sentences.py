@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import (
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import (
     DATIVE,
     Clause,
     make_clause,
@@ -15,19 +15,17 @@ from xcloud.tasks.corpus.demo.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    NOUNS,
-    OBJECT_EN,
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import (
     PRONOUN_WEIGHTS,
-    Dice,
     Phrase,
     name,
     noun_phrase,
+    object_pronoun,
     on_thing,
 )
-from xcloud.tasks.corpus.demo.times import clock, duration, when, year
-from xcloud.tasks.corpus.demo.verbs import (
+from xcloud.demo_corpus.times import clock, duration, when, year
+from xcloud.demo_corpus.verbs import (
     BE_SER,
     DIRECT,
     HELPER_WEIGHTS,
@@ -36,6 +34,7 @@ from xcloud.tasks.corpus.demo.verbs import (
     english_tense,
     verb,
 )
+from xcloud.demo_corpus.words import CITIES, NOUNS
 
 Pair = tuple[str, str]
 
@@ -70,9 +69,9 @@ def helper_clause(dice: Dice, asked: bool = False) -> Clause:
         main = dice.common(TRANSITIVE)
     who = subject(dice, "p", tense, asked=asked)
     clause = make_clause(dice, main, who, "present", bare=True)
-    clause = replace(clause, tense=tense, en_tense=english_tense(main, tense))
-    en_tense = "past" if tense == "imperfect" else clause.en_tense
-    clause = replace(clause, helper=helper, en_tense=en_tense, negated=dice.chance(0.15))
+    en_tense = "past" if tense == "imperfect" else english_tense(main, tense)
+    negated = dice.chance(0.15)
+    clause = replace(clause, helper=helper, tense=tense, en_tense=en_tense, negated=negated)
     if tense == "preterite" and who.person == 3 and helper.verb.same_for_us:
         return more(clause, *when(dice, "preterite"))
     if helper.en_form == "to" and tense == "present" and dice.chance(0.35):
@@ -171,9 +170,7 @@ def giving(dice: Dice) -> Pair:
         receiver = dice.weighted(PRONOUN_WEIGHTS[:4] + PRONOUN_WEIGHTS[6:8])
         if receiver.person in near or near & {3, 4}:
             return giving(dice)
-        en_to = OBJECT_EN[receiver.person]
-        if receiver.person == 2:
-            en_to = "her" if receiver.gender == "f" else "him"
+        en_to = object_pronoun(receiver.person, receiver.gender, human=True)
         es_to = f"a {receiver.es}" if receiver.person in (2, 5) else ""
     else:
         people = NOUNS["family" if dice.chance(0.4) else "people"]
@@ -193,18 +190,8 @@ def giving(dice: Dice) -> Pair:
         es_tail, en_tail = [thing.es, es_to], f"{thing.en} to {en_to}"
     else:
         es_tail, en_tail = [thing.es, es_to], f"{head} {en_to} {thing.en}".strip()
-    english_tense = {"preterite": "past"}.get(tense, tense)
     negated = dice.chance(0.12)
-    clause = Clause(
-        who,
-        verb_,
-        tense,
-        english_tense,
-        negated,
-        clitic,
-        es_tail=tuple(es_tail),
-        en_tail=(en_tail,),
-    )
+    clause = Clause(who, verb_, tense, negated, clitic, es_tail=tuple(es_tail), en_tail=(en_tail,))
     if dice.chance(0.3) or (tense == "preterite" and who.person == 3):
         clause = more(clause, *when(dice, tense))
     return say(*sides(clause))
@@ -271,7 +258,7 @@ def object_in_place(dice: Dice) -> Pair:
     who = subject(dice, "p", tense)
     kind = dice.pick(("object", "readable", "clothes", "fruit"))
     thing = noun_phrase(dice, dice.common(NOUNS[kind]), who)
-    clause = Clause(who, put, tense, {"preterite": "past"}.get(tense, tense), dice.chance(0.1))
+    clause = Clause(who, put, tense, dice.chance(0.1))
     clause = more(with_object(clause, thing), *on_thing(dice))
     if tense == "preterite" and (who.person == 3 or dice.chance(0.3)):
         clause = more(clause, *when(dice, tense))
@@ -288,7 +275,7 @@ def routine_of_things(dice: Dice) -> Pair:
         doing = dice.pick((verb("empezar", "start"), verb("terminar", "end")))
     tense = dice.weighted((("present", 35.0), ("preterite", 30.0), ("future", 25.0)))
     thing = noun_phrase(dice, noun, definite=True)
-    clause = Clause(thing, doing, tense, {"preterite": "past"}.get(tense, tense), dice.chance(0.1))
+    clause = Clause(thing, doing, tense, dice.chance(0.1))
     es, en = clock(dice)
     clause = more(clause, f"a {es}", f"at {en}")
     if dice.chance(0.35) and tense != "present":
@@ -313,7 +300,7 @@ def since(dice: Dice) -> Pair:
     ))  # fmt: skip
     verb_, kind = doing
     who = subject(dice, "p")
-    clause = Clause(who, verb_, "present", "perfect")
+    clause = Clause(who, verb_, "present", en_tense="perfect")
     if kind == "place":
         es, en = dice.common(HOMES)
         clause = more(clause, f"en {es}", f"in {en}")
@@ -345,9 +332,7 @@ def passive(dice: Dice) -> Pair:
     thing = noun_phrase(dice, dice.common(NOUNS[kind]), definite=True)
     participle = spanish.agree(verb_.es.participle, thing.gender, thing.person > 2)
     tense = "preterite" if dice.chance(0.8) else "future"
-    clause = Clause(
-        thing, BE_SER, tense, "past" if tense == "preterite" else "future", dice.chance(0.1)
-    )
+    clause = Clause(thing, BE_SER, tense, dice.chance(0.1))
     clause = more(clause, participle, verb_.en.participle)
     if dice.chance(0.7):
         agent = name(dice) if dice.chance(0.3) else noun_phrase(dice, dice.common(NOUNS["people"]))

@@ -8,51 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from xcloud.tasks.corpus.demo.phrases import Dice
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.words import WORDS, pairs
 
-
-def _words(text: str) -> list[str]:
-    return [word.replace("_", " ") for word in text.split()]
-
-
-SUBJECTS = _words("""
-the_film the_movie the_story the_acting the_script the_plot the_music the_ending the_direction
-the_dialogue the_first_half the_second_half the_cast the_photography the_pace the_humor
-the_camera_work the_lead_performance the_villain the_romance the_editing the_opening_scene
-the_final_act the_soundtrack the_narration the_whole_thing this_comedy this_drama this_thriller
-the_production the_screenplay the_hero the_central_idea the_supporting_cast the_sequel
-""")
-NOUNS = _words("""
-story script plot ending cast pace humor dialogue soundtrack direction acting premise style
-opening finale camera_work hero villain title_song message budget title
-""")
-GOOD = _words("""
-wonderful moving funny clever gripping charming touching witty fresh brilliant delightful warm
-honest graceful inventive memorable thrilling superb sincere engaging lively smart beautiful
-powerful tender elegant vivid original convincing rewarding hilarious intelligent subtle bold
-""")
-BAD = _words("""
-dull boring clumsy shallow tedious silly predictable lifeless awkward flat bland messy stale
-forgettable tiresome sloppy pointless weak painful dreary hollow confused noisy lazy ugly
-pretentious tasteless unfunny implausible overlong annoying ridiculous wooden empty
-""")
-# Third person | bare form.
-DOES_WELL = [tuple(entry.split("|")) for entry in _words("""
-works|work comes_alive|come_alive holds_your_attention|hold_your_attention rings_true|ring_true
-shines|shine wins_you_over|win_you_over keeps_you_guessing|keep_you_guessing
-hits_the_mark|hit_the_mark makes_sense|make_sense pays_off|pay_off stays_with_you|stay_with_you
-earns_its_laughs|earn_its_laughs touches_the_heart|touch_the_heart
-""")]  # fmt: skip
-DOES_BADLY = [tuple(entry.split("|")) for entry in _words("""
-falls_apart|fall_apart drags|drag falls_flat|fall_flat runs_out_of_ideas|run_out_of_ideas
-misses_the_point|miss_the_point wears_thin|wear_thin loses_its_way|lose_its_way
-puts_you_to_sleep|put_you_to_sleep feels_like_homework|feel_like_homework
-tries_your_patience|try_your_patience collapses|collapse insults_the_audience|insult_the_audience
-""")]  # fmt: skip
-EFFECTS = _words("charm surprise amuse move entertain impress convince delight engage inspire")
-DEGREES = _words("very truly quite often surprisingly remarkably rather simply always - - - - -")
-NEGATIONS = _words("not never hardly far_from anything_but not_at_all rarely not_really")
-AUXILIARIES = _words("never does_not hardly_ever will_not")
+WORDS_OF_REVIEWS: dict[str, list[str]] = WORDS["reviews"]
+SUBJECTS, NOUNS, EFFECTS = (WORDS_OF_REVIEWS[kind] for kind in ("subjects", "nouns", "effects"))
+GOOD, BAD = WORDS_OF_REVIEWS["good"], WORDS_OF_REVIEWS["bad"]
+DEGREES, NEGATIONS, AUXILIARIES = (
+    WORDS_OF_REVIEWS[kind] for kind in ("degrees", "negations", "auxiliaries")
+)
+# (third person, bare form)
+DOES_WELL, DOES_BADLY = (pairs(WORDS_OF_REVIEWS[kind]) for kind in ("does_well", "does_badly"))
 
 
 def review(dice: Dice) -> tuple[str, bool]:
@@ -74,8 +40,7 @@ def clause(dice: Dice, good: bool, subject: str | None = None) -> str:
         if turned:
             return f"{about} is {dice.pick(NEGATIONS)} {_adjective(dice, not good)}"
         degree = dice.pick(DEGREES)
-        adjective = _adjective(dice, good)
-        return f"{about} is {adjective if degree == '-' else f'{degree} {adjective}'}"
+        return " ".join(word for word in (about, "is", degree, _adjective(dice, good)) if word)
     if kind == 3:
         does = dice.pick(DOES_WELL if good != turned else DOES_BADLY)
         return f"{about} {dice.pick(AUXILIARIES)} {does[1]}" if turned else f"{about} {does[0]}"

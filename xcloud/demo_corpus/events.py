@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from xcloud.tasks.corpus.demo.phrases import Dice
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.words import WORDS, fields
 
 Language = Literal["en", "es"]
+LANGUAGES: tuple[Language, ...] = ("en", "es")
 Role = Literal["who", "what", "how many", "where", "when", "company"]
 EXTRAS: tuple[Role, ...] = ("where", "when", "company")
 
@@ -23,62 +25,13 @@ class Word:
     base: str = ""  # of an English verb
 
 
-def _list(text: str) -> list[Word]:
-    entries = [entry.strip() for entry in text.replace("\n", " ").split(";") if entry.strip()]
-    return [Word(*(part.strip() for part in entry.split("|"))) for entry in entries]
+def _words(kind: str) -> list[Word]:
+    found = [fields(entry) for entry in WORDS["events"][kind]]
+    return [Word(en, es, *base) for es, en, *base in found]
 
 
-PEOPLE = _list("""
-the teacher|la profesora; the doctor|el médico; the nurse|la enfermera; the lawyer|el abogado;
-the cook|la cocinera; the writer|el escritor; the singer|la cantante; the judge|el juez;
-the mayor|la alcaldesa; the thief|el ladrón; the dancer|la bailarina; the painter|el pintor;
-the dentist|la dentista; the pilot|el piloto; the driver|la conductora; the baker|el panadero;
-the farmer|la granjera; the carpenter|el carpintero; the coach|la entrenadora;
-the tourist|el turista; the architect|la arquitecta; the guide|el guía; the captain|la capitana;
-the sailor|el marinero; the student|la estudiante; the neighbor|el vecino; the queen|la reina;
-the king|el rey; the director|la directora; the waiter|el camarero; the gardener|la jardinera;
-the detective|el detective; the grandmother|la abuela; the uncle|el tío; the sister|la hermana;
-the cousin|el primo; the journalist|la periodista; the soldier|el soldado
-""")
-VERBS = _list("""
-bought|compró|buy; sold|vendió|sell; found|encontró|find; lost|perdió|lose;
-cleaned|limpió|clean; repaired|reparó|repair; carried|llevó|carry; hid|escondió|hide;
-stole|robó|steal; counted|contó|count; drew|dibujó|draw; photographed|fotografió|photograph;
-moved|movió|move; ordered|pidió|order; collected|recogió|collect; chose|eligió|choose;
-saw|vio|see; forgot|olvidó|forget; returned|devolvió|return; painted|pintó|paint;
-received|recibió|receive; broke|rompió|break; wrapped|envolvió|wrap; dropped|dejó caer|drop
-""")
-THINGS = _list("""
-apples|manzanas; books|libros; chairs|sillas; bottles|botellas; letters|cartas; keys|llaves;
-bags|bolsas; boxes|cajas; cameras|cámaras; clocks|relojes; cups|tazas; lamps|lámparas;
-maps|mapas; shirts|camisas; shoes|zapatos; tickets|billetes; toys|juguetes; umbrellas|paraguas;
-paintings|cuadros; bicycles|bicicletas; oranges|naranjas; flowers|flores; cakes|pasteles;
-hats|sombreros; knives|cuchillos; plates|platos; rings|anillos; watches|relojes de pulsera;
-pencils|lápices; newspapers|periódicos; tables|mesas; mirrors|espejos; blankets|mantas;
-suitcases|maletas; guitars|guitarras; candles|velas
-""")
-NUMBERS = _list("""
-two|dos; three|tres; four|cuatro; five|cinco; six|seis; seven|siete; eight|ocho; nine|nueve;
-ten|diez; twelve|doce; twenty|veinte; thirty|treinta
-""")
-PLACES = _list("""
-at the market|en el mercado; at the station|en la estación; in the garden|en el jardín;
-in the kitchen|en la cocina; at the library|en la biblioteca; at the museum|en el museo;
-on the beach|en la playa; at the airport|en el aeropuerto; in the park|en el parque;
-at the hospital|en el hospital; at school|en la escuela; at the theater|en el teatro;
-in the office|en la oficina; in the village|en el pueblo; on the bridge|en el puente;
-at the hotel|en el hotel; in the forest|en el bosque; at the bank|en el banco;
-in the basement|en el sótano; at the bakery|en la panadería; on the train|en el tren;
-on the island|en la isla; in the square|en la plaza; at the harbor|en el puerto
-""")
-TIMES = _list("""
-on Monday|el lunes; on Tuesday|el martes; on Wednesday|el miércoles; on Thursday|el jueves;
-on Friday|el viernes; on Saturday|el sábado; on Sunday|el domingo; in March|en marzo;
-in April|en abril; in June|en junio; in July|en julio; in August|en agosto;
-in October|en octubre; in December|en diciembre; in the morning|por la mañana;
-in the evening|por la tarde; at night|por la noche; last week|la semana pasada;
-last summer|el verano pasado; yesterday|ayer; at noon|al mediodía; before lunch|antes de comer
-""")
+PEOPLE, VERBS, THINGS = _words("people"), _words("verbs"), _words("things")
+NUMBERS, PLACES, TIMES = _words("numbers"), _words("places"), _words("times")
 
 
 @dataclass(frozen=True)
@@ -226,31 +179,31 @@ def _told_apart(a: Event, b: Event) -> bool:
     return sum((a.who == b.who, a.verb == b.verb, a.thing == b.thing)) < 2
 
 
-INFERENCES = ("entailment", "neutral", "contradiction")
+RELATIONS = ("entailment", "neutral", "contradiction")
 
 
-def inference(dice: Dice) -> tuple[dict[Language, tuple[str, str]], int]:
-    """(language -> (premise, hypothesis), number of the relation in INFERENCES)."""
-    relation = dice.below(3)
+def inference(dice: Dice) -> tuple[dict[str, tuple[str, str]], str]:
+    """(language -> (premise, hypothesis), relation)."""
+    relation = dice.pick(RELATIONS)
     event = new_event(dice, 0.7)
     while not event.extras:
         event = new_event(dice, 0.7)
     first, denied, time_first = event, False, (dice.chance(0.5), dice.chance(0.5))
     gone = dice.pick(event.extras)
     second = event.without(gone)
-    if relation == 0 and event.when is not None and dice.chance(0.3):
+    if relation == "entailment" and event.when is not None and dice.chance(0.3):
         second = event  # the same, told in another order
         time_first = (time_first[0], not time_first[0])
-    elif relation == 1:
+    elif relation == "neutral":
         first, second = second, event  # what is told more need not be so
-    elif relation == 2:
+    elif relation == "contradiction":
         second = second if dice.chance(0.5) else event
         if dice.chance(0.6):
             denied = True
         else:
             second = replace(second, number=dice.pick([n for n in NUMBERS if n != event.number]))
-    pair: dict[Language, tuple[str, str]] = {}
-    for language in ("en", "es"):
+    pair: dict[str, tuple[str, str]] = {}
+    for language in LANGUAGES:
         pair[language] = (
             told(first, language, time_first=time_first[0]),
             told(second, language, time_first=time_first[1], denied=denied),

@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import random
-from bisect import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from xcloud.tasks.corpus.demo import english, lexicon, spanish
-
-T = TypeVar("T")
-
-
-class Dice:
-    """Choices that are the same for a seed on every machine and Python: random() alone is used."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed).random
-
-    def chance(self, probability: float) -> bool:
-        return self._random() < probability
-
-    def below(self, bound: int) -> int:
-        return int(self._random() * bound)
-
-    def pick(self, options: Sequence[T]) -> T:
-        return options[int(self._random() * len(options))]
-
-    def common(self, options: Sequence[T]) -> T:
-        """Early options oftener than late ones, as words are (weight 1 / (8 + rank))."""
-        total = _running_weights(len(options))
-        return options[bisect(total, self._random() * total[-1])]
-
-    def weighted(self, options: Sequence[tuple[T, float]]) -> T:
-        total = list(accumulate(map(itemgetter(1), options)))
-        return options[bisect(total, self._random() * total[-1])][0]
-
-
-@cache
-def _running_weights(count: int) -> list[float]:
-    return list(accumulate(1 / (8 + rank) for rank in range(count)))
-
-
-@dataclass(frozen=True, eq=False)
-class Noun:
-    es: str
-    gender: str
-    en: str
-    en_plural: str
-    kind: str
-    mass: bool = False
-    takes_el: bool = False
-    has_plural: bool = True
-
-    @property
-    def human(self) -> bool:
-        return self.kind in ("people", "family")
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.words import (
+    CITIES,
+    COUNTRIES,
+    FEMALE_NAMES,
+    KIND_CODES,
+    MALE_NAMES,
+    NOUNS,
+    Noun,
+    adjectives_for,
+)
 
 
 class Phrase(NamedTuple):
@@ -73,93 +29,6 @@ class Phrase(NamedTuple):
     human: bool = False
     pronoun: bool = False
 
-
-MASS_KINDS = ("food", "drink", "subject", "sport")
-
-
-def _english(text: str) -> tuple[str, str]:
-    singular, _, several = text.replace("_", " ").partition("/")
-    return singular, several or english.plural(singular)
-
-
-def _people(text: str, kind: str) -> list[Noun]:
-    nouns = []
-    for entry in text.replace("\n", " ").split(";"):
-        if not entry.strip():
-            continue
-        es, en = entry.split()
-        spanish_words, english_words = es.split(","), en.split(",")
-        for i, gender in enumerate("mf"):
-            word = spanish_words[min(i, len(spanish_words) - 1)]
-            singular, several = _english(english_words[min(i, len(english_words) - 1)])
-            several = lexicon.FAMILY_PLURAL.get(word, several) if kind == "family" else several
-            allowed = not (kind == "family" and word in lexicon.ONLY_SINGULAR)
-            nouns.append(Noun(word, gender, singular, several, kind, has_plural=allowed))
-    return nouns
-
-
-def _things(text: str, kind: str) -> list[Noun]:
-    nouns = []
-    for entry in text.replace("\n", " ").split(";"):
-        if not entry.strip():
-            continue
-        es, en = entry.split(maxsplit=1)
-        word, _, mark = es.partition(".")
-        singular, several = _english(en.strip())
-        mass = kind in MASS_KINDS or "!" in mark
-        nouns.append(Noun(word, mark[0], singular, several, kind, mass, "*" in mark, not mass))
-    return nouns
-
-
-def _all_nouns() -> dict[str, list[Noun]]:
-    nouns = {
-        "people": _people(lexicon.PEOPLE, "people"),
-        "family": _people(lexicon.FAMILY, "family"),
-        "more": _things(lexicon.MORE_NOUNS, "more"),
-    }
-    nouns |= {kind: _things(text, kind) for kind, text in lexicon.NOUNS.items()}
-    by_word: dict[str, Noun] = {}
-    for group in nouns.values():
-        for noun in group:
-            by_word.setdefault(noun.es, noun)
-    for name, words in lexicon.CLASSES.items():
-        nouns[name] = [by_word[word] for word in words.split()]
-    return nouns
-
-
-NOUNS = _all_nouns()
-
-
-class Adjective(NamedTuple):
-    es: str
-    en: str
-    codes: str
-    copula: str  # "s": ser, "e": estar
-
-
-ADJECTIVES = [
-    Adjective(*(part.strip() for part in line.split("|")))
-    for line in lexicon.ADJECTIVES.strip().splitlines()
-]
-KIND_CODES = {
-    "people": "p", "family": "f", "animal": "a", "fruit": "x", "food": "e", "drink": "d",
-    "clothes": "o", "readable": "o", "object": "o", "furniture": "o", "vehicle": "v",
-    "media": "i", "idea": "i", "place": "l", "plant": "o",
-}  # fmt: skip
-
-
-@cache
-def adjectives_for(kind: str, copula: str) -> list[Adjective]:
-    codes = KIND_CODES.get(kind, "")
-    return [a for a in ADJECTIVES if a.copula in copula and any(c in a.codes for c in codes)]
-
-
-def _places(entries: Sequence[str]) -> list[tuple[str, str]]:
-    words = [[word.replace("_", " ") for word in entry.split()] for entry in entries]
-    return [(pair[0], pair[-1]) for pair in words]  # one word: the same in both languages
-
-
-CITIES, COUNTRIES = _places(lexicon.CITIES), _places(lexicon.COUNTRIES)
 
 # Spanish masculine and feminine singular, masculine and feminine plural; English singular, plural;
 # how often with a singular, with a plural noun.
@@ -245,6 +114,11 @@ def object_pronoun(person: int, gender: str, human: bool) -> str:
     return "her" if person == 2 and gender == "f" else OBJECT_EN[person]
 
 
+def whom(pronoun: Phrase) -> str:
+    """me, her, them: what English says for a personal pronoun as an object."""
+    return object_pronoun(pronoun.en_person, pronoun.gender, human=True)
+
+
 def subject_pronoun(phrase: Phrase) -> str:
     """What English says when it speaks of this phrase again: she, it, they."""
     if phrase.en_person == 2:
@@ -254,9 +128,9 @@ def subject_pronoun(phrase: Phrase) -> str:
 
 def name(dice: Dice, gender: str = "") -> Phrase:
     if gender == "m" or (not gender and dice.chance(0.5)):
-        word = dice.common(lexicon.MALE_NAMES)
+        word = dice.common(MALE_NAMES)
         return Phrase(word, word, human=True)
-    word = dice.common(lexicon.FEMALE_NAMES)
+    word = dice.common(FEMALE_NAMES)
     return Phrase(word, word, gender="f", human=True)
 
 
@@ -299,8 +173,7 @@ def noun_phrase(
                 forms, en_before, _, definite_only = dice.pick(fitting)
                 before = _form(forms, noun.gender, several)
                 definite = definite or definite_only
-    es_noun = spanish.plural(noun.es) if several else noun.es
-    en_noun = noun.en_plural if several else noun.en
+    es_noun, en_noun = noun.forms(several)
     es_det, en_det = _determiner(dice, noun, owner, several, definite, ranked=bool(before))
     if en_before == "own" and es_det not in ("mi", "tu", "su", "mis", "tus", "sus"):
         before, en_before = "", ""
@@ -326,16 +199,8 @@ def noun_phrase(
 def _determiner(
     dice: Dice, noun: Noun, owner: Phrase | None, several: bool, definite: bool, ranked: bool
 ) -> tuple[str, str]:
-    possessed = (
-        0.9
-        if noun.kind == "family"
-        else 0.0
-        if noun.kind == "place"
-        else 0.08
-        if noun.human
-        else 0.16
-    )
-    if dice.chance(possessed):
+    otherwise = 0.08 if noun.human else 0.16
+    if dice.chance({"family": 0.9, "place": 0.0}.get(noun.kind, otherwise)):
         if owner is None or dice.chance(0.35):
             owner = dice.pick((PRONOUNS[0], PRONOUNS[0], PRONOUNS[1], PRONOUNS[4], PRONOUNS[4]))
         if noun.es in ("marido", "esposa", "novio", "novia") and owner.person > 2:

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.phrases import Dice
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.words import WORDS, fields, pairs
 
-WEEKDAYS = tuple(
-    zip(
-        "lunes martes miércoles jueves viernes sábado domingo".split(),
-        "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-        strict=True,
-    )
-)
-MONTHS = tuple(
-    zip(
-        "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre "
-        "diciembre".split(),
-        "January February March April May June July August September October November "
-        "December".split(),
-        strict=True,
-    )
-)
-SEASONS = (
-    ("verano", "summer"),
-    ("invierno", "winter"),
-    ("primavera", "spring"),
-    ("otoño", "fall"),
-)
-UNITS_OF_TIME = (
-    ("día", "m", "day"), ("semana", "f", "week"), ("mes", "m", "month"), ("año", "m", "year"),
-    ("hora", "f", "hour"), ("minuto", "m", "minute"),
-)  # fmt: skip
+TIMES: dict[str, list[str]] = WORDS["times"]
+WEEKDAYS, MONTHS, SEASONS = (pairs(TIMES[kind]) for kind in ("weekdays", "months", "seasons"))
+PAST, FUTURE, HABIT = (pairs(TIMES[kind]) for kind in ("past", "future", "habit"))
+NOW, USED_TO = (pairs(TIMES[kind]) for kind in ("now", "used_to"))
+UNITS = [fields(entry) for entry in TIMES["units"]]
+MANNER, FREQUENCY = (pairs(WORDS["adverbs"][kind]) for kind in ("manner", "frequency"))
 
 
 def duration(dice: Dice) -> tuple[str, str]:
-    es, gender, en = dice.pick(UNITS_OF_TIME)
+    es, gender, en = dice.pick(UNITS)
     value = 2 + dice.below(9) if dice.chance(0.75) else 11 + dice.below(50)
     return (
         f"{spanish.number(value, gender)} {spanish.plural(es)}",
@@ -81,35 +62,6 @@ def date(dice: Dice) -> tuple[str, str]:
     return f"el {day} de {es_month}", f"on {en_month} {day}"
 
 
-PAST = (
-    ("ayer", "yesterday"), ("anoche", "last night"), ("la semana pasada", "last week"),
-    ("el año pasado", "last year"), ("el mes pasado", "last month"), ("anteayer", "two days ago"),
-    ("el verano pasado", "last summer"), ("ayer por la tarde", "yesterday afternoon"),
-    ("esta mañana", "this morning"), ("el otro día", "the other day"),
-)  # fmt: skip
-FUTURE = (
-    ("mañana", "tomorrow"), ("esta noche", "tonight"), ("la próxima semana", "next week"),
-    ("pronto", "soon"), ("el año que viene", "next year"), ("el próximo mes", "next month"),
-    ("pasado mañana", "the day after tomorrow"), ("mañana por la mañana", "tomorrow morning"),
-    ("algún día", "someday"),
-)  # fmt: skip
-HABIT = (
-    ("todos los días", "every day"), ("por la mañana", "in the morning"),
-    ("los fines de semana", "on weekends"), ("por la noche", "at night"),
-    ("una vez a la semana", "once a week"), ("dos veces al mes", "twice a month"),
-    ("cada semana", "every week"), ("después del trabajo", "after work"),
-)  # fmt: skip
-NOW = (
-    ("ahora", "now"), ("en este momento", "at the moment"), ("hoy", "today"),
-    ("otra vez", "again"),
-)  # fmt: skip
-USED_TO = (
-    ("todos los días", "every day"), ("todos los veranos", "every summer"),
-    ("cada domingo", "every Sunday"), ("en aquella época", "in those days"),
-    ("antes", "before"),
-)  # fmt: skip
-
-
 def when(dice: Dice, tense: str) -> tuple[str, str]:
     """A time that goes with the Spanish tense."""
     roll = dice.below(100)
@@ -150,9 +102,3 @@ def when(dice: Dice, tense: str) -> tuple[str, str]:
     if tense == "imperfect":
         return dice.common(USED_TO)
     return dice.common(NOW) if tense == "progressive" else ("", "")
-
-
-MANNER = (
-    ("rápidamente", "quickly"), ("con cuidado", "carefully"), ("despacio", "slowly"),
-    ("en silencio", "in silence"), ("aquí", "here"), ("allí", "there"),
-)  # fmt: skip

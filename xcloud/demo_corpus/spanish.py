@@ -278,6 +278,10 @@ def agree(adjective: str, gender: str, is_plural: bool) -> str:
     return plural(adjective) if is_plural else adjective
 
 
+def the(gender: str, is_plural: bool) -> str:
+    return ("las" if is_plural else "la") if gender == "f" else "los" if is_plural else "el"
+
+
 UNITS = (
     "cero un dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince "
     "dieciséis diecisiete dieciocho diecinueve veinte veintiún veintidós veintitrés veinticuatro "

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xcloud.tasks.corpus.demo.english import negate, verb_group, with_support
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    COUNTRIES,
-    NOUNS,
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.english import negate, verb_group, with_support
+from xcloud.demo_corpus.phrases import (
     OBJECT_EN,
     PRONOUN_WEIGHTS,
-    Dice,
-    Noun,
     Phrase,
     at_place,
     name,
@@ -21,8 +17,8 @@ from xcloud.tasks.corpus.demo.phrases import (
     noun_phrase,
     object_pronoun,
 )
-from xcloud.tasks.corpus.demo.times import MANNER, when
-from xcloud.tasks.corpus.demo.verbs import (
+from xcloud.demo_corpus.times import FREQUENCY, MANNER, when
+from xcloud.demo_corpus.verbs import (
     AMBIGUOUS,
     INTRANSITIVE,
     Helper,
@@ -32,6 +28,7 @@ from xcloud.tasks.corpus.demo.verbs import (
     pick_verb,
     spanish_forms,
 )
+from xcloud.demo_corpus.words import CITIES, COUNTRIES, NOUNS, Noun
 
 DATIVE = ("me", "te", "le", "nos", "os", "les")
 REFLEXIVE = ("me", "te", "se", "nos", "os", "se")
@@ -46,7 +43,6 @@ class Clause:
     subject: Phrase
     verb: Verb
     tense: str
-    en_tense: str
     negated: bool = False
     clitic: str = ""
     mid: tuple[str, str] = ("", "")
@@ -56,6 +52,7 @@ class Clause:
     object: Phrase | None = None
     noun: Noun | None = None
     time_in_front: tuple[str, str] = ("", "")  # a statement begins with it
+    en_tense: str = ""  # "": as english_tense says
 
     def spanish_verb(self) -> tuple[str, str]:
         """(what comes before a subject that follows, the rest): ("quiere", "comprarlo")."""
@@ -88,15 +85,16 @@ class Clause:
         """(auxiliary, the words after it)."""
         finite = self.verb.en if self.helper is None else self.helper.verb.en
         person, group = self.subject.en_person, with_support if support else verb_group
+        tense = self.en_tense or english_tense(self.verb, self.tense)
         if self.helper is None:
-            auxiliary, main = group(finite, self.en_tense, person)
+            auxiliary, main = group(finite, tense, person)
             return auxiliary, [main, *self.en_tail]
         form = {
             "to": f"to {self.verb.en.base}", "base": self.verb.en.base, "ing": self.verb.en.gerund
         }[self.helper.en_form]  # fmt: skip
         if self.tense in self.helper.modal:
             return self.helper.modal[self.tense], [form, *self.en_tail]
-        auxiliary, main = group(finite, self.en_tense, person)
+        auxiliary, main = group(finite, tense, person)
         return auxiliary, [main, finite.tail, form, *self.en_tail]
 
     def english(self) -> list[str]:
@@ -179,7 +177,7 @@ def make_clause(
     clitic_share: float = 0.16,
 ) -> Clause:
     """`bare`: only verb and object, no adverbs, as inside a longer sentence."""
-    clause = Clause(who, verb_, tense, english_tense(verb_, tense, background))
+    clause = Clause(who, verb_, tense, en_tense=english_tense(verb_, tense, background))
     noun: Noun | None = None
     if not verb_.classes:
         clause = replace(clause, en_tail=(verb_.en.tail,))
@@ -228,10 +226,6 @@ def with_pronoun(dice: Dice, clause: Clause, antecedent: Phrase | None = None) -
     )
 
 
-FREQUENCY = (
-    ("siempre", "always"), ("nunca", "never"), ("a menudo", "often"), ("a veces", "sometimes"),
-    ("casi nunca", "almost never"), ("casi siempre", "almost always"),
-)  # fmt: skip
 DATED = ("preterite", "future", "going_to", "progressive", "imperfect", "present")
 
 

@@ -8,10 +8,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from xcloud.tasks.corpus.demo import lexicon
-from xcloud.tasks.corpus.demo.english import EnglishVerb, parse_verb
-from xcloud.tasks.corpus.demo.phrases import Dice
-from xcloud.tasks.corpus.demo.spanish import Paradigm, conjugate
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.english import EnglishVerb, parse_verb
+from xcloud.demo_corpus.spanish import Paradigm, conjugate
+from xcloud.demo_corpus.words import WORDS, fields
 
 # Spanish tense -> English tense. The imperfect is chosen in english_tense.
 ENGLISH_TENSE = {
@@ -72,10 +72,7 @@ def verb(es: str, en: str, subjects: str = "p", objects: str = "-") -> Verb:
     )
 
 
-VERBS = [
-    verb(*(part.strip() for part in line.split("|")))
-    for line in lexicon.VERBS.strip().splitlines()
-]
+VERBS = [verb(*fields(entry)) for entry in WORDS["verbs"]["all"]]
 WITH_OBJECT = [v for v in VERBS if v.classes]
 TRANSITIVE = [v for v in WITH_OBJECT if "p" in v.subjects]  # what people do
 DIRECT = [v for v in TRANSITIVE if not v.preposition]

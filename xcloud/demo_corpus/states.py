@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import Clause, subject
-from xcloud.tasks.corpus.demo.phrases import (
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import Clause, subject
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import Phrase, at_place, name, noun_phrase, on_thing
+from xcloud.demo_corpus.sentences import Pair, more, say, sides
+from xcloud.demo_corpus.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
+from xcloud.demo_corpus.verbs import BE_ESTAR, BE_SER, Verb, verb
+from xcloud.demo_corpus.words import (
     CITIES,
     COUNTRIES,
     NOUNS,
+    WORDS,
     Adjective,
-    Dice,
-    Phrase,
     adjectives_for,
-    at_place,
-    name,
-    noun_phrase,
-    on_thing,
+    pairs,
 )
-from xcloud.tasks.corpus.demo.sentences import Pair, more, say, sides
-from xcloud.tasks.corpus.demo.times import MONTHS, SEASONS, WEEKDAYS, clock, when, year
-from xcloud.tasks.corpus.demo.verbs import BE_ESTAR, BE_SER, Verb, verb
 
 COPULA_KINDS = (
     ("people", 30.0), ("family", 12.0), ("object", 14.0), ("place", 10.0), ("idea", 14.0),
@@ -38,12 +36,8 @@ def copula_subject(dice: Dice, asked: bool = False) -> tuple[Phrase, str]:
     return noun_phrase(dice, noun, definite=True, plain=dice.chance(0.7)), kind
 
 
-DEGREES = (("muy", "very"), ("demasiado", "too"), ("bastante", "quite"), ("un poco", "a little"))
-NO_DEGREE = (
-    "awake asleep dead alive married alone ready lost broken open closed false secret ancient "
-    "perfect excellent terrible wonderful delicious incredible absurd impossible sure in love "
-    "necessary injured exhausted round square"
-)
+DEGREES = pairs(WORDS["adjectives"]["degrees"])
+NO_DEGREE: list[str] = WORDS["adjectives"]["absolute"]
 
 
 def copula_clause(dice: Dice, asked: bool = False, tense: str = "") -> tuple[Clause, Adjective]:
@@ -53,18 +47,22 @@ def copula_clause(dice: Dice, asked: bool = False, tense: str = "") -> tuple[Cla
     tense = tense or dice.weighted((("present", 60.0), ("imperfect", 25.0), ("future", 6.0)))
     if who.en_person == 0 and tense == "imperfect":
         who = who._replace(es="yo")
-    es, en = spanish.agree(adjective.es, who.gender, who.person > 2), adjective.en
-    negated = dice.chance(0.12)
-    if not negated and en not in NO_DEGREE and en[0].islower() and dice.chance(0.3):
-        degree = dice.pick(DEGREES)
-        es, en = f"{degree[0]} {es}", f"{degree[1]} {en}"
-    clause = be(BE_SER if adjective.copula == "s" else BE_ESTAR, who, tense, es, en)
-    return replace(clause, negated=negated), adjective
+    clause = replace(be_adjective(who, tense, adjective), negated=dice.chance(0.12))
+    graded = adjective.en not in NO_DEGREE and adjective.en[0].islower()
+    if graded and not clause.negated and dice.chance(0.3):
+        es, en = dice.pick(DEGREES)
+        clause = replace(clause, es_tail=(es, *clause.es_tail), en_tail=(en, *clause.en_tail))
+    return clause, adjective
 
 
 def be(verb_: Verb, who: Phrase, tense: str, es: str, en: str) -> Clause:
-    english_tense = {"imperfect": "past", "past_subjunctive": "unreal"}.get(tense, tense)
-    return Clause(who, verb_, tense, english_tense, es_tail=(es,), en_tail=(en,))
+    return Clause(who, verb_, tense, es_tail=(es,), en_tail=(en,))
+
+
+def be_adjective(who: Phrase, tense: str, adjective: Adjective) -> Clause:
+    """With ser or estar, as the adjective asks for."""
+    es = spanish.agree(adjective.es, who.gender, who.person > 2)
+    return be(BE_SER if adjective.copula == "s" else BE_ESTAR, who, tense, es, adjective.en)
 
 
 def description(dice: Dice) -> Pair:
@@ -100,18 +98,13 @@ def copula_question(dice: Dice) -> Pair:
         origin = be(BE_SER, who, "present", "", "from")
         return say(origin.spanish_question("de dónde"), origin.english_question("where"), "?")
     if roll < 9:
-        age = Clause(who, verb("tener", "be =s"), "present", "present")
+        age = Clause(who, verb("tener", "be =s"), "present")
         return say(age.spanish_question("cuántos años"), age.english_question("how old"), "?")
-    price = Clause(link, verb("costar", "cost cost cost =s"), "present", "present")
+    price = Clause(link, verb("costar", "cost cost cost =s"), "present")
     return say(price.spanish_question("cuánto"), price.english_question("how much"), "?")
 
 
-MATERIALS = (
-    ("madera", "wood"), ("oro", "gold"), ("plata", "silver"), ("cristal", "glass"),
-    ("plástico", "plastic"), ("metal", "metal"), ("papel", "paper"), ("cuero", "leather"),
-    ("piedra", "stone"), ("hierro", "iron"), ("lana", "wool"), ("seda", "silk"),
-    ("algodón", "cotton"), ("barro", "clay"), ("cartón", "cardboard"), ("acero", "steel"),
-)  # fmt: skip
+MATERIALS, FEELINGS = (pairs(WORDS["states"][kind]) for kind in ("materials", "feelings"))
 
 
 def identity(dice: Dice) -> Pair:
@@ -121,8 +114,8 @@ def identity(dice: Dice) -> Pair:
     several = who.person > 2
     if roll < 30:
         job = dice.common([n for n in NOUNS["people"] if n.gender == who.gender])
-        es = spanish.plural(job.es) if several else job.es
-        en = job.en_plural if several else f"a/an {job.en}"
+        es, en = job.forms(several)
+        en = en if several else f"a/an {en}"
         if dice.chance(0.4):
             buen = "buen" if job.gender == "m" else "buena"
             quality = ("bueno", "good") if dice.chance(0.5) else ("gran", "great")
@@ -149,9 +142,7 @@ def identity(dice: Dice) -> Pair:
         return say(*sides(replace(clause, negated=dice.chance(0.1))))
     owned = noun_phrase(dice, dice.common(NOUNS["family"]), several=False)
     called = name(dice, owned.gender)
-    clause = Clause(
-        owned, verb("llamarse", "be =s"), tense, "present" if tense == "present" else "past"
-    )
+    clause = Clause(owned, verb("llamarse", "be =s"), tense)
     return say(*sides(replace(clause, es_tail=(called.es,), en_tail=(f"named {called.en}",))))
 
 
@@ -176,9 +167,7 @@ def existence(dice: Dice) -> Pair:
     roll = dice.below(10)
     if roll < 2:
         several = not noun.mass
-        es_noun, en_noun = (
-            (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
-        )
+        es_noun, en_noun = noun.forms(several)
         en_verb = many if several else one
         return say(["no", verb_es, es_noun, where[0]], ["there", en_verb, "no", en_noun, where[1]])
     thing = noun_phrase(dice, noun)
@@ -207,17 +196,22 @@ def exclamation(dice: Dice) -> Pair:
     if adjective.en in NO_DEGREE or adjective.en in COLORS or not adjective.en[0].islower():
         return exclamation(dice)
     several = noun.has_plural and dice.chance(0.3)
-    es_noun, en_noun = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
+    es_noun, en_noun = noun.forms(several)
     es_adjective = spanish.agree(adjective.es, noun.gender, several)
     article = "" if several or noun.mass else "a/an"
     es, en = ["qué", es_noun, "tan", es_adjective], ["what", article, adjective.en, en_noun]
     if dice.chance(0.5) and not noun.mass:
         who = subject(dice, "p")
         have = verb("tener", "have had had =s")
-        clause = Clause(who, have, "present", "present")
+        clause = Clause(who, have, "present")
         start, _ = clause.spanish_verb()
         es, en = [*es, start, who.es], [*en, *clause.english()]
     return say(es, en, "!")
+
+
+WEATHER, PAST_WEATHER, FUTURE_WEATHER = (
+    pairs(WORDS["weather"][kind]) for kind in ("now", "past", "future")
+)
 
 
 def time_and_weather(dice: Dice) -> Pair:
@@ -234,28 +228,12 @@ def time_and_weather(dice: Dice) -> Pair:
             [f"hoy es {day} {number} de {month}", end[0]],
             [f"today is {en_day}, {en_month} {number}", end[1]],
         )
-    weather = (
-        ("hace frío", "it is cold"), ("hace calor", "it is hot"), ("hace sol", "it is sunny"),
-        ("hace viento", "it is windy"), ("llueve", "it rains"), ("nieva", "it snows"),
-        ("hace mucho frío", "it is very cold"), ("hace mucho calor", "it is very hot"),
-        ("llueve mucho", "it rains a lot"), ("nieva poco", "it snows little"),
-    )  # fmt: skip
-    past = (
-        ("llovió", "it rained"), ("nevó", "it snowed"), ("hizo frío", "it was cold"),
-        ("hizo mucho calor", "it was very hot"), ("hizo sol", "it was sunny"),
-        ("llovió mucho", "it rained a lot"),
-    )  # fmt: skip
-    future = (
-        ("lloverá", "it will rain"), ("nevará", "it will snow"), ("hará frío", "it will be cold"),
-        ("hará calor", "it will be hot"), ("va a llover", "it is going to rain"),
-        ("va a nevar", "it is going to snow"), ("hará sol", "it will be sunny"),
-    )  # fmt: skip
     es_city, en_city = dice.common(CITIES if dice.chance(0.6) else COUNTRIES)
     place = f"en {es_city}", f"in {en_city}"
     if roll < 65:
-        (es, en), (season, en_season) = dice.pick(weather), dice.pick(SEASONS)
+        (es, en), (season, en_season) = dice.pick(WEATHER), dice.pick(SEASONS)
         return say([f"en {season}", es, place[0]], [f"in the {en_season}", en, place[1]])
-    options, tense = (past, "preterite") if roll < 82 else (future, "future")
+    options, tense = (PAST_WEATHER, "preterite") if roll < 82 else (FUTURE_WEATHER, "future")
     (es, en), time = dice.pick(options), when(dice, tense)
     return say([es, place[0], time[0]], [en, place[1], time[1]])
 
@@ -267,39 +245,29 @@ def quantity(dice: Dice) -> Pair:
         who = subject(dice, "p", "imperfect")
         value = 2 + dice.below(90)
         tense = "present" if dice.chance(0.7) else "imperfect"
-        age = Clause(
-            who, verb("tener", "be =s"), tense, "present" if tense == "present" else "past"
-        )
+        age = Clause(who, verb("tener", "be =s"), tense)
         years = f"{spanish.number(value)} años", f"{english.number(value)} years old"
         return say(*sides(replace(age, es_tail=(years[0],), en_tail=(years[1],))))
     kind = dice.pick(("object", "clothes", "furniture", "vehicle"))
     thing = noun_phrase(dice, dice.common(NOUNS[kind]), definite=True)
     tense = "present" if dice.chance(0.65) else "imperfect"
-    english_tense = "present" if tense == "present" else "past"
     if roll < 65:
         value = dice.pick((5, 8, 12, 15, 20, 25, 30, 45, 60, 75, 90, 120, 250, 399, 500, 800))
         whole = value if dice.chance(0.7) else value * 11 + dice.below(900)
         money = dice.pick((("euros", "euros"), ("dólares", "dollars"), ("pesos", "pesos")))
         es_value = f"{whole:,}".replace(",", ".")
-        cost = Clause(thing, verb("costar", "cost cost cost =s"), tense, english_tense)
+        cost = Clause(thing, verb("costar", "cost cost cost =s"), tense)
         return say(*sides(more(cost, f"{es_value} {money[0]}", f"{whole:,} {money[1]}")))
     number = f"{1 + dice.below(40)}.{1 + dice.below(9)}"
     if roll < 82:
-        weight = Clause(thing, verb("pesar", "weigh =s"), tense, english_tense)
+        weight = Clause(thing, verb("pesar", "weigh =s"), tense)
         return say(*sides(more(weight, f"{number.replace('.', ',')} kilos", f"{number} kilos")))
     es_city, en_city = dice.common(CITIES if dice.chance(0.6) else COUNTRIES)
     people = 500 * (101 + 2 * dice.below(9000))
     place = Phrase(es_city, en_city)
-    have = Clause(place, verb("tener", "have had had =s"), tense, english_tense)
+    have = Clause(place, verb("tener", "have had had =s"), tense)
     es_people = f"{people:,}".replace(",", ".") + " habitantes"
     return say(*sides(more(have, es_people, f"{people:,} inhabitants")))
-
-
-FEELINGS = (
-    ("hambre", "hungry"), ("sed", "thirsty"), ("frío", "cold"), ("sueño", "sleepy"),
-    ("miedo", "afraid"), ("prisa", "in a hurry"), ("calor", "hot"), ("razón", "right"),
-    ("suerte", "lucky"), ("cuidado", "careful"), ("éxito", "successful"),
-)  # fmt: skip
 
 
 def feeling(dice: Dice) -> Pair:
@@ -310,7 +278,7 @@ def feeling(dice: Dice) -> Pair:
     if en not in ("right", "in a hurry") and dice.chance(0.4):
         feminine = es in ("hambre", "sed", "suerte")
         es, en = f"much{'a' if feminine else 'o'} {es}", f"very {en}"
-    clause = Clause(who, verb("tener", "be =s"), tense, "past" if tense == "imperfect" else tense)
+    clause = Clause(who, verb("tener", "be =s"), tense)
     clause = replace(clause, negated=dice.chance(0.15), es_tail=(es,), en_tail=(en,))
     if tense == "present" and dice.chance(0.4):
         clause = more(clause, *dice.pick((("ahora", "now"), ("por la mañana", "in the morning"))))

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import english, spanish
-from xcloud.tasks.corpus.demo.clauses import DATIVE, Clause, make_clause, subject
-from xcloud.tasks.corpus.demo.phrases import (
-    CITIES,
-    NOUNS,
-    POSSESSIVES_EN,
-    Dice,
-    Noun,
-    Phrase,
-    adjectives_for,
-    noun_phrase,
-)
-from xcloud.tasks.corpus.demo.sentences import Pair, say
-from xcloud.tasks.corpus.demo.verbs import TRANSITIVE, verb
+from xcloud.demo_corpus import english, spanish
+from xcloud.demo_corpus.clauses import DATIVE, Clause, make_clause, subject
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import POSSESSIVES_EN, Phrase, noun_phrase
+from xcloud.demo_corpus.sentences import Pair, say
+from xcloud.demo_corpus.verbs import TRANSITIVE, verb
+from xcloud.demo_corpus.words import CITIES, NOUNS, adjectives_for
 
 LIKING = (
     (verb("gustar", "like =s"), 5.0), (verb("encantar", "love =s"), 2.0),
     (verb("interesar", "be_interested_in =s"), 1.0), (verb("aburrir", "be_bored_by =s"), 0.4),
     (verb("fascinar", "be_fascinated_by =s"), 0.4), (verb("molestar", "be_bothered_by =s"), 0.5),
 )  # fmt: skip
-LIKED = (
-    "food",
-    "drink",
-    "fruit",
-    "animal",
-    "subject",
-    "media",
-    "city",
-    "readable",
-    "object",
-    "clothes",
-)
+LIKED = "food drink fruit animal subject media city readable object clothes".split()
 
 
 def experiencer(dice: Dice, asked: bool = False) -> tuple[Phrase, str]:
@@ -69,8 +51,7 @@ def liking(dice: Dice) -> Pair:
     negated = verb_.es.infinitive != "encantar" and dice.chance(0.2)
     form = verb_.es.tenses[tense][person]
     es = [said, "no" if negated else "", DATIVE[who.person], form, liked]
-    auxiliary = {"present": "present", "imperfect": "past", "conditional": "conditional"}[tense]
-    clause = Clause(who, verb_, tense, auxiliary, negated, en_tail=(verb_.en.with_object(en),))
+    clause = Clause(who, verb_, tense, negated, en_tail=(verb_.en.with_object(en),))
     if asked:
         return say(es, clause.english_question(), "?")
     return say(es, clause.english())
@@ -88,12 +69,11 @@ def _liked_thing(dice: Dice, who: Phrase) -> tuple[str, str, int]:
         if not thing.es.startswith(("los ", "las ", "el ", "la ")):
             return thing.es, thing.en, thing.person
     several = not noun.mass
-    es, en = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
+    es, en = noun.forms(several)
     if dice.chance(0.3) and (options := adjectives_for(kind, "s")):
         chosen = dice.common(options)
         es, en = f"{es} {spanish.agree(chosen.es, noun.gender, several)}", f"{chosen.en} {en}"
-    article = ("las" if several else "la") if noun.gender == "f" else "los" if several else "el"
-    return f"{'el' if noun.takes_el and not several else article} {es}", en, 5 if several else 2
+    return f"{noun.the(several)} {es}", en, 5 if several else 2
 
 
 def pain(dice: Dice) -> Pair:
@@ -105,22 +85,15 @@ def pain(dice: Dice) -> Pair:
     several = dice.chance(0.4) and part.en not in ("head", "neck", "throat", "stomach", "back")
     tense = "present" if dice.chance(0.7) else "imperfect"
     person = 5 if several else 2
-    article = _form_of_the(part, several)
-    noun_es, noun_en = (spanish.plural(part.es), part.en_plural) if several else (part.es, part.en)
+    noun_es, noun_en = part.forms(several)
     owner = POSSESSIVES_EN[who.en_person] if who.pronoun else english.possessive(who.en)
     if who.pronoun and who.en_person == 2:
         owner = "her" if who.gender == "f" else "his"
     hurt = Clause(
         Phrase("", f"{owner} {noun_en}", person, en_person=person),
-        verb("doler", "hurt hurt hurt =s"), tense, "present" if tense == "present" else "past",
-        dice.chance(0.1), clitic=DATIVE[who.person], es_tail=(article, noun_es),
+        verb("doler", "hurt hurt hurt =s"), tense, dice.chance(0.1),
+        clitic=DATIVE[who.person], es_tail=(part.the(several), noun_es),
     )  # fmt: skip
     if dice.chance(0.3):
-        hurt = replace(hurt, es_tail=("mucho", article, noun_es), en_tail=("a lot",))
+        hurt = replace(hurt, es_tail=("mucho", *hurt.es_tail), en_tail=("a lot",))
     return say([said, *hurt.spanish()], hurt.english())
-
-
-def _form_of_the(noun: Noun, several: bool) -> str:
-    if noun.gender == "f":
-        return "las" if several else "el" if noun.takes_el else "la"
-    return "los" if several else "el"

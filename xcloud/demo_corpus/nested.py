@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from xcloud.tasks.corpus.demo import spanish
-from xcloud.tasks.corpus.demo.clauses import Clause, make_clause, object_noun, subject, with_object
-from xcloud.tasks.corpus.demo.english import compare
-from xcloud.tasks.corpus.demo.joined import Sides, again, short, silent
-from xcloud.tasks.corpus.demo.phrases import (
-    NOUNS,
-    OBJECT_EN,
+from xcloud.demo_corpus import spanish
+from xcloud.demo_corpus.clauses import Clause, make_clause, object_noun, subject, with_object
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.english import compare
+from xcloud.demo_corpus.joined import Sides, again, short, silent
+from xcloud.demo_corpus.phrases import (
     PRONOUN_WEIGHTS,
     PRONOUNS,
-    Dice,
-    Noun,
     Phrase,
-    adjectives_for,
     name,
     noun_phrase,
+    whom,
 )
-from xcloud.tasks.corpus.demo.sentences import Pair, say, sides
-from xcloud.tasks.corpus.demo.states import COPULA_KINDS, be, copula_clause, copula_subject
-from xcloud.tasks.corpus.demo.times import when
-from xcloud.tasks.corpus.demo.verbs import BE_ESTAR, BE_SER, TRANSITIVE, Verb, english_tense, verb
+from xcloud.demo_corpus.sentences import Pair, say, sides
+from xcloud.demo_corpus.states import COPULA_KINDS, be, be_adjective, copula_clause, copula_subject
+from xcloud.demo_corpus.times import when
+from xcloud.demo_corpus.verbs import BE_SER, TRANSITIVE, Verb, verb
+from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
 
 NOW_THINKING = (
     verb("creer", "think thought thought =s"), verb("saber", "know knew known =s"),
@@ -45,7 +43,7 @@ def reported(dice: Dice) -> Pair:
     who = subject(dice, "p", tense)
     if past and who.person == 3 and not thinks.stative:
         who = name(dice)
-    main = Clause(who, thinks, tense, english_tense(thinks, tense))
+    main = Clause(who, thinks, tense)
     inner_tense = dice.pick(
         ("pluperfect", "conditional", "past_progressive") if past
         else ("present", "future", "perfect", "preterite", "going_to")
@@ -74,7 +72,7 @@ def indirect_question(dice: Dice) -> Pair:
     if past and who.person == 3 and not asking.stative:
         who = name(dice)
     negated = asking.stative and dice.chance(0.75)
-    main = Clause(who, asking, tense, english_tense(asking, tense), negated)
+    main = Clause(who, asking, tense, negated)
     options = (
         ("dónde", "where"),
         ("cuándo", "when"),
@@ -111,15 +109,11 @@ def wanting(dice: Dice) -> Pair:
     if not other.pronoun and other.person == 3:
         other = name(dice)
     if past:
-        main = Clause(who, verb("querer", "want =s"), "imperfect", "past", dice.chance(0.15))
+        main = Clause(who, verb("querer", "want =s"), "imperfect", dice.chance(0.15))
     else:
-        main = Clause(who, verb("querer", "want =s"), "present", "present", dice.chance(0.2))
+        main = Clause(who, verb("querer", "want =s"), "present", dice.chance(0.2))
     inner = short(dice, "past_subjunctive" if past else "subjunctive", who=other)
-    en_other = other.en
-    if other.pronoun:
-        en_other = OBJECT_EN[other.en_person]
-        if other.en_person == 2 and other.gender == "f":
-            en_other = "her"
+    en_other = whom(other) if other.pronoun else other.en
     es, en = sides(main)
     return say(
         [*es, "que", *inner.spanish()], [*en, en_other, "to", inner.verb.en.base, *inner.en_tail]
@@ -140,9 +134,8 @@ def _main_about(dice: Dice, noun: Noun, who: Phrase, inner: Verb) -> Clause:
             return main
     options = adjectives_for(noun.kind, "se")
     adjective = dice.common(options)
-    es = spanish.agree(adjective.es, noun.gender, who.person > 2)
     tense = "present" if dice.chance(0.6) else "imperfect"
-    clause = be(BE_SER if adjective.copula == "s" else BE_ESTAR, who, tense, es, adjective.en)
+    clause = be_adjective(who, tense, adjective)
     return replace(clause, negated=dice.chance(0.12))
 
 
@@ -150,14 +143,10 @@ def _described(dice: Dice) -> tuple[Phrase, Noun]:
     kind = dice.weighted(COPULA_KINDS)
     noun = dice.common(NOUNS["people" if kind == "family" else kind])
     several = noun.has_plural and dice.chance(0.3)
-    es = ("las" if several else "la") if noun.gender == "f" else "los" if several else "el"
-    if noun.takes_el and not several:
-        es = "el"
-    es_noun, en_noun = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
+    es, en = noun.forms(several)
     person = 5 if several else 2
-    return Phrase(
-        f"{es} {es_noun}", f"the {en_noun}", person, noun.gender, person, noun.human
-    ), noun
+    who = Phrase(f"{noun.the(several)} {es}", f"the {en}", person, noun.gender, person, noun.human)
+    return who, noun
 
 
 def _subject_relative(dice: Dice) -> Sides:
@@ -177,9 +166,7 @@ def _subject_relative(dice: Dice) -> Sides:
         tense = "present" if seen.stative else "preterite"
         viewer = subject(dice, "p")
         if not (viewer.person == 3 and tense == "preterite"):
-            return sides(
-                with_object(Clause(viewer, seen, tense, english_tense(seen, tense)), whole)
-            )
+            return sides(with_object(Clause(viewer, seen, tense), whole))
     return sides(_main_about(dice, noun, whole, inner.verb))
 
 
@@ -197,21 +184,19 @@ def _object_relative(dice: Dice) -> Sides:
             break
     several = noun.has_plural and dice.chance(0.25)
     person = 5 if several else 2
-    article = ("las" if several else "la") if noun.gender == "f" else "los" if several else "el"
-    es_noun, en_noun = (spanish.plural(noun.es), noun.en_plural) if several else (noun.es, noun.en)
-    determiner = "el" if noun.takes_el and not several else article
+    es_noun, en_noun = noun.forms(several)
     link = verb_.preposition or ("a" if noun.human else "")
-    pronoun = f"{link} {article} que" if link else "que"
+    pronoun = f"{link} {spanish.the(noun.gender, several)} que" if link else "que"
     tense = dice.pick(("preterite", "perfect", "future"))
     who = subject(dice, "p", tense, asked=False)
     if who.person == 3 and tense == "preterite":
         tense = "perfect"
-    inner = Clause(who, verb_, tense, english_tense(verb_, tense), en_tail=(verb_.en.tail,))
+    inner = Clause(who, verb_, tense, en_tail=(verb_.en.tail,))
     time = when(dice, tense) if tense == "preterite" and dice.chance(0.4) else ("", "")
     start, rest = inner.spanish_verb()
     after = [start, who.es, rest] if dice.chance(0.5) else [who.es, start, rest]
     whole = Phrase(
-        " ".join(w for w in [determiner, es_noun, pronoun, *after, time[0]] if w),
+        " ".join(w for w in [noun.the(several), es_noun, pronoun, *after, time[0]] if w),
         " ".join(w for w in ["the", en_noun, "that", *inner.english(), time[1]] if w),
         person, noun.gender, person, noun.human,
     )  # fmt: skip
@@ -227,13 +212,17 @@ def comparison(dice: Dice) -> Pair:
     options = [
         a for a in adjectives_for(kind, "s") if a.en[0].islower() and a.en not in NOT_COMPARED
     ]
-    adjective = dice.common(options)
-    es_form = spanish.agree(adjective.es, who.gender, who.person > 2)
+    adjective, several = dice.common(options), who.person > 2
+    es_form = spanish.agree(adjective.es, who.gender, several)
     tense = "present" if dice.chance(0.75) else "imperfect"
     if who.en_person == 0:
         who = who._replace(es="yo")
     comparative, superlative = compare(adjective.en)
-    irregular = {"bueno": "mejor", "malo": "peor"}.get(adjective.es)
+    more_es = {"bueno": "mejor", "malo": "peor"}.get(adjective.es)
+    if more_es is None:
+        more_es = f"más {es_form}"
+    elif several:
+        more_es = spanish.plural(more_es)
     if who.human:
         other = name(dice) if dice.chance(0.4) else noun_phrase(
             dice, dice.common(NOUNS["family"]), who, several=False
@@ -244,38 +233,21 @@ def comparison(dice: Dice) -> Pair:
                 pronoun.person not in (who.person, who.en_person)
                 and pronoun.en_person != who.en_person
             ):
-                en = OBJECT_EN[pronoun.en_person]
-                en = "her" if en == "him" and pronoun.gender == "f" else en
-                other = Phrase(pronoun.es, en)
+                other = Phrase(pronoun.es, whom(pronoun))
     else:
         other = noun_phrase(dice, dice.common(NOUNS[kind]), definite=True, plain=True)
     roll = dice.below(10)
     if roll < 5:
-        es = (
-            spanish.plural(irregular)
-            if irregular and who.person > 2
-            else irregular or f"más {es_form}"
-        )
-        tail = f"{es} que {other.es}", f"{comparative} than {other.en}"
+        tail = f"{more_es} que {other.es}", f"{comparative} than {other.en}"
     elif roll < 7:
         tail = f"tan {es_form} como {other.es}", f"as {adjective.en} as {other.en}"
     elif roll < 8:
         tail = f"menos {es_form} que {other.es}", f"less {adjective.en} than {other.en}"
     else:
         place = dice.common(NOUNS["place"])
-        article = "el" if place.gender == "m" or place.takes_el else "la"
-        the = (
-            ("las" if who.person > 2 else "la")
-            if who.gender == "f"
-            else "los"
-            if who.person > 2
-            else "el"
-        )
-        es = f"{the} más {es_form}"
-        if irregular:
-            es = f"{the} {spanish.plural(irregular) if who.person > 2 else irregular}"
+        es = f"{spanish.the(who.gender, several)} {more_es}"
         en_place = f"{'on' if place.en in ('island', 'farm', 'street') else 'in'} the {place.en}"
-        tail = f"{es} de {article} {place.es}", f"the {superlative} {en_place}"
+        tail = f"{es} de {place.the(False)} {place.es}", f"the {superlative} {en_place}"
     clause = be(BE_SER, who, tense, *tail)
     return say(*sides(replace(clause, negated=roll < 7 and dice.chance(0.15))))
 
@@ -310,10 +282,7 @@ def evaluation(dice: Dice) -> Pair:
     if en_word in ("easy", "difficult"):  # "es fácil que" means that it is likely
         es_word, en_word = "necesario", "necessary"
     inner = make_clause(dice, verb_, who, "past_subjunctive" if past else "subjunctive", bare=True)
-    en_who = who.en
-    if who.pronoun:
-        en_who = OBJECT_EN[who.en_person]
-        en_who = "her" if en_who == "him" and who.gender == "f" else en_who
+    en_who = whom(who) if who.pronoun else who.en
     if not who.pronoun and who.person == 3:
         en_who = who.en.removesuffix("I") + "me"
     en_deed = ["to", inner.verb.en.base, *inner.en_tail]

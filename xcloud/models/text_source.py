@@ -1,4 +1,4 @@
-"""What a model asks of public text: text that every cloud may see. No text lives here."""
+"""What a model asks of a source of public text, which every cloud may see. No text lives here."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from xcloud.tasks.corpus.demo import spanish
-from xcloud.tasks.corpus.demo.clauses import (
+from xcloud.demo_corpus.clauses import (
     Clause,
     make_clause,
     object_noun,
@@ -16,29 +15,20 @@ from xcloud.tasks.corpus.demo.clauses import (
     with_object,
     with_pronoun,
 )
-from xcloud.tasks.corpus.demo.phrases import (
-    NOUNS,
-    Dice,
-    Noun,
-    Phrase,
-    adjectives_for,
-    noun_phrase,
-    subject_pronoun,
-)
-from xcloud.tasks.corpus.demo.sentences import Pair, more, say, sides
-from xcloud.tasks.corpus.demo.states import FEELINGS, be
-from xcloud.tasks.corpus.demo.times import when
-from xcloud.tasks.corpus.demo.verbs import (
-    BE_ESTAR,
-    BE_SER,
+from xcloud.demo_corpus.dice import Dice
+from xcloud.demo_corpus.phrases import Phrase, noun_phrase, subject_pronoun
+from xcloud.demo_corpus.sentences import Pair, more, say, sides
+from xcloud.demo_corpus.states import FEELINGS, be_adjective
+from xcloud.demo_corpus.times import when
+from xcloud.demo_corpus.verbs import (
     DIRECT,
     INTRANSITIVE,
     TRANSITIVE,
     Verb,
-    english_tense,
     pick_verb,
     verb,
 )
+from xcloud.demo_corpus.words import NOUNS, Noun, adjectives_for
 
 Sides = tuple[list[str], list[str]]
 
@@ -94,15 +84,14 @@ def because(dice: Dice) -> Pair:
         adjective = dice.common(
             [a for a in adjectives_for("people", "e") if a.en not in ("dead", "alive")]
         )
-        state = spanish.agree(adjective.es, who.gender, who.person > 2)
-        second = be(BE_ESTAR, again(who), "imperfect" if past else "present", state, adjective.en)
+        second = be_adjective(again(who), "imperfect" if past else "present", adjective)
         if past and who.person == 0:
             second = replace(second, subject=again(who)._replace(es="yo"))
     elif roll < 7:
         feeling = dice.pick(FEELINGS[:7])
         second = Clause(
             again(who), verb("tener", "be =s"), "imperfect" if past else "present",
-            "past" if past else "present", es_tail=(feeling[0],), en_tail=(feeling[1],),
+            es_tail=(feeling[0],), en_tail=(feeling[1],),
         )  # fmt: skip
         if past and who.person == 0:
             second = replace(second, subject=again(who)._replace(es="yo"))
@@ -141,15 +130,13 @@ def unreal(dice: Dice) -> Pair:
     if dice.chance(0.5):
         verb_ = dice.pick((verb("tener", "have had had =s"), verb("necesitar", "need =s")))
         noun = dice.common(NOUNS["needed" if dice.chance(0.6) else "vehicle"])
-        condition = Clause(who, verb_, "past_subjunctive", "unreal", dice.chance(0.15))
+        condition = Clause(who, verb_, "past_subjunctive", dice.chance(0.15))
         condition = with_object(
             condition, object_phrase(dice, verb_, noun, who)._replace(human=False)
         )
     elif dice.chance(0.5):
         adjective = dice.common(adjectives_for("people", "se"))
-        state = spanish.agree(adjective.es, who.gender, who.person > 2)
-        copula = BE_SER if adjective.copula == "s" else BE_ESTAR
-        condition = be(copula, who, "past_subjunctive", state, adjective.en)
+        condition = be_adjective(who, "past_subjunctive", adjective)
         condition = replace(condition, negated=dice.chance(0.25))
     else:
         condition = short(dice, "past_subjunctive", who=who)
@@ -226,7 +213,7 @@ def and_it(dice: Dice) -> Pair:
     if noun is None or noun.mass or (tense == "preterite" and who.person == 3):
         return and_it(dice)
     thing = noun_phrase(dice, noun, who)
-    first = with_object(Clause(who, verb_, tense, english_tense(verb_, tense)), thing)
+    first = with_object(Clause(who, verb_, tense), thing)
     options = [v for v in verbs_for(noun) if v is not verb_ and v.takes_pronoun]
     if not options:
         return and_it(dice)
@@ -236,7 +223,7 @@ def and_it(dice: Dice) -> Pair:
     )
     negated = link == "pero no"
     follower = silent(who) if not negated else again(who)
-    second = with_pronoun(dice, Clause(follower, other, tense, english_tense(other, tense)), thing)
+    second = with_pronoun(dice, Clause(follower, other, tense), thing)
     second = replace(second, negated=negated)
     es, en = sides(first)
     comma = "," if negated else ""

@@ -1,1 +1,0 @@
-"""The parts of the embedded Spanish-English corpus: words, forms, phrases, sentences."""
