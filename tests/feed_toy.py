@@ -27,7 +27,8 @@ class ToyFeed:
     """batch_s, step_s: how long a batch of each producer and a step of the consumer takes; of one
     producer `late_s` is how long it takes to load. fail_*: producer `fail_cloud` fails (kill,
     raise) or sleeps for pause_s (sleep) at its batch fail_at, or fails as it loads (load).
-    frozen: producers learn nothing.
+    frozen: producers learn nothing. evaluate_s, export_s: how long the consumer evaluates, and
+    each producer exports.
     """
 
     batch_s: dict[str, float] = field(default_factory=dict)
@@ -38,6 +39,9 @@ class ToyFeed:
     fail_how: str = "kill"
     pause_s: float = 0.0
     frozen: bool = False
+    evaluate_s: float = 0.0
+    fail_evaluation: bool = False
+    export_s: dict[str, float] = field(default_factory=dict)
     rows: int = ROWS
     work: int = 0
 
@@ -117,6 +121,7 @@ class ToyProducer:
         self.optimizer.step()
 
     def finish(self, run_dir: Path, lane: int) -> None:
+        time.sleep(self.model.export_s.get(self.cloud, 0.0))
         if lane == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
@@ -166,10 +171,15 @@ class ToyConsumer:
             parameter.grad /= weight
         self.optimizer.step()
 
-    def finish(self, run_dir: Path, lane: int) -> dict[str, float]:
+    def export(self, run_dir: Path, lane: int) -> None:
         if lane == 0:
             (run_dir / "model").mkdir(exist_ok=True)
             save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
+
+    def evaluate(self, lane: int) -> dict[str, float]:
+        time.sleep(self.model.evaluate_s)
+        if self.model.fail_evaluation:
+            raise RuntimeError("the toy consumer was asked to fail")
         return {"accuracy": 0.5}
 
 

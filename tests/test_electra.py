@@ -266,11 +266,13 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     reference = Reference(tiny(), feed_context(cache_dir))
     for _ in range(3):
         reference.step()
-    quality = reference.consumer.finish(tmp_path, 0)
+    reference.consumer.export(tmp_path, 0)
+    quality = reference.consumer.evaluate(0)
     assert set(quality) == {
         "replaced_precision", "replaced_recall", "replaced_f1", "replaced_loss"
     }  # fmt: skip
-    assert reference.consumer.finish(tmp_path / "other", 1) == {}
+    reference.consumer.export(tmp_path / "other", 1)
+    assert reference.consumer.evaluate(1) == {}
     folder = tmp_path / "model" / "discriminator"
     with _quiet():
         theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +11,7 @@ import torch
 from tests.feed_toy import ToyFeed, ToyProducer
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
-from xcloud.errors import LinkTimeout
+from xcloud.errors import LinkError, LinkTimeout
 from xcloud.events import StepTotals
 from xcloud.feed_producer import ProducerRun, feed
 from xcloud.feed_progress import FeedProgressLine
@@ -66,31 +65,31 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
 
 class ClosingLink:
-    """Ends well at the third look; what comes meanwhile shows that its peer is there."""
+    """Ends with a goodbye or with an error, in an order that the test sees."""
 
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
-        self.said_goodbye, self._left, self._meanwhile = False, 2, meanwhile
+    def __init__(self, closed: list[str], name: str, error: LinkError | None = None) -> None:
+        self.said_goodbye, self._closed, self._name, self._error = False, closed, name, error
 
     def close(self, timeout_s: float) -> None:
-        if self._left:
-            self._left -= 1
-            self._meanwhile()
-            raise LinkTimeout("did not say goodbye")
+        self._closed.append(self._name)
+        if self._error is not None:
+            raise self._error
         self.said_goodbye = True
 
 
-@pytest.mark.parametrize("still_sends", [True, False])
-def test_the_end_of_a_producer_is_waited_for_while_it_sends(still_sends: bool) -> None:
-    source = Source(0, 0)
-    wiring = ConsumerWiring(CloudGroup(None, 0, 0), FeedInbox([source], 100))
+def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> None:
+    """A producer waits for no evaluation, and one that is lost is no error at the end."""
+    one, two = Source(0, 0), Source(1, 0)
+    wiring = ConsumerWiring(CloudGroup(None, 0, 0), FeedInbox([one, two], 100))
+    closed: list[str] = []
+    lost = LinkTimeout("gave no sign of life")
+    for source, error in ((one, lost), (two, None)):
+        name = str(source.producer)
+        wiring.out[source] = cast(GlooOutLink, ClosingLink(closed, f"to {name}"))
+        wiring.ins[source] = cast(GlooInLink, ClosingLink(closed, f"from {name}", error))
 
-    def hear() -> None:
-        if still_sends:
-            wiring.heard_at_s[source] = wiring.heard_at_s.get(source, 0.0) + 1.0
-
-    wiring.ins = {source: cast(GlooInLink, ClosingLink(hear))}
-
-    assert wiring.close(60.0, 3.0) == ({} if still_sends else {0: "did not say goodbye"})
+    assert wiring.close_producers(60.0) == {0: "gave no sign of life"}
+    assert closed == ["to 0", "to 1", "from 0", "from 1"]
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:

@@ -167,3 +167,69 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
     assert "FrameError report of step 0" in results[1][1]
     assert "from rank 0 of cloud 'x' cannot be taken: IndexError" in results[1][1]
     assert results[1][1].endswith("False\n")
+
+
+def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_life(
+    tmp_path: Path,
+) -> None:
+    """More messages than both ends hold, and nobody who takes them for a while."""
+    results = run_pair(
+        tmp_path,
+        """
+        from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
+        life = PeerLife(Liveness(0.2, 1.0))
+        if rank == 0:
+            link = GlooOutLink(group, peer, name, 1000, life=life, overdue_s=1.0)
+            with Heartbeat(0.2, life.note):
+                for i in range(200):
+                    link.send(key(i), ())
+            print("all taken")
+            try:
+                for i in range(200, 400):
+                    link.send(key(i), ())
+            except LinkTimeout as error:
+                print(error)
+        else:
+            link = GlooInLink(group, peer, name, 1000)
+            time.sleep(4)
+            for i in range(200):
+                link.recv(key(i), 20)
+            time.sleep(8)
+        """,
+    )
+
+    assert results[0][1].startswith("all taken\nrank 1 of cloud 'x' has taken none of 64 waiting")
+
+
+def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:
+    """20 messages of 0.2 s each, closed with 1 s of patience."""
+    results = run_pair(
+        tmp_path,
+        """
+        from xcloud.cluster.liveness import Liveness, PeerLife
+        life = lambda: PeerLife(Liveness(0.2, 1.0))
+        if rank == 0:
+            profile = LinkProfile(1e6)
+            clock = LinkClock(profile, folder / "a.clock")
+            link = GlooOutLink(group, peer, name, 100_000, clock, life=life())
+            for i in range(20):
+                link.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
+            started = time.monotonic()
+            link.close(1.0)
+            assert time.monotonic() - started > 2.0
+            print("closed")
+            incoming = GlooInLink(group, peer, name, 1000, life=life())
+            try:
+                incoming.close(1.0)
+            except LinkTimeout as error:
+                print(error)
+        else:
+            incoming = GlooInLink(group, peer, name, 100_000, life=life())
+            for i in range(20):
+                incoming.recv(key(i), 20)
+            incoming.close(1.0)
+            time.sleep(3)
+        """,
+    )
+
+    assert results[0][1].startswith("closed\nrank 1 of cloud 'x' did not say goodbye and gave no")

@@ -97,7 +97,9 @@ class ToyTask:
 @dataclass(frozen=True)
 class ToyModel:
     """fail_stage, fail_step, fail_how: raise, kill (SIGKILL to itself) or hang, to test what
-    happens then."""
+    happens then. predict_s: how long the last stage takes for a piece of an evaluation,
+    of the first slow_predictions only if that is set;
+    predict_how: what it does besides: nothing, raise, or stop (SIGSTOP to itself)."""
 
     hidden: int = 12
     dropout: float = 0.2
@@ -105,6 +107,9 @@ class ToyModel:
     fail_step: int = 3
     fail_how: str = "raise"
     step_s: float = 0.0
+    predict_s: float = 0.0
+    slow_predictions: int | None = None
+    predict_how: str = ""
 
     def describe(self) -> str:
         return "toy model"
@@ -132,7 +137,7 @@ class ToyStage(Stage):
         if stage == 0:
             self.words = nn.Embedding(VOCABULARY, model.hidden)
         self.layer = nn.Linear(model.hidden, VOCABULARY if self.is_last else model.hidden)
-        self.num_forwards = 0
+        self.num_forwards = self.num_predictions = 0
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         self._fail_if_asked()
@@ -149,6 +154,14 @@ class ToyStage(Stage):
         )
 
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        self.num_predictions += 1
+        slow = self.model.slow_predictions
+        if slow is None or self.num_predictions <= slow:
+            time.sleep(self.model.predict_s)
+        if self.model.predict_how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.model.predict_how == "raise":
+            raise RuntimeError("the toy stage was asked to fail in an evaluation")
         return self._compute(received, batch).argmax(1).view(-1, LENGTH).tolist()
 
     def _compute(self, received: Message | None, batch: Batch) -> Tensor:

@@ -7,7 +7,6 @@ one cloud, and each point-to-point link ends alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +20,7 @@ from torch import Tensor
 from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES
@@ -39,10 +39,11 @@ _CARRIES = {
     Kind.REPORT: ("report lines, see reports",),
     Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
     Kind.STOP: ("number of the last batch int32 [1]",),
+    Kind.ALIVE: (),
     Kind.GOODBYE: (),
 }
 
-_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP)
+_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE)
 
 OnReport = Callable[[Frame], None]
 
@@ -88,19 +89,26 @@ class ProducerWiring:
         key = MessageKey(Kind.BATCH, number)
         self.outs[consumer].send(key, (payload,), _CARRIES[Kind.BATCH])
 
+    def say_alive(self) -> None:
+        """Once no more is wanted: the consumer waits for the end of a producer that lives."""
+        if self.orders.is_stopped:
+            for out in self.outs:
+                out.say_alive()
+
     def close(self, timeout_s: float) -> None:
-        """The consumer says goodbye when it has evaluated; the link ends at once if it is gone."""
+        """Deliver everything. The consumer has said goodbye with its stop; the link ends at once
+        if it is gone."""
         for out in self.outs:
             out.close(timeout_s)
         for incoming in self.ins:
-            incoming.close(_FOREVER.total_seconds())
+            incoming.close(timeout_s)
 
 
 @dataclass
 class ConsumerWiring:
     """What a rank of the consumer holds. out: to the producers' ranks (first rank only). records:
     of what leaves the cloud. received: by rank of the producer, as a lost one writes no record.
-    heard_at_s: when anything came last, or the end of the work was said."""
+    """
 
     cloud: CloudGroup
     inbox: FeedInbox
@@ -108,7 +116,6 @@ class ConsumerWiring:
     received: dict[int, LinkRecord] = field(default_factory=dict)
     out: dict[Source, GlooOutLink] = field(default_factory=dict)
     ins: dict[Source, GlooInLink] = field(default_factory=dict)
-    heard_at_s: dict[Source, float] = field(default_factory=dict)
     peers_out: list[GlooOutLink] = field(default_factory=list)
     peers_in: list[GlooInLink] = field(default_factory=list)
 
@@ -134,7 +141,6 @@ class ConsumerWiring:
     def send_stop(self, last_numbers: dict[Source, int]) -> None:
         """No more batches are wanted than up to these numbers. In every rank; all but the first
         have nobody to tell."""
-        self.heard_at_s.update(dict.fromkeys(self.ins, time.monotonic()))
         for source, number in last_numbers.items():
             self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
 
@@ -143,44 +149,36 @@ class ConsumerWiring:
             return
         try:
             self.out[source].send(MessageKey(kind), (part,), _CARRIES[kind])
-        except LinkClosed as error:
+        except (LinkClosed, LinkTimeout) as error:
             self.inbox.set_ended(source, str(error))
 
-    def close(self, timeout_s: float, least_s: float) -> dict[int, str]:
-        """Hear every goodbye: of a producer whose link is there until it was silent for
-        timeout_s. Returns why there was none, by producer: not an error."""
+    def close_producers(self, timeout_s: float) -> dict[int, str]:
+        """Say goodbye to every producer and hear theirs, which come once they have exported: of
+        one that gives signs of life however late. Returns why there was none, by producer: not an
+        error."""
         unheard: dict[int, str] = {}
-        for source in sorted(self.ins):
+        for source, out in sorted(self.out.items()):
             try:
-                if source in self.out:
-                    self.out[source].close(self._patience_s(source, timeout_s, least_s))
-                self._hear_out(source, timeout_s, least_s)
+                out.close(timeout_s)
             except LinkError as error:
                 unheard.setdefault(source.producer, str(error))
-        # Another rank may still hear a producer, which needs all of them to get to its end.
+        for source, incoming in sorted(self.ins.items()):
+            try:
+                incoming.close(timeout_s)
+                if not incoming.said_goodbye:
+                    reason = self.inbox.end_of(source.producer) or "its link has ended"
+                    unheard.setdefault(source.producer, reason)
+            except LinkError as error:
+                unheard.setdefault(source.producer, str(error))
+        return unheard
+
+    def close(self, timeout_s: float) -> None:
+        """The links between the ranks of the consumer, when all have come here."""
         self.cloud.barrier()
         for out in self.peers_out:
             out.close(timeout_s)
         for incoming in self.peers_in:
             incoming.close(timeout_s)
-        return unheard
-
-    def _hear_out(self, source: Source, timeout_s: float, least_s: float) -> None:
-        while True:
-            heard_at_s = self.heard_at_s.get(source)
-            try:
-                self.ins[source].close(self._patience_s(source, timeout_s, least_s))
-            except LinkTimeout:
-                if self.heard_at_s.get(source) == heard_at_s:
-                    raise
-            else:
-                break
-        if not self.ins[source].said_goodbye:
-            raise LinkClosed(self.inbox.end_of(source.producer) or "its link has ended")
-
-    def _patience_s(self, source: Source, timeout_s: float, least_s: float) -> float:
-        now_s = time.monotonic()
-        return max(least_s, self.heard_at_s.get(source, now_s) + timeout_s - now_s)
 
 
 def send_report(link: GlooOutLink, lines: bytes) -> None:
@@ -214,6 +212,9 @@ class FeedWirer:
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._clocks = LinkClocks(rank, layout, run_dir)
         self._records: list[LinkRecord] = []
+        self._lives = {
+            peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank
+        }
         self._own = self._join_clouds()
         # One group for each direction, so that both flow at once.
         self._batches, self._orders, self._inside = (
@@ -239,7 +240,7 @@ class FeedWirer:
                 wiring.received[rank] = LinkRecord(self.layout.consumer, self.rank, None)
             handlers = {
                 kind: partial(_arrived, wiring, source, wiring.received.get(rank), on_report)
-                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT)
+                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT, Kind.ALIVE)
             }
             capacity = self._to_consumer_bytes(self.rank)
             wiring.ins[source] = self._in(
@@ -283,7 +284,7 @@ class FeedWirer:
             self._records.append(record)
         return GlooOutLink(
             group, peer, self._name(peer), capacity, self._clocks.to(peer), max_queued=queued,
-            record=record,
+            record=record, life=self._lives[peer],
         )  # fmt: skip
 
     def _in(
@@ -294,7 +295,10 @@ class FeedWirer:
         handlers: Mapping[Kind, Callable[[Frame], None]],
         on_end: Callable[[LinkError], None] | None = None,
     ) -> GlooInLink:
-        return GlooInLink(group, peer, self._name(peer), capacity, handlers, on_end=on_end)
+        return GlooInLink(
+            group, peer, self._name(peer), capacity, handlers, on_end=on_end,
+            life=self._lives[peer],
+        )  # fmt: skip
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
@@ -310,7 +314,6 @@ def _arrived(
     """In the link's thread. record: None where nothing crosses clouds. Raises FrameError for what
     a producer may not send; that is not noted, as it carries nothing that has a name."""
     kind = frame.key.kind
-    wiring.heard_at_s[source] = time.monotonic()
     if len(frame.parts) != len(_CARRIES[kind]):
         raise FrameError(
             f"a {kind.name.lower()} of producer {source.producer} (rank {source.lane}) has "
@@ -320,7 +323,7 @@ def _arrived(
         wiring.inbox.put(source, frame)
     elif kind is Kind.READY:
         wiring.inbox.set_ready(source)
-    else:
+    elif kind is Kind.REPORT:
         on_report(frame)
     if record is not None:
         record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)

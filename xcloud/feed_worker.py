@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 
 from xcloud.cluster.feed_layout import FeedPlacement
+from xcloud.cluster.liveness import Heartbeat
 from xcloud.errors import LinkError
 from xcloud.feed_consumer import ConsumerRun, LocalFeeding
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun, feed
-from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer
+from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer, ProducerWiring
 from xcloud.launch import error_file, ready_file
-from xcloud.parallel.feed_parts import FeedContext
+from xcloud.parallel.feed_parts import Consumer, FeedContext
 from xcloud.project import project_root
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.wire_audit import write_rank_audit
 
-CLOSE_TIMEOUT_S = 60.0  # of silence; a producer whose batches take longer has slow_after_s
-LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for so long is waited for
 LAST_WORDS_S = 0.3
 
 
@@ -46,6 +45,22 @@ def _produce(
     error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     wiring = _wirer(experiment, rank, run_dir).producer()
     reporter = Reporter(rank, placement.cloud, wiring.report)
+    with Heartbeat(layout.liveness.interval_s, wiring.say_alive):
+        _feed(experiment, placement, wiring, reporter, run_dir, device)
+        reporter.flush()
+        wiring.close(layout.liveness.lost_after_s)
+    write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
+
+
+def _feed(
+    experiment: FeedExperiment,
+    placement: FeedPlacement,
+    wiring: ProducerWiring,
+    reporter: Reporter,
+    run_dir: Path,
+    device: torch.device,
+) -> None:
+    rank = placement.rank
     try:
         assert placement.producer is not None
         batches = _batches_of(experiment, placement.producer)
@@ -62,17 +77,14 @@ def _produce(
         reporter.event("finish")
     except BaseException:
         _last_words(reporter)
-        write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
+        write_rank_audit(run_dir, rank, experiment.cluster, wiring.records, reporter.contents)
         raise
-    reporter.flush()
-    wiring.close(CLOSE_TIMEOUT_S)
-    write_rank_audit(run_dir, rank, layout, wiring.records, reporter.contents)
 
 
 def _consume(
     experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
 ) -> None:
-    rank = placement.rank
+    rank, liveness = placement.rank, experiment.cluster.liveness
     events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
     wiring = _wirer(experiment, rank, run_dir).consumer(
         events.append_frame if events is not None else lambda frame: None
@@ -80,20 +92,23 @@ def _consume(
     sink = events.append if events is not None else wiring.report
     reporter = Reporter(rank, placement.cloud, sink)
     try:
-        _train(experiment, wiring, placement, run_dir, device, reporter)
+        part = _train(experiment, wiring, placement, run_dir, device, reporter)
+        # The producers export and go before the evaluation, which may take long, or fail.
+        patience_s = max(liveness.lost_after_s, experiment.feed.slow_after_s)
+        for producer, reason in wiring.close_producers(patience_s).items():
+            if rank == 0:
+                name = experiment.cluster.producers[producer]
+                reporter.note(
+                    f"producer {name} did not come to its end; if it learns, its model is not "
+                    f"exported ({reason})"
+                )
+        _evaluate(experiment, part, placement, reporter)
     except BaseException:
         _last_words(reporter)
         _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
         raise
     reporter.flush()
-    patience_s = max(CLOSE_TIMEOUT_S, experiment.feed.slow_after_s)
-    for producer, reason in wiring.close(patience_s, LOST_TIMEOUT_S).items():
-        if rank == 0:
-            name = experiment.cluster.producers[producer]
-            reporter.note(
-                f"producer {name} did not come to its end; if it learns, its model is not "
-                f"exported ({reason})"
-            )
+    wiring.close(liveness.lost_after_s)
     _write_consumer_audit(experiment, rank, run_dir, wiring, reporter)
 
 
@@ -117,7 +132,8 @@ def _train(
     run_dir: Path,
     device: torch.device,
     reporter: Reporter,
-) -> None:
+) -> Consumer:
+    """Up to the export of what this rank has trained; lets the producers go."""
     lane, num_lanes = placement.lane, placement.num_lanes
     leads = lane == 0
     if leads:
@@ -130,10 +146,18 @@ def _train(
         reporter.event("phase", now=True, name="training")
     run.train()
     run.stop_producers()
+    part.export(run_dir, lane)
+    return part
+
+
+def _evaluate(
+    experiment: FeedExperiment, part: Consumer, placement: FeedPlacement, reporter: Reporter
+) -> None:
+    leads = placement.lane == 0
     if leads:
         reporter.event("phase", now=True, name="evaluation")
     started = time.perf_counter()
-    quality = dict(part.finish(run_dir, lane))
+    quality = dict(part.evaluate(placement.lane))
     if leads and quality:
         reporter.event(
             "quality",
@@ -162,11 +186,12 @@ def _local(experiment: FeedExperiment, run_dir: Path, device: torch.device) -> N
             producers.append(ProducerRun(parts[-1], alone, 1, name, reporter))
         feeding = LocalFeeding(producers, model.max_payload_bytes)
         place = FeedPlacement(0, layout.consumer, None, 0, 1)
-        _train(experiment, feeding, place, run_dir, device, reporter)
+        consumer = _train(experiment, feeding, place, run_dir, device, reporter)
         for part, producer in zip(parts, producers, strict=True):
             producer.tell()
             part.finish(run_dir, 0)
             reporter.event("finish", cloud=producer.name)
+        _evaluate(experiment, consumer, place, reporter)
     finally:
         reporter.flush()
         write_rank_audit(run_dir, 0, layout, [], reporter.contents)

@@ -9,7 +9,7 @@ from xcloud.cluster.link import total_bytes
 from xcloud.training.trainer import StepReport
 from xcloud.wiring import Wiring
 
-_OTHER = (Kind.NORM, Kind.REPORT, Kind.AGREEMENT)
+_OTHER = (Kind.NORM, Kind.REPORT, Kind.AGREEMENT, Kind.MEETING, Kind.ALIVE)
 
 
 class WanMeter:

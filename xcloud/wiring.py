@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, LinkStats, OutLink
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.cluster.wire_record import LinkRecord
@@ -32,7 +35,7 @@ from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, note_ages
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.security.defences import Defences
 from xcloud.training.trainer import Lanes
@@ -45,6 +48,7 @@ _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 class Wiring:
     """All ends that one rank holds. wan_*: those that leave its cloud."""
 
+    liveness: Liveness
     ports: dict[int, BorderPorts] = field(default_factory=dict)
     lanes: dict[int, Lanes] = field(default_factory=dict)
     control: Control | None = None
@@ -60,12 +64,25 @@ class Wiring:
     def wan_stats(self) -> list[LinkStats]:
         return [link.stats for link in self.wan_outs]
 
-    def close(self, timeout_s: float) -> None:
-        """Deliver everything, hear every peer's goodbye."""
-        for out in self.outs:
-            out.close(timeout_s)
+    def alive(self) -> AbstractContextManager[object]:
+        """While the block lasts the other ranks are told that this one lives. For whatever may
+        take long outside a training step."""
+        if self.control is None:
+            return nullcontext()
+        return Heartbeat(self.liveness.interval_s, self.control.say_alive)
+
+    def meet(self) -> None:
+        """Wait until every rank has come here; see Control.meet."""
+        if self.control is not None:
+            self.control.meet()
+
+    def close(self) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
+        with self.alive():
+            for out in reversed(self.outs):  # the control links, which bear signs of life, last
+                out.close(self.liveness.lost_after_s)
         for incoming in self.ins:
-            incoming.close(timeout_s)
+            incoming.close(self.liveness.lost_after_s)
 
 
 def wire(
@@ -86,12 +103,14 @@ def wire(
     rank 0, in a background thread, for each report of another rank. defences: noise on what leaves
     a cloud that holds the first stage (forward) or the last one (backward).
     """
-    wiring = Wiring()
+    wiring = Wiring(layout.liveness)
     if layout.num_ranks == 1:
         wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
         wiring.lanes = {stage: Lanes(None, 0) for stage in range(layout.num_stages)}
         return wiring
-    builder = _Builder(rank, layout, LinkClocks(rank, layout, run_dir), wiring, clock.messages)
+    lives = {peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank}
+    clocks = LinkClocks(rank, layout, run_dir)
+    builder = _Builder(rank, layout, clocks, wiring, clock.messages, lives)
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
@@ -150,6 +169,7 @@ class _Builder:
     clocks: LinkClocks
     wiring: Wiring
     log: MessageLog | None
+    lives: dict[int, PeerLife]
 
     def join_lanes(self) -> None:
         """One group for the ranks of each stage that has several."""
@@ -163,13 +183,19 @@ class _Builder:
         group = dist.new_group(timeout=_FOREVER)
         peers = range(1, self.layout.num_ranks) if self.rank == 0 else (0,)
         capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
-        handlers = {Kind.REPORT: on_report} if self.rank == 0 else {}
+        handlers = (
+            {Kind.REPORT: on_report}
+            if self.rank == 0
+            else {Kind.ALIVE: partial(note_ages, self.lives)}
+        )
         out = {peer: self._out(group, peer, capacity, CONTROL) for peer in peers}
         incoming: dict[int, InLink] = {}
         for peer in peers:
             incoming[peer] = self._in(group, peer, capacity, CONTROL, handlers)
         overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
-        self.wiring.control = Control(self.rank, self.layout.leaders, out, incoming, overdue_s)
+        self.wiring.control = Control(
+            self.rank, self.layout.leaders, out, incoming, overdue_s, self.lives
+        )
 
     def join_border(
         self,
@@ -233,7 +259,10 @@ class _Builder:
             there = self.layout.placement(peer).cloud
             record = LinkRecord(there, peer, None if border == CONTROL else border)
             self.wiring.wan_records.append(record)
-        link = GlooOutLink(group, peer, self._name(peer), capacity, clock, log=log, record=record)
+        link = GlooOutLink(
+            group, peer, self._name(peer), capacity, clock, log=log, record=record,
+            life=self.lives[peer], overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
+        )  # fmt: skip
         self.wiring.outs.append(link)
         if leaves_cloud:
             self.wiring.wan_outs.append(link)
@@ -248,7 +277,10 @@ class _Builder:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
     ) -> GlooInLink:
         log = self._log(LinkName(border, peer, self.rank))
-        link = GlooInLink(group, peer, self._name(peer), capacity, handlers, log=log)
+        link = GlooInLink(
+            group, peer, self._name(peer), capacity, handlers, log=log, life=self.lives[peer],
+            advice=self.layout.overdue_advice(self.rank, peer),
+        )  # fmt: skip
         self.wiring.ins.append(link)
         return link
 

@@ -51,7 +51,7 @@ from xcloud.wiring import Wiring, wire
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
-CLOSE_TIMEOUT_S = 60.0
+MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
@@ -94,7 +94,7 @@ def run(experiment: Job, rank: int, run_dir: Path) -> None:
         write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
         raise
     reporter.flush()
-    wiring.close(CLOSE_TIMEOUT_S)
+    wiring.close()
     write_rank_audit(run_dir, rank, layout, wiring.wan_records, reporter.contents)
 
 
@@ -166,18 +166,23 @@ def _train(
         reporter.event("step", **meter.describe(report))
         every = experiment.training.evaluate_every
         if every and step % every == 0:
-            evaluator.evaluate("dev", step)
+            with wiring.alive():
+                evaluator.evaluate("dev", step)
+                wiring.meet()  # or the next step would wait for another cloud's decoding
             meter.forget()
     if observer is not None:
         observer.write(run_dir)
     report_typical_step(clock, layout.num_ranks, reporter)
 
-    # 4. Evaluate through the same link, export, say goodbye.
-    reporter.event("phase", now=True, name="evaluation")
-    evaluator.evaluate("test", experiment.training.max_steps)
-    for stage, module in stages.items():
-        if wiring.lanes[stage].leader == rank:
-            export_stage(run_dir, stage, module, data)
+    # 4. Export, evaluate through the same link, say goodbye.
+    with wiring.alive():
+        for stage, module in stages.items():
+            if wiring.lanes[stage].leader == rank:
+                export_stage(run_dir, stage, module, data)
+        wiring.meet()  # an evaluation that fails ends all ranks: only once all have exported
+        reporter.event("phase", now=True, name="evaluation")
+        evaluator.evaluate("test", experiment.training.max_steps)
+        wiring.meet()
     reporter.event("finish", num_steps=experiment.training.max_steps)
 
 
@@ -302,7 +307,7 @@ def main() -> None:
             print(experiment.headline, flush=True)
         run(experiment, rank, run_dir)
         if monitor is not None:
-            monitor.wait(CLOSE_TIMEOUT_S)
+            _await_monitor(monitor)
     except BaseException as error:
         code = _write_failure(run_dir, rank, error)
     # Background threads of a failed rank may sit in a receive for ever: do not wait for them.
@@ -315,6 +320,16 @@ def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
     command = [sys.executable, "-m", "xcloud.monitor", str(run_dir), "--experiment", str(file)]
     return subprocess.Popen([*command, "--parent", str(os.getpid())])
+
+
+def _await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> None:
+    """However long it measures, draws and stores: the run itself has ended well."""
+    while True:
+        try:
+            monitor.wait(note_s)
+            return
+        except subprocess.TimeoutExpired:
+            print(f"the run is done; process {monitor.pid} still writes its record", flush=True)
 
 
 def _check_cloud(experiment: Job, rank: int, cloud: str | None) -> None:

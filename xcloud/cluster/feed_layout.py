@@ -14,9 +14,8 @@ from typing import Literal
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.layout import Wan
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import Liveness
 from xcloud.errors import ConfigError
-
-DEFAULT_OVERDUE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class FeedPlacement:
 class FeedLayout:
     """All clouds of a one-way job, and what joins them.
 
-    wan, links: as in ClusterLayout.
+    wan, links, liveness: as in ClusterLayout.
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
         work on a free link; local = one process does everything in turn (a rank for each cloud).
     """
@@ -63,6 +62,7 @@ class FeedLayout:
     links: Mapping[str, Wan] = field(default_factory=dict)
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
     name: str = "feed"
+    liveness: Liveness = field(default_factory=Liveness)
 
     def __post_init__(self) -> None:
         check_choice("cluster.form", self.form, ("clouds", "one_cloud", "local"))

@@ -54,6 +54,8 @@ class Kind(IntEnum):
     AGREEMENT = 6
     GOODBYE = 7
     START = 8  # what a stage hands to the next one, once, before the first step
+    MEETING = 9  # a rank has come to where all meet; rank 0's answer: all have
+    ALIVE = 10  # a sign of life of a rank that is busy outside a step
     # One-way jobs: a producer's batch, its word that it is there, the consumer's order for
     # batches, and its word that no more are wanted.
     BATCH = 16

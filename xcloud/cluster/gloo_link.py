@@ -22,6 +22,7 @@ from torch import Tensor
 from xcloud.cluster.emulated_link import LinkClock, Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link import LinkStats, Parts, expect
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import LinkLog
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
@@ -48,6 +49,8 @@ class GlooOutLink:
     max_queued: frames that may wait here before `send` blocks (bounds memory in evaluation).
     log: where to note when each message was sent; None notes nothing.
     record: where to note what was sent; None where the peer is in the same cloud.
+    life: the peer's signs of life, shared with the other links to and from it.
+    overdue_s: how long a full queue may stand still if the peer says nothing at all.
     """
 
     def __init__(
@@ -60,9 +63,14 @@ class GlooOutLink:
         max_queued: int = 64,
         log: LinkLog | None = None,
         record: LinkRecord | None = None,
+        life: PeerLife | None = None,
+        overdue_s: float = 300.0,
     ) -> None:
         self.peer_name = peer_name
         self.stats = LinkStats()
+        self._life, self._overdue_s = life or PeerLife(), overdue_s
+        self._sending = threading.Lock()  # signs of life come from a thread of their own
+        self._is_closing = False
         self._record = record
         self._group, self._peer, self._clock, self._log = group, peer, clock, log
         self._capacity_bytes = capacity_bytes
@@ -73,6 +81,20 @@ class GlooOutLink:
         self._thread.start()
 
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
+        with self._sending:
+            self._send(key, parts, carries)
+
+    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            # What waits here is a sign of life itself as soon as it arrives.
+            if not self._is_closing and self._queue.empty():
+                self._send(MessageKey(Kind.ALIVE), parts, carries)
+        finally:
+            self._sending.release()
+
+    def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
         frame = encode_frame(key, parts, self._sequence)
         if frame.numel() > self._capacity_bytes:
             raise FrameError(
@@ -90,25 +112,33 @@ class GlooOutLink:
         self._sequence += 1
 
     def close(self, timeout_s: float) -> None:
-        for _ in range(NUM_POSTED):
-            self.send(MessageKey(Kind.GOODBYE), ())
-        self._put(None)
-        self._thread.join(timeout_s)
+        with self._sending:
+            self._is_closing = True
+            for _ in range(NUM_POSTED):
+                self._send(MessageKey(Kind.GOODBYE), (), ())
+            self._put(None)
+        if not _join(self._thread, self._life, timeout_s):
+            raise LinkTimeout(
+                f"{self.peer_name} did not take the last messages and gave no sign of life for "
+                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
+            )
         if self._failure is not None:
             raise self._failure
-        if self._thread.is_alive():
-            raise LinkTimeout(
-                f"{self.peer_name} did not take the last messages in {timeout_s:.0f} s"
-            )
 
     def _put(self, item: _Outgoing | None) -> None:
+        started_s = time.monotonic()
         while True:
             if self._failure is not None:
                 raise self._failure
             try:
                 return self._queue.put(item, timeout=1.0)
             except queue.Full:
-                continue
+                if time.monotonic() > self._life.deadline_s(started_s, self._overdue_s):
+                    raise LinkTimeout(
+                        f"{self.peer_name} has taken none of {self._queue.qsize()} waiting "
+                        f"messages for {time.monotonic() - started_s:.0f} s and gives no sign of "
+                        "life. Is that rank stopped, or its line down?"
+                    ) from None
 
     def _run(self) -> None:
         try:
@@ -121,6 +151,7 @@ class GlooOutLink:
                 work = dist.isend(frame, self._peer, self._group, tag=sequence % _TAGS)
                 assert work is not None
                 work.wait()
+                self._life.note(slot.deliver_at_s if slot is not None else None)  # it took it
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 
@@ -129,9 +160,11 @@ class GlooInLink:
     """Receives frames from one peer in a background thread, each at its time of delivery.
 
     handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
-        Whatever one raises is the link's end.
+        Whatever one raises is the link's end. Signs of life that have none are dropped.
     log: where to note when each message was delivered; None notes nothing.
     on_end: called once, in the background thread, when nothing more can come, with the reason.
+    life: the peer's signs of life, shared with the other links to and from it.
+    advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     """
 
     def __init__(
@@ -144,11 +177,14 @@ class GlooInLink:
         max_waiting: int = 64,
         log: LinkLog | None = None,
         on_end: Callable[[LinkError], None] | None = None,
+        life: PeerLife | None = None,
+        advice: str = "",
     ) -> None:
         self.peer_name = peer_name
+        self._life, self._advice = life or PeerLife(), advice
         self._group, self._peer, self._log = group, peer, log
         self._capacity_bytes = capacity_bytes
-        self._handlers = handlers or {}
+        self._handlers = {Kind.ALIVE: lambda frame: None, **(handlers or {})}
         self._on_end = on_end
         self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._inbox: queue.Queue[Frame | LinkError] = queue.Queue(max_waiting)
@@ -156,23 +192,34 @@ class GlooInLink:
         self._thread.start()
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        try:
-            found = self._inbox.get(timeout=overdue_s)
-        except queue.Empty:
-            raise LinkTimeout(
-                f"no {key} from {self.peer_name} after {overdue_s:.1f} s. Is that rank alive? "
-                "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
-            ) from None
+        started_s = time.monotonic()
+        deadline_s = started_s + overdue_s
+        while True:
+            try:
+                found = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                break
+            except queue.Empty:
+                waited_s = time.monotonic() - started_s
+                if key.kind is Kind.EVALUATION:
+                    deadline_s = self._life.deadline_s(started_s, overdue_s)
+                    if time.monotonic() < deadline_s:
+                        continue
+                raise LinkTimeout(
+                    f"no {key} from {self.peer_name} after {waited_s:.1f} s. Is that rank alive?"
+                    f" {self._advice}".rstrip()
+                ) from None
         if isinstance(found, LinkError):
             self._inbox.put(found)  # whoever asks next shall hear it too
             raise found
         return expect(found, key, self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise LinkTimeout(f"{self.peer_name} did not say goodbye in {timeout_s:.0f} s")
+        """Wait for the peer's goodbye, as long as it gives signs of life."""
+        if not _join(self._thread, self._life, timeout_s):
+            raise LinkTimeout(
+                f"{self.peer_name} did not say goodbye and gave no sign of life for "
+                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
+            )
 
     def _run(self) -> None:
         posted: deque[tuple[Tensor, dist.Work]] = deque()
@@ -189,6 +236,7 @@ class GlooInLink:
                 buffer, work = posted.popleft()
                 work.wait()
                 frame = decode_frame(buffer, self.peer_name)
+                self._life.note(max(time.monotonic(), frame.deliver_at_s))
                 spare.append(buffer)
                 if frame.sequence != expected:
                     raise FrameError(
@@ -231,6 +279,17 @@ class GlooInLink:
 
     def _new_buffer(self) -> Tensor:
         return torch.empty(self._capacity_bytes, dtype=torch.uint8)
+
+
+def _join(thread: threading.Thread, life: PeerLife, timeout_s: float) -> bool:
+    """Wait for the end of a link's thread until the peer was silent for timeout_s."""
+    started_s = time.monotonic()
+    while thread.is_alive():
+        left_s = life.deadline_s(started_s, timeout_s) - time.monotonic()
+        if left_s <= 0:
+            return False
+        thread.join(left_s)
+    return True
 
 
 def _first_line(error: BaseException) -> str:

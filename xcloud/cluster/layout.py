@@ -13,6 +13,7 @@ from typing import Literal
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import Liveness
 from xcloud.errors import ConfigError
 
 Wan = LinkProfile | Literal["real", "free"]
@@ -66,12 +67,14 @@ class ClusterLayout:
     wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
         alone; "free" = no limit (messages are still framed, compressed and counted).
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
+    liveness: when a rank that is silent outside a training step counts as lost.
     """
 
     clouds: Mapping[str, Cloud]
     wan: Wan = "real"
     links: Mapping[str, Wan] = field(default_factory=dict)
     name: str = "cluster"
+    liveness: Liveness = field(default_factory=Liveness)
 
     def __post_init__(self) -> None:
         if not isinstance(self.clouds, Mapping) or not self.clouds:
@@ -185,6 +188,12 @@ class ClusterLayout:
         """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""
         wan = self.wan_between(rank, peer)
         return wan.overdue_s(num_bytes) if isinstance(wan, LinkProfile) else 300.0
+
+    def overdue_advice(self, rank: int, peer: int) -> str:
+        """For whoever found `peer` silent: which setting makes `rank` wait longer, if one does."""
+        if not isinstance(self.wan_between(rank, peer), LinkProfile):
+            return ""
+        return "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
 
 
 def real_network() -> Wan:

@@ -41,8 +41,14 @@ class OutLink(Protocol):
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
         """carries: what each part is, in words, for the record of what left the cloud."""
 
+    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        """Send a sign of life if nothing else is waiting to be sent. Never blocks."""
+
     def close(self, timeout_s: float) -> None:
-        """Deliver what is under way and say goodbye."""
+        """Deliver what is under way and say goodbye.
+
+        Raises LinkTimeout when nothing was taken, and the peer was silent, for timeout_s.
+        """
 
 
 class InLink(Protocol):
@@ -51,11 +57,12 @@ class InLink(Protocol):
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
         """The next message, which must be `key`.
 
-        Raises LinkTimeout after overdue_s seconds, LinkClosed if the peer is gone, FrameError if
-        something else came.
+        Raises LinkTimeout after overdue_s seconds (in an evaluation: not while the peer gives
+        signs of life), LinkClosed if the peer is gone, FrameError if something else came.
         """
 
-    def close(self, timeout_s: float) -> None: ...
+    def close(self, timeout_s: float) -> None:
+        """Wait for the peer's goodbye. Raises LinkTimeout when it was silent for timeout_s."""
 
 
 class InProcessLink:
@@ -73,6 +80,9 @@ class InProcessLink:
         self._sequence += 1
         self.stats.count(key.kind, frame.numel(), 0.0)
         self._frames.put(frame)
+
+    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
+        """Both ends live and die together."""
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
         try:

@@ -101,17 +101,21 @@ class DiscriminatorRank:
         self._recent.append(self._step_sums)
         self._step_sums = Counter()
 
-    def finish(self, run_dir: Path, lane: int) -> Mapping[str, float]:
-        """model/discriminator, a checkpoint with its tokenizer; and, of this rank's share of the
-        last steps, how well replaced tokens were told: percent, and nats a token.
-        """
+    def export(self, run_dir: Path, lane: int) -> None:
+        """model/discriminator, a checkpoint with its tokenizer."""
         if lane:
-            return {}
+            return
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
         encoder, head = self._network.encoder, self._network.head
         special = self._tokenizer.token_ids
         export_electra(encoder, head.dense, head.score, folder, special.pad)
         self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
+
+    def evaluate(self, lane: int) -> Mapping[str, float]:
+        """Of this rank's share of the last steps, how well replaced tokens were told: percent,
+        and nats a token."""
+        if lane:
+            return {}
         sums: Counter[str] = sum(self._recent, Counter())
         hits = sums["true_positives"]
         told, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]

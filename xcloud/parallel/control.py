@@ -1,4 +1,4 @@
-"""Small messages between clouds besides the pipeline: norms, agreement, reports.
+"""Small messages between clouds besides the pipeline: norms, agreement, meetings, reports.
 
 A star around rank 0. One rank of each stage (its leader) speaks for the stage. Everything here is
 framed, delayed and counted like the rest, under "other".
@@ -6,22 +6,28 @@ framed, delayed and counted like the rest, under "other".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
-from xcloud.errors import ConfigError
+from xcloud.cluster.liveness import PeerLife
+from xcloud.errors import ConfigError, FrameError, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
+_LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
 class Control:
-    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank."""
+    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
+    lives: signs of life of every other rank, by rank.
+    """
 
     def __init__(
         self,
@@ -30,9 +36,11 @@ class Control:
         out: Mapping[int, OutLink],
         incoming: Mapping[int, InLink],
         overdue_s: float,
+        lives: Mapping[int, PeerLife],
     ) -> None:
         self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
-        self.out, self.incoming = out, incoming
+        self.out, self.incoming, self.lives = out, incoming, lives
+        self._num_meetings = 0
 
     def sum_over_stages(self, step: int, values: Mapping[int, float], num_stages: int) -> float:
         """Sum of one number per stage, the same bits in every leader. Leaders only.
@@ -87,11 +95,64 @@ class Control:
             theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
             compare_facts(facts, theirs, 0)
 
+    def meet(self) -> None:
+        """Return when every rank of the job has come here. Every rank calls it.
+
+        A rank is waited for as long as it gives signs of life. Raises LinkTimeout naming one that
+        gives none, LinkClosed naming one that is gone.
+        """
+        self._num_meetings += 1
+        key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
+        if self.rank != 0:
+            self.out[0].send(key, ())
+        missing = sorted(self.incoming)
+        while missing:  # in turn, so that the end of any of them is seen at once
+            missing = [peer for peer in missing if not self._has_come(peer, key, started_s)]
+        if self.rank == 0:
+            for out in self.out.values():
+                out.send(key, ())
+
+    def _has_come(self, peer: int, key: MessageKey, started_s: float) -> bool:
+        try:
+            self.incoming[peer].recv(key, _LOOK_S)
+        except LinkTimeout:
+            life, now_s = self.lives[peer], time.monotonic()
+            if now_s < life.deadline_s(started_s, self.overdue_s):
+                return False
+            raise LinkTimeout(
+                f"rank {peer} has not come to the meeting of all ranks after an evaluation or "
+                f"export, and gave no sign of life for {min(life.silent_s, now_s - started_s):.0f}"
+                " s. Is that rank stopped, or its line down?"
+            ) from None
+        return True
+
+    def say_alive(self) -> None:
+        """Tell that this rank lives, and, in rank 0, when it last heard each of the others."""
+        if self.rank != 0:
+            return self.out[0].say_alive()
+        ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
+        for out in self.out.values():
+            out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+
     def report(self, lines: bytes) -> None:
         """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
         assert len(lines) <= REPORT_CAPACITY_BYTES
         data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
         self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
+
+
+def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
+    """Take rank 0's word for when it last heard the others. Raises FrameError for anything but
+    one age for each rank."""
+    if len(frame.parts) != 1 or frame.parts[0].shape != (1 + len(lives),):
+        raise FrameError(
+            f"{frame.key} of rank 0 must carry {1 + len(lives)} ages, got "
+            f"{[tuple(part.shape) for part in frame.parts]}"
+        )
+    now_s = time.monotonic()
+    for rank, age_s in enumerate(frame.parts[0].tolist()):
+        if rank in lives and age_s >= 0:
+            lives[rank].note(now_s - age_s)
 
 
 def encode_facts(facts: Mapping[str, str]) -> Tensor:

@@ -28,7 +28,7 @@ class OrderBook:
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Ordered | LinkError | None] = queue.SimpleQueue()
         self._known = Ordered(0, NOBODY, 1)
-        self._is_stopped = False
+        self.is_stopped = False
 
     def take_orders(self, frame: Frame) -> None:
         """int32 [N, 3]."""
@@ -40,7 +40,7 @@ class OrderBook:
         """int32 [1]: where all ranks of the cloud end, if they go on so far."""
         for number in range(self._known.number + 1, int(frame.parts[0][0]) + 1):
             self._waiting.put(Ordered(number, NOBODY, self._known.num_planned))
-        self._is_stopped = True
+        self.is_stopped = True
         self._waiting.put(None)
 
     def take_end(self, reason: LinkError) -> None:
@@ -50,7 +50,7 @@ class OrderBook:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
         found = self._waiting.get()
-        if may_drop and self._is_stopped:
+        if may_drop and self.is_stopped:
             return None
         if isinstance(found, LinkError):
             raise found

@@ -98,9 +98,12 @@ class Consumer(Protocol):
     def update(self, step: int, weight: float) -> None:
         """Divide the gradients, summed over the cloud's ranks, by `weight`; optimizer step."""
 
-    def finish(self, run_dir: Path, lane: int) -> Mapping[str, float]:
-        """After the last step, in every rank: export (lane 0), evaluate. Lane 0's quality counts;
-        an empty one is not reported."""
+    def export(self, run_dir: Path, lane: int) -> None:
+        """After the last step, in every rank: write what was trained (lane 0)."""
+
+    def evaluate(self, lane: int) -> Mapping[str, float]:
+        """Last of all, in every rank, when nobody feeds any more. Lane 0's quality counts; an
+        empty one is not reported."""
 
 
 class FeedModel(Protocol):

@@ -1,0 +1,106 @@
+"""Real runs whose evaluation takes longer than a silent rank is waited for, or fails, or stops."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.feed_toy import cloud as feed_cloud
+from tests.feed_toy import feed_config
+from tests.test_run import cloud, layout, losses, no_workers, start, weights
+from tests.toy import toy_config
+from xcloud.errors import RunFailed
+
+pytestmark = pytest.mark.slow
+
+LIVENESS = {
+    "_target_": "xcloud.cluster.liveness.Liveness", "interval_s": 0.5, "lost_after_s": 3.0,
+}  # fmt: skip
+LINE = {
+    "_target_": "xcloud.cluster.link_profile.LinkProfile",
+    "bandwidth_bits_per_s": 1e9, "timeout_s": 6.0, "timeout_factor": 1.0,
+}  # fmt: skip
+TWO_CLOUDS = layout(a=cloud(1), b=cloud(1))
+CHAIN = layout(a=cloud(1), b=cloud(1), c=cloud(2))
+U_SHAPE = layout(owner=cloud(2, [0, 2]), other=cloud(1, [1]))
+
+
+def config_of(clusters: dict, max_steps: int, evaluate_every: int = 0, **model: object) -> dict:
+    """One piece in each evaluation."""
+    config = toy_config({**clusters, "wan": LINE, "liveness": LIVENESS})
+    config["training"] |= {
+        "max_steps": max_steps, "evaluate_every": evaluate_every, "eval_batch_size": 10,
+    }  # fmt: skip
+    config["model"] |= model
+    return config
+
+
+def audit(run_dir: Path) -> list[dict]:
+    return json.loads((run_dir / "wire_audit.json").read_text())["messages"]
+
+
+def steps(run_dir: Path) -> list[dict]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "slow_predictions"),
+    [(TWO_CLOUDS, None), (CHAIN, 1), (U_SHAPE, 1)],
+    ids=["dev and test", "dev in a chain of three with lanes", "dev in a U with lanes"],
+)
+def test_an_evaluation_may_take_longer_than_a_message_and_is_part_of_no_step(
+    clusters: dict, slow_predictions: int | None, tmp_path: Path
+) -> None:
+    config = config_of(
+        clusters, 4, evaluate_every=3, predict_s=8.0, slow_predictions=slow_predictions
+    )
+    summary = start(tmp_path, config)
+
+    assert summary["status"] == "finished" and len(losses(tmp_path)) == 4
+    assert "bleu" in summary["quality"] and "bleu" in summary["dev_quality"]
+    assert max(event["step_s"] for event in steps(tmp_path)) < 7.0
+    assert {message["kind"] for message in audit(tmp_path)} >= {"alive", "meeting"}
+    assert len(weights(tmp_path)) >= 5
+
+
+def test_a_test_evaluation_that_fails_loses_no_trained_stage(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b'.*asked to fail in an evaluation"):
+        start(tmp_path, config_of(TWO_CLOUDS, 2, predict_how="raise"))
+
+    assert len(weights(tmp_path)) == 5
+    assert no_workers(tmp_path)
+
+
+def test_a_rank_that_is_stopped_in_an_evaluation_is_named(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RunFailed, match=r"rank 1 has not come to the meeting.*no sign of life"):
+        start(tmp_path, config_of(TWO_CLOUDS, 2, predict_how="stop"))
+
+    assert time.monotonic() - started_s < 60
+    assert no_workers(tmp_path)
+
+
+def feed(clouds: dict, **model: object) -> dict:
+    config = feed_config(clouds, wan=LINE, model=model, feed={"slow_after_s": 3.0})
+    config["cluster"]["liveness"] = LIVENESS
+    config["training"]["max_steps"] = 4
+    return config
+
+
+FEEDING = {"disc": feed_cloud(1), "one": feed_cloud(1, 1.0)}
+
+
+def test_a_producer_is_heard_out_while_it_exports_for_long(tmp_path: Path) -> None:
+    summary = start(tmp_path, feed(FEEDING, export_s={"one": 8.0}))
+
+    assert summary["feed"]["producers"]["one"]["finished"]
+    assert (tmp_path / "model" / "one.safetensors").is_file()
+
+
+def test_a_consumer_whose_evaluation_fails_loses_nobodys_model(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="the toy consumer was asked to fail"):
+        start(tmp_path, feed(FEEDING, export_s={"one": 3.0}, fail_evaluation=True))
+
+    assert {path.stem for path in (tmp_path / "model").iterdir()} == {"one", "consumer"}

@@ -1,0 +1,131 @@
+"""Signs of life and meetings, without networks: links in memory, ranks in threads."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.pipelines import in_threads
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import InProcessLink
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
+from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.parallel.control import Control, note_ages
+from xcloud.worker import _await_monitor
+
+QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
+
+
+def controls(num_ranks: int, overdue_s: float) -> list[Control]:
+    """A star of links in memory; `lives` are fed by the tests."""
+    up = {rank: InProcessLink(f"rank {rank}") for rank in range(1, num_ranks)}
+    down = {rank: InProcessLink("rank 0") for rank in range(1, num_ranks)}
+    lives = [
+        {peer: PeerLife(QUICK) for peer in range(num_ranks) if peer != rank}
+        for rank in range(num_ranks)
+    ]
+    first = Control(0, (0, 1), down, up, overdue_s, lives[0])
+    return [first] + [
+        Control(rank, (0, 1), {0: up[rank]}, {0: down[rank]}, overdue_s, lives[rank])
+        for rank in range(1, num_ranks)
+    ]
+
+
+def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
+    ranks = controls(3, 20.0)
+    came, left = [], []
+
+    def work(rank: int) -> None:
+        for _ in range(2):
+            time.sleep(0.2 * rank)
+            came.append(time.monotonic())
+            ranks[rank].meet()
+            left.append(time.monotonic())
+
+    in_threads([lambda rank=rank: work(rank) for rank in range(3)])
+
+    assert min(sorted(left)[:3]) >= max(sorted(came)[:3])
+    assert min(sorted(left)[3:]) >= max(sorted(came)[3:])
+
+
+def test_a_meeting_waits_for_whoever_gives_signs_of_life_and_names_who_does_not() -> None:
+    ranks = controls(3, 0.2)
+    started_s = time.monotonic()
+
+    def busy() -> None:
+        with Heartbeat(QUICK.interval_s, lambda: ranks[0].lives[2].note()):
+            time.sleep(1.5)
+
+    def wait() -> str:
+        with pytest.raises(LinkTimeout) as raised:
+            ranks[0].meet()
+        return str(raised.value)
+
+    ranks[1].out[0].send(MessageKey(Kind.MEETING, 1), ())
+    said, _ = in_threads([wait, busy])
+
+    assert "rank 2 has not come" in said and "gave no sign of life for" in said
+    assert "cluster.wan" not in said  # there may be no such setting
+    assert time.monotonic() - started_s > 1.5 + QUICK.lost_after_s - QUICK.interval_s - 0.1
+
+
+def test_the_end_of_any_rank_ends_the_meeting_at_once() -> None:
+    """Also of one behind another that is busy for long."""
+
+    class Gone(InProcessLink):
+        def recv(self, key: MessageKey, overdue_s: float) -> tuple[torch.Tensor, ...]:
+            raise LinkClosed("rank 2 is gone")
+
+    first = controls(3, 600.0)[0]
+    first.incoming[2] = Gone()
+
+    with pytest.raises(LinkClosed, match="rank 2 is gone"):
+        first.meet()
+
+
+def test_rank_0_passes_on_when_it_heard_the_others() -> None:
+    lives = {0: PeerLife(QUICK), 2: PeerLife(QUICK)}
+    ages = torch.tensor([0.0, 0.0, 30.0])
+
+    note_ages(lives, Frame(MessageKey(Kind.ALIVE), (ages,), 0, 0.0, 0))
+
+    assert lives[0].silent_s < 5 and 30 <= lives[2].silent_s < 35
+    with pytest.raises(FrameError, match="must carry 3 ages"):
+        note_ages(lives, Frame(MessageKey(Kind.ALIVE), (ages[:2],), 0, 0.0, 0))
+
+
+def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
+    life, now_s = PeerLife(QUICK), time.monotonic()
+
+    assert life.deadline_s(now_s, 7.0) == now_s + 7.0
+    life.note(now_s + 60.0)  # a message under way on an emulated link
+    life.note(now_s)
+    assert life.deadline_s(now_s, 7.0) == now_s + 60.0 + QUICK.lost_after_s
+
+
+@pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 9.0)])
+def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.liveness"):
+        Liveness(*settings)
+
+
+def test_a_timeout_advises_only_settings_that_exist() -> None:
+    clouds = {"a": Cloud(), "b": Cloud()}
+
+    assert ClusterLayout(clouds, "real").overdue_advice(0, 1) == ""
+    assert "cluster.wan.timeout_s" in ClusterLayout(clouds, LinkProfile(1e6)).overdue_advice(0, 1)
+
+
+def test_a_record_that_takes_long_to_write_is_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monitor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
+
+    _await_monitor(monitor, note_s=0.1)
+
+    assert monitor.returncode == 0
+    assert f"process {monitor.pid} still writes its record" in capsys.readouterr().out

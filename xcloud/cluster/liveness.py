@@ -1,0 +1,98 @@
+"""Signs of life: when a peer was last heard, and how long it may be silent. No network here.
+
+A rank that is busy outside a training step (exporting, evaluating, closing) says every few seconds
+that it is alive, so nobody has to know how long that work may take. Everything that arrives counts
+as a sign of life. Inside a step, what a message may take is the link's to say (`overdue_s`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from xcloud.checks import check_number
+from xcloud.errors import ConfigError, LinkError
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """When a silent rank counts as lost.
+
+    interval_s: a busy rank gives a sign of life this often.
+    lost_after_s: seconds since the last sign of life after which nobody waits for it any more.
+    """
+
+    interval_s: float = 5.0
+    lost_after_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_number("cluster.liveness.interval_s", self.interval_s, 0.0, above=True)
+        check_number("cluster.liveness.lost_after_s", self.lost_after_s, 0.0, above=True)
+        if self.lost_after_s < 2 * self.interval_s:
+            raise ConfigError(
+                f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least twice "
+                f"cluster.liveness.interval_s ({self.interval_s:g}): one late sign of life must "
+                "not make a rank lost"
+            )
+
+
+DEFAULT_LIVENESS = Liveness()
+
+
+class PeerLife:
+    """When one peer last gave a sign of life, by this machine's monotonic clock. Any thread."""
+
+    def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
+        self.policy = policy
+        self._lock = threading.Lock()
+        self._last_s = float("-inf")
+
+    def note(self, at_s: float | None = None) -> None:
+        """at_s: now, if None. In the future for a message that an emulated link holds back."""
+        with self._lock:
+            self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last sign of life, infinite before the first."""
+        with self._lock:
+            return max(0.0, time.monotonic() - self._last_s)
+
+    def deadline_s(self, started_s: float, overdue_s: float) -> float:
+        """Until when to wait for what was begun at started_s: overdue_s for a peer that says
+        nothing at all, and lost_after_s after the last sign of life of one that does."""
+        with self._lock:
+            return max(started_s + overdue_s, self._last_s + self.policy.lost_after_s)
+
+
+class Heartbeat:
+    """`with Heartbeat(interval_s, beat):` calls beat() in the background every interval_s seconds,
+    until the block ends or beat() raises LinkError (the main thread finds that out by itself)."""
+
+    def __init__(self, interval_s: float, beat: Callable[[], None]) -> None:
+        self._interval_s, self._beat = interval_s, beat
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._beat()
+            except LinkError:
+                return
