@@ -104,10 +104,10 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
 
     forth = {(n, "disc", kind, parts) for n in ("one", "two")
              for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
-                                 ("goodbye", ()))}  # fmt: skip
+                                 ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
     back = {("disc", n, kind, parts) for n in ("one", "two")
             for kind, parts in (("order", ("int32 2",)), ("stop", ("int32 1",)),
-                                ("goodbye", ()))}  # fmt: skip
+                                ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
     reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
     assert kinds == forth | back | reports
     assert audit["missing_ranks"] == [] and summary["wire"] == compact(audit)

@@ -187,6 +187,9 @@ class Experiment:
         """The run fails with any of these: here no rank can be spared."""
         return frozenset(range(self.cluster.num_ranks))
 
+    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
+        return frozenset()  # no rank can be spared
+
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
         model cannot have."""
@@ -341,6 +344,12 @@ def _pipelined(job: Job, where: str) -> Experiment:
     return job
 
 
+def plain_settings(config: DictConfig) -> dict[str, Any]:
+    """The experiment as plain containers, resolved, without what belongs to Hydra."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return cast(dict[str, Any], OmegaConf.to_container(plain, resolve=True))
+
+
 def flatten(config: DictConfig) -> dict[str, object]:
     """Settings as dotted names, for a tracker; targets become the last part of their path."""
     flat: dict[str, object] = {}
@@ -355,8 +364,7 @@ def flatten(config: DictConfig) -> dict[str, object]:
         else:
             flat[path] = node
 
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    walk(OmegaConf.to_container(plain, resolve=True), "")
+    walk(plain_settings(config), "")
     return flat
 
 

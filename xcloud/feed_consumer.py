@@ -284,7 +284,8 @@ class ConsumerRun:
 
     def _lose(self, p: int, before: State) -> None:
         reason = self._why_gone(p)
-        if before is State.ABSENT and not self._inbox.was_ready(p):
+        expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
+        if before is State.ABSENT and not expected:
             raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
         if self.feed.on_dead == "stop":
             raise LinkClosed(

@@ -125,6 +125,18 @@ class FeedExperiment:
             return frozenset(range(self.cluster.num_ranks))
         return frozenset(self.cluster.ranks_of(self.cluster.consumer))
 
+    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Whole producers, where feed.min_producers says that the others suffice."""
+        layout, wanted = self.cluster, self.feed.min_producers
+        if self.feed.on_dead == "stop" or wanted is None:
+            return frozenset()
+        if ranks & set(layout.ranks_of(layout.consumer)):
+            return frozenset()
+        lost = [name for name in layout.producers if ranks & set(layout.ranks_of(name))]
+        if len(layout.producers) - len(lost) < wanted:
+            return frozenset()
+        return frozenset(rank for name in lost for rank in layout.ranks_of(name))
+
     def check(self) -> None:
         self.model.check(self.cluster.producers)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from xcloud.agreement import Agreed
 from xcloud.cluster.feed_layout import FeedPlacement
-from xcloud.errors import LinkError
+from xcloud.errors import ConfigError, LinkError
 from xcloud.feed_consumer import ConsumerRun, LocalFeeding
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun, feed
@@ -28,26 +29,36 @@ LOST_TIMEOUT_S = 3.0  # how long a producer that was silent for so long is waite
 LAST_WORDS_S = 0.3
 
 
-def run_feed(experiment: FeedExperiment, rank: int, run_dir: Path, device: torch.device) -> None:
-    """One rank's whole life, once its process group is there (a lone rank needs none)."""
+def run_feed(
+    experiment: FeedExperiment, rank: int, run_dir: Path, device: torch.device, agreed: Agreed
+) -> None:
+    """One rank's whole life, once its process group is there (a lone rank needs none) and the
+    ranks have compared what they run."""
     placement = experiment.cluster.placement(rank)
     if experiment.cluster.form == "local":
         _local(experiment, run_dir, device)
     elif placement.producer is None:
-        _consume(experiment, placement, run_dir, device)
+        _consume(experiment, placement, run_dir, device, agreed)
     else:
-        _produce(experiment, placement, run_dir, device)
+        _produce(experiment, placement, run_dir, device, agreed)
 
 
 def _produce(
-    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+    experiment: FeedExperiment,
+    placement: FeedPlacement,
+    run_dir: Path,
+    device: torch.device,
+    agreed: Agreed,
 ) -> None:
     rank, layout = placement.rank, experiment.cluster
     error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     wiring = _wirer(experiment, rank, run_dir).producer()
+    wiring.records.extend(agreed.records)
     reporter = Reporter(rank, placement.cloud, wiring.report)
     try:
         assert placement.producer is not None
+        if agreed.verdict.kind == "refused":
+            raise ConfigError(agreed.verdict.text)
         batches = _batches_of(experiment, placement.producer)
         part = experiment.model.producer(
             placement.producer, placement.cloud, placement.lane, placement.num_lanes,
@@ -70,15 +81,26 @@ def _produce(
 
 
 def _consume(
-    experiment: FeedExperiment, placement: FeedPlacement, run_dir: Path, device: torch.device
+    experiment: FeedExperiment,
+    placement: FeedPlacement,
+    run_dir: Path,
+    device: torch.device,
+    agreed: Agreed,
 ) -> None:
     rank = placement.rank
     events = EventFile(run_dir / "events.jsonl") if rank == 0 else None
     wiring = _wirer(experiment, rank, run_dir).consumer(
         events.append_frame if events is not None else lambda frame: None
     )
+    wiring.records.extend(agreed.records)
+    for refused in agreed.verdict.refused:
+        producer = experiment.cluster.placement(refused).producer
+        assert producer is not None
+        wiring.inbox.refuse(producer, f"refused before the start: {agreed.verdict.text}")
     sink = events.append if events is not None else wiring.report
     reporter = Reporter(rank, placement.cloud, sink)
+    if rank == 0 and agreed.verdict.text and not agreed.verdict.refused:
+        reporter.note(agreed.verdict.text)
     try:
         _train(experiment, wiring, placement, run_dir, device, reporter)
     except BaseException:

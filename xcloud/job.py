@@ -39,6 +39,8 @@ class Layout(Protocol):
 
     def placement(self, rank: int) -> Place: ...
 
+    def wan_between(self, rank: int, peer: int) -> Wan | None: ...
+
     def describe(self) -> str: ...
 
 
@@ -89,6 +91,10 @@ class Job(Protocol):
     @property
     def essential_ranks(self) -> frozenset[int]:
         """The run fails with any of these; the others may be lost."""
+
+    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Ranks that must leave before the start so that the run can do without `ranks`, which
+        they include; empty if it cannot."""
 
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""

@@ -25,10 +25,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from xcloud.agreement import Agreed, agree
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
-from xcloud.experiment import EXPERIMENT_FILE, Experiment, read_job
+from xcloud.experiment import (
+    EXPERIMENT_FILE,
+    Experiment,
+    job_from_config,
+    plain_settings,
+    read_config,
+)
 from xcloud.export import export_stage
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_worker import run_feed
@@ -56,11 +63,13 @@ LAST_WORDS_S = 0.3
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
-def run(experiment: Job, rank: int, run_dir: Path) -> None:
-    """One rank's whole life, once its process group is there (a lone rank needs none)."""
+def run(experiment: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
+    """One rank's whole life, once its process group is there (a lone rank needs none) and the
+    ranks have compared what they run."""
     if isinstance(experiment, FeedExperiment):  # a one-way job has a loop of its own
         cloud = experiment.cluster.placement(rank).cloud
-        run_feed(experiment, rank, run_dir, _device(experiment.cluster.clouds[cloud].device))
+        device = _device(experiment.cluster.clouds[cloud].device)
+        run_feed(experiment, rank, run_dir, device, agreed)
         return
     assert isinstance(experiment, Experiment)
     layout = experiment.cluster
@@ -78,9 +87,12 @@ def run(experiment: Job, rank: int, run_dir: Path) -> None:
         on_report=events.append_frame if events is not None else lambda frame: None,
         defences=experiment.security.defences,
     )  # fmt: skip
+    wiring.wan_records.extend(agreed.records)
     control = wiring.control
     if events is not None:
         reporter = Reporter(rank, placement.cloud, events.append)
+        if agreed.verdict.text:
+            reporter.note(agreed.verdict.text)
     else:
         assert control is not None
         reporter = Reporter(rank, placement.cloud, control.report)
@@ -228,17 +240,21 @@ def _join(experiment: Job, rank: int, run_dir: Path, under_torchrun: bool) -> No
     """Form the process group. On one machine a file in the run folder is the meeting point."""
     num_ranks = experiment.cluster.num_ranks
     if under_torchrun:
-        started = int(os.environ["WORLD_SIZE"])
-        if started != num_ranks:
-            raise ConfigError(
-                f"torchrun started {started} ranks in all, but the clouds of this experiment have "
-                f"{num_ranks}; set --nproc-per-node of each cloud to its num_ranks"
-            )
         dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
     elif num_ranks > 1:
         store = f"file://{run_dir.resolve() / 'rendezvous'}"
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
+        )
+
+
+def _check_started(experiment: Job) -> None:
+    """After the ranks have agreed on the file: its number of ranks is then the same in all."""
+    started, num_ranks = int(os.environ["WORLD_SIZE"]), experiment.cluster.num_ranks
+    if started != num_ranks:
+        raise ConfigError(
+            f"torchrun started {started} ranks in all, but the clouds of this experiment have "
+            f"{num_ranks}; set --nproc-per-node of each cloud to its num_ranks"
         )
 
 
@@ -294,13 +310,17 @@ def main() -> None:
     code, monitor = 0, None
     try:
         _set_threads()
-        experiment = read_job(file)
+        config = read_config(file)
+        experiment = job_from_config(config)
         _check_cloud(experiment, rank, arguments.cloud)
         _join(experiment, rank, run_dir, under_torchrun)
+        agreed = agree(experiment, plain_settings(config), rank)
+        if under_torchrun:
+            _check_started(experiment)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(experiment.headline, flush=True)
-        run(experiment, rank, run_dir)
+        run(experiment, rank, run_dir, agreed)
         if monitor is not None:
             monitor.wait(CLOSE_TIMEOUT_S)
     except BaseException as error:
@@ -318,8 +338,10 @@ def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
 
 
 def _check_cloud(experiment: Job, rank: int, cloud: str | None) -> None:
+    if cloud is None or rank >= experiment.cluster.num_ranks:
+        return  # too many ranks are refused when all have joined, whatever file they read
     found = experiment.cluster.placement(rank).cloud
-    if cloud is not None and cloud != found:
+    if cloud != found:
         raise ConfigError(
             f"this is rank {rank}, which belongs to cloud {found!r}, not {cloud!r}; start the "
             f"clouds with --node-rank in this order: {', '.join(experiment.cluster.clouds)}"

@@ -35,6 +35,7 @@ class FeedInbox:
         self._waiting: dict[Source, deque[Arrived]] = {source: deque() for source in sources}
         self._ready: set[Source] = set()
         self._ended: dict[Source, str] = {}
+        self._refused: set[int] = set()
         self._ordered: Counter[Source] = Counter()
         self._received: Counter[Source] = Counter()
         self._last_number: Counter[Source] = Counter()
@@ -75,6 +76,14 @@ class FeedInbox:
             self._ended.setdefault(source, reason)
             self._changed.notify_all()
 
+    def refuse(self, producer: int, reason: str) -> None:
+        """It takes no part from the start, and the others suffice (feed.min_producers)."""
+        with self._changed:
+            self._refused.add(producer)
+            for source in self._of(producer):
+                self._ended.setdefault(source, reason)
+            self._changed.notify_all()
+
     # --- what the plan tells
     def expect(self, orders: Sequence[Order]) -> None:
         """These are on their way to this rank: from now on silence counts."""
@@ -99,6 +108,10 @@ class FeedInbox:
         """All its ranks have ever said so."""
         with self._changed:
             return self._ready.issuperset(self._of(producer))
+
+    def was_refused(self, producer: int) -> bool:
+        with self._changed:
+            return producer in self._refused
 
     def end_of(self, producer: int) -> str | None:
         """Why nothing more can come from it; None while something can. A producer whose ranks

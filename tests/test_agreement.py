@@ -1,0 +1,332 @@
+"""Ranks compare what they run before the first step: equal runs start, others are told why not."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.feed_toy import cloud, feed_config
+from tests.toy import toy_config
+from xcloud.agreement import Verdict, decode_table, encode_table, exchange
+from xcloud.cluster.link import InProcessLink
+from xcloud.compared import MAX_VALUE, PATH, compared_settings, make_table
+from xcloud.errors import ConfigError, FrameError
+from xcloud.experiment import job_from_config
+from xcloud.job import Job
+
+ROOT = Path(__file__).parent.parent
+Refused = Callable[[frozenset[int]], frozenset[int]]
+
+
+def name_of(rank: int) -> str:
+    return f"rank {rank} (cloud {'abc'[rank]})"
+
+
+def nobody(ranks: frozenset[int]) -> frozenset[int]:
+    return frozenset()
+
+
+def verdicts(*tables: dict[str, str], refused_with: Refused = nobody) -> list[Verdict]:
+    """Of each rank, by the exchange itself: a thread for each, links in memory."""
+    ranks = range(1, len(tables))
+    up = {rank: InProcessLink(name_of(rank)) for rank in ranks}
+    down = {rank: InProcessLink("rank 0") for rank in ranks}
+    found: dict[int, Verdict] = {}
+
+    def one(rank: int) -> None:
+        out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
+        found[rank] = exchange(rank, tables[rank], out, incoming, name_of, refused_with)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(tables))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in range(len(tables))]
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "seed": 1,
+        "training": {"_target_": "xcloud.training.settings.Training", "clip_norm": 1.0},
+    }
+    return plain | changed
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ({"seed": 1}, {"seed": 2}, "seed is 1 in rank 0 (cloud a), 2 in rank 1 (cloud b)"),
+        (
+            {"training": {"clip_norm": None}},
+            {"training": {"clip_norm": 0.5}},
+            "training.clip_norm is null in rank 0 (cloud a), 0.5 in rank 1 (cloud b)",
+        ),
+        ({}, {"extra": "x"}, 'extra is not set in rank 0 (cloud a), "x" in rank 1 (cloud b)'),
+        (
+            {"cluster": {"clouds": {"a": {"num_ranks": 1}, "b": {"num_ranks": 1}}}},
+            {"cluster": {"clouds": {"b": {"num_ranks": 1}, "a": {"num_ranks": 1}}}},
+            'cluster.clouds is ["a", "b"] in rank 0 (cloud a), ["b", "a"] in rank 1 (cloud b)',
+        ),
+    ],
+    ids=["seed", "clip_norm", "absent", "order of the clouds"],
+)
+def test_a_difference_is_named_with_both_values_in_every_rank(
+    mine: dict[str, Any], theirs: dict[str, Any], said: str
+) -> None:
+    found = verdicts(make_table(settings(**mine)), make_table(settings(**theirs)))
+
+    assert [verdict.kind for verdict in found] == ["stop", "stop"]
+    assert found[0] == found[1]
+    assert said in found[0].text
+    assert "is not that of" not in found[0].text
+
+
+def test_of_three_ranks_the_one_that_differs_is_named_and_all_hear_it() -> None:
+    same = make_table(settings())
+    found = verdicts(same, same, make_table(settings(seed=7)))
+
+    assert {verdict.kind for verdict in found} == {"stop"}
+    assert "seed is 1 in rank 0 (cloud a), 7 in rank 2 (cloud c)" in found[1].text
+    assert "rank 1" not in found[1].text
+
+
+def test_folders_caches_trackers_devices_and_names_may_differ() -> None:
+    def of(cloud: str) -> dict[str, Any]:
+        return settings(
+            name=cloud, sweep=cloud, label=cloud, tracker={"_target_": cloud, "uri": cloud},
+            cache_dir=f"/home/{cloud}", follow_up=[f"task.path=/{cloud}"],
+            task={"path": cloud, "train_file": f"train.{cloud}", "cache_dir": cloud,
+                  "tape": f"/secret/{cloud}", "sizes": None if cloud == "a" else {"train": 3}},
+            model={"encoder": {"name_or_path": f"./bert/{cloud}"}},
+            cluster={"name": cloud, "clouds": {"a": {"device": cloud}}},
+        )  # fmt: skip
+
+    tables = make_table(of("a")), make_table(of("b"))
+
+    assert verdicts(*tables) == [Verdict(), Verdict()]
+    for secret in ("/home", "/secret", "./bert", "train.a"):  # no local path leaves the machine
+        assert secret not in bytes(encode_table(tables[0]).tolist()).decode()
+
+
+def test_the_name_of_a_checkpoint_is_compared_and_a_path_equals_any() -> None:
+    def table(name: str) -> dict[str, str]:
+        return make_table(settings(encoder={"name_or_path": name}))
+
+    bert = table("google-bert/bert-base-cased")
+    assert "encoder.name_or_path is" in verdicts(bert, table("minilm"))[0].text
+    assert verdicts(bert, table("/models/bert"))[0].kind == "go"
+    assert compared_settings({"name_or_path": "~/bert"}) == {"name_or_path": PATH}
+
+
+def test_a_tokenizer_s_file_is_compared_by_its_contents(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.json", "two.json", "same.json")]
+    for file, text in zip(files, ("1", "2", "1"), strict=True):
+        file.write_text(text)
+    one, two, same = (
+        make_table(settings(text={"tokenizer": {"path": str(file)}})) for file in files
+    )
+
+    assert "text.tokenizer.path is" in verdicts(one, two)[0].text
+    assert verdicts(one, same)[0].kind == "go"
+    assert str(tmp_path) not in str(one)
+
+
+def test_other_code_is_named_by_file_and_commit_and_another_release_by_number() -> None:
+    mine = make_table(settings())
+    theirs = {
+        **mine, "code xcloud/comm/channel.py": "0", "fact release of xcloud": '"9.9"',
+        "info commit": '"abc"',
+    }  # fmt: skip
+
+    text = verdicts(mine, theirs)[1].text
+
+    assert "code of rank 1 (cloud b) is not that of rank 0 (cloud a), in xcloud/comm/chan" in text
+    assert '"abc" in rank 1 (cloud b)' in text
+    assert 'release of xcloud is "0.1.0" in rank 0 (cloud a), "9.9" in rank 1' in text
+
+
+def test_the_modules_of_targets_outside_the_package_are_code_too() -> None:
+    assert "code module tests.toy" not in make_table(settings())
+    assert "code module tests.toy" in make_table(settings(task={"_target_": "tests.toy.ToyTask"}))
+
+
+def test_another_torch_is_noted_and_another_commit_of_the_same_code_is_not() -> None:
+    mine = make_table(settings())
+
+    found = verdicts(mine, {**mine, "info torch": '"1.0+cpu"'})
+    assert [verdict.kind for verdict in found] == ["go", "go"]
+    assert '"1.0+cpu" in rank 1 (cloud b)' in found[0].text
+
+    assert verdicts(mine, {**mine, "info commit": '"abc"'}) == [Verdict(), Verdict()]
+
+
+def test_a_refused_rank_does_not_end_the_others_where_they_suffice() -> None:
+    same = make_table(settings())
+    found = verdicts(same, same, make_table(settings(seed=2)), refused_with=lambda ranks: ranks)
+
+    assert [verdict.kind for verdict in found] == ["go", "go", "refused"]
+    assert {verdict.refused for verdict in found} == {(2,)}
+    assert "seed is 1 in rank 0 (cloud a), 2 in rank 2 (cloud c)" in found[2].text
+
+
+def test_a_rank_with_another_layout_ends_all_as_it_cannot_join_them() -> None:
+    def table(n: int) -> dict[str, str]:
+        return make_table(settings(cluster={"clouds": {"a": {"num_ranks": n}}}))
+
+    found = verdicts(table(1), table(1), table(2), refused_with=lambda ranks: ranks)
+
+    assert {verdict.kind for verdict in found} == {"stop"}
+
+
+def test_a_producer_is_refused_whole_and_only_where_the_others_suffice() -> None:
+    def job(**feed: Any) -> Job:
+        clouds = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(2, 1.0)}
+        return job_from_config(OmegaConf.create(feed_config(clouds, feed=feed)))
+
+    enough = job(min_producers=1)
+    assert enough.refused_with(frozenset({3})) == {2, 3}
+    assert not enough.refused_with(frozenset({0, 3}))  # the consumer
+    assert not enough.refused_with(frozenset({1, 3}))  # nobody would be left
+    assert not job().refused_with(frozenset({3}))
+    assert not job(min_producers=1, on_dead="stop").refused_with(frozenset({3}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"no tab", b"setting a\tb\tc", b"setting a\t\x1b[2J", b"other a\tb", b"\xff\xfe",
+     b"setting a\t" + b"x" * (MAX_VALUE + 1)],
+)  # fmt: skip
+def test_nonsense_is_refused(data: bytes) -> None:
+    part = torch.tensor(list(data), dtype=torch.uint8)
+    with pytest.raises(FrameError, match="rank 1"):
+        decode_table((part,), "rank 1")
+
+
+def test_a_rank_that_sends_nonsense_is_named_to_all() -> None:
+    mine = make_table(settings())
+    found = verdicts(mine, mine, {"nonsense": "x"}, refused_with=lambda ranks: ranks)
+
+    assert {verdict.kind for verdict in found} == {"stop"}
+    assert "rank 2 (cloud c) sent something that is neither" in found[1].text
+
+
+def test_long_values_are_cut_and_still_compared_and_too_many_are_refused() -> None:
+    mine, theirs = (make_table(settings(text="x" * 5000 + end)) for end in "ab")
+    assert decode_table((encode_table(mine),), "rank 1") == mine
+    text = verdicts(mine, theirs)[0].text
+    assert "text is" in text and len(text) < 2000
+
+    with pytest.raises(ConfigError, match="too many to compare"):
+        encode_table(make_table(settings(many=list(range(10_000)))))
+
+
+# --- real ranks, each with a folder and a file of its own
+
+
+def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], float]:
+    """Exit codes, and seconds until the last rank had ended. Rank r's folder is folder/r."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    started_s = time.monotonic()
+    for rank, config in enumerate(configs):
+        run_dir = folder / str(rank)
+        run_dir.mkdir()
+        (run_dir / "experiment.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(configs)), "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with open(run_dir / "log", "w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "xcloud.worker", str(run_dir)],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        return [rank.wait(120) for rank in ranks], time.monotonic() - started_s
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def said_by(folder: Path, rank: int) -> str:
+    return str(json.loads((folder / str(rank) / f"rank{rank}.error.json").read_text())["message"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=2", "seed is 1 in rank 0 (cloud cloud_a), 2 in rank 1 (cloud cloud_b)"),
+        ("training.optimizer.clip_norm=0.5", "training.optimizer.clip_norm is 0 in rank 0"),
+        ("cluster.clouds.cloud_b.num_ranks=2", "cluster.clouds.cloud_b.num_ranks is 1 in rank 0"),
+    ],
+    ids=["seed", "clip_norm", "num_ranks"],
+)
+def test_clouds_with_other_files_end_at_once_and_say_why(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    configs = [toy_config("two_clouds", more) for more in ([], [f"++{override}"])]
+    if "clip_norm" in override:  # the toy config sets its own
+        for config, clip_norm in zip(configs, (0.0, 0.5), strict=True):
+            config["training"]["optimizer"]["clip_norm"] = clip_norm  # type: ignore[index]
+
+    codes, elapsed_s = run_ranks(tmp_path, configs)
+
+    assert codes == [1, 1]
+    assert elapsed_s < 60
+    assert said_by(tmp_path, 0) == said_by(tmp_path, 1)
+    assert said in said_by(tmp_path, 0)
+    assert not (tmp_path / "0" / "events.jsonl").exists()  # nothing was loaded yet
+
+
+@pytest.mark.slow
+def test_clouds_with_the_same_experiment_in_other_folders_start(tmp_path: Path) -> None:
+    configs = [toy_config("two_clouds", ["training.max_steps=2"]) for _ in range(2)]
+    configs[1]["cache_dir"] = str(tmp_path / "elsewhere")
+    configs[1]["name"] = "other"
+    configs[1]["cluster"]["clouds"]["cloud_a"]["device"] = "cpu"  # type: ignore[index]
+
+    codes, _ = run_ranks(tmp_path, configs)
+
+    assert codes == [0, 0], (tmp_path / "0" / "log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("min_producers", [1, None])
+def test_a_producer_with_another_seed_is_refused_and_the_rest_go_on_if_they_suffice(
+    tmp_path: Path, min_producers: int | None
+) -> None:
+    configs = []
+    for seed in (1, 1, 2):
+        clouds = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(1, 1.0)}
+        config = feed_config(clouds, "clouds", feed={"min_producers": min_producers})
+        config["seed"] = seed
+        configs.append(config)
+
+    codes, _ = run_ranks(tmp_path, configs)
+
+    assert "seed is 1 in rank 0" in said_by(tmp_path, 2)
+    assert codes == ([0, 0, 1] if min_producers else [1, 1, 1])
+    if min_producers:
+        assert "refused before the start" in (tmp_path / "0" / "events.jsonl").read_text()
+    else:
+        assert said_by(tmp_path, 0) == said_by(tmp_path, 1) == said_by(tmp_path, 2)
