@@ -13,14 +13,14 @@ from tests.feed_toy import ToyFeed, ToyProducer
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.errors import LinkTimeout
-from xcloud.events import StepTotals
 from xcloud.feed_producer import ProducerRun, feed
-from xcloud.feed_progress import FeedProgressLine
 from xcloud.feed_wiring import CloudGroup, ConsumerWiring, ProducerWiring
 from xcloud.parallel.feed_inbox import FeedInbox
 from xcloud.parallel.feed_orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.feed_parts import FeedContext
 from xcloud.parallel.feed_plan import Source
+from xcloud.record.events import StepTotals
+from xcloud.report.feed_progress import FeedProgressLine
 from xcloud.reporter import Reporter
 
 

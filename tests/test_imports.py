@@ -11,6 +11,11 @@ ORDER = ("models", "tasks", "training", "parallel", "comm", "security", "cluster
 SIBLINGS = {"models", "tasks", "training"}  # these do not import each other
 ANYWHERE = {"errors", "checks", "project", "hub_access", "packaged_checkpoint"}
 HYDRA = {"experiment.py", "follow_up.py", "local_run.py", "unknown_keys.py"}
+# What happened, and what a person sees of it; beside these only what may be used anywhere.
+ROOMS = {
+    "record": {"record", "reporter", "comm", "cluster"},
+    "report": {"report", "record"},
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -39,6 +44,16 @@ def test_arrows_go_one_way(path: Path) -> None:
         assert target in ORDER, f"{layer} imports {name}, which uses every layer"
         assert ORDER.index(target) > ORDER.index(layer), f"{layer} imports {name}"
         assert not (layer in SIBLINGS and target in SIBLINGS), f"{layer} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parent.name in ROOMS], ids=lambda p: p.name
+)
+def test_what_records_knows_neither_what_shows_nor_what_runs(path: Path) -> None:
+    room = path.parent.name
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("xcloud.")}
+
+    assert used <= ROOMS[room] | ANYWHERE, f"{room} imports {used - ROOMS[room] - ANYWHERE}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from xcloud.events import StepTotals
-from xcloud.progress import ProgressLine, human_duration
+from xcloud.record.events import StepTotals
+from xcloud.report.progress import ProgressLine, human_duration
 
 
 class Terminal(io.StringIO):

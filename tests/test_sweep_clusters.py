@@ -15,9 +15,9 @@ from rich.console import Console
 from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
-from xcloud import report
-from xcloud.curves import read_curves
-from xcloud.events import append_event
+from xcloud.record.curves import read_curves
+from xcloud.record.events import append_event
+from xcloud.sweep import report
 from xcloud.sweep.loss_picture import LOSS_CURVES, curves_of, write_loss_curves
 from xcloud.sweep.published import THROUGHPUT, published_for
 from xcloud.sweep.results import Row, from_folder, rows_of

@@ -38,6 +38,7 @@ from xcloud.models.split import BuildContext
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
 from xcloud.project import project_root
+from xcloud.record.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.observer import Observer
 from xcloud.security.wire_audit import write_rank_audit
@@ -45,7 +46,6 @@ from xcloud.tasks.task import TaskData
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
-from xcloud.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.wan_meter import WanMeter
 from xcloud.wiring import Wiring, wire
 

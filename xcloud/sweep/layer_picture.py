@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from xcloud.picture_style import DPI, FAINT, INK
-from xcloud.scores import LEAKS, score_name
+from xcloud.record.scores import LEAKS, score_name
+from xcloud.report.picture_style import DPI, FAINT, INK
 from xcloud.sweep.layers import Layers, Line, table_of, unsplit_name
 from xcloud.sweep.table import spread_text
 

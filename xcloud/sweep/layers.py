@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcloud.scores import score_name, shown_scores
+from xcloud.record.scores import score_name, shown_scores
 from xcloud.sweep.points import CUT_LAYER, CUT_RANK, SPLIT, is_unsplit, varying
 from xcloud.sweep.results import Row, Spread
 from xcloud.sweep.table import console_of_sweeps, spread_text

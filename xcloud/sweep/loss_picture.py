@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from xcloud.curves import read_curves
-from xcloud.monitor import EVENTS_FILE
-from xcloud.picture_style import DPI, INK
-from xcloud.pictures import running_mean
+from xcloud.record.curves import read_curves
+from xcloud.record.events import EVENTS_FILE
+from xcloud.report.picture_style import DPI, INK
+from xcloud.report.pictures import running_mean
 from xcloud.sweep.points import varying, workload_key
 from xcloud.sweep.results import ONE_CLOUD, Row
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from xcloud.events import Event, StepTotals
-from xcloud.progress import ProgressLine
+from xcloud.record.events import Event, StepTotals
+from xcloud.report.progress import ProgressLine
 
 
 class FeedProgressLine(ProgressLine):

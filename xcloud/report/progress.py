@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.events import Event, StepTotals
-from xcloud.scores import score_name, score_text
+from xcloud.record.events import Event, StepTotals
+from xcloud.record.scores import score_name, score_text
 
 REDRAW_S = 0.1
 PRINT_S = 10.0

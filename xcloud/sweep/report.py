@@ -1,4 +1,4 @@
-"""`python -m xcloud.report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
+"""`python -m xcloud report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
 from their run folders or from MLflow; several sweeps are compared. Runs nothing.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from xcloud.errors import XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, read_job
-from xcloud.mlflow_store import Store
 from xcloud.project import project_root
-from xcloud.scores import score_text
+from xcloud.record.mlflow_store import Store
+from xcloud.record.scores import score_text
 from xcloud.sweep import view
 from xcloud.sweep.layers import layers_of, print_layers, write_layers
 from xcloud.sweep.points import differences, varying
@@ -24,7 +24,7 @@ MOST_DIFFERENCES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m xcloud report", description=__doc__)
     parser.add_argument("sweep", nargs="+", help="name of a sweep, or its folder")
     parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
@@ -111,7 +111,3 @@ def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
             if row.step_time_s and base.step_time_s:
                 line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
             print(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
