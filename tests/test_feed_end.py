@@ -94,8 +94,7 @@ def test_the_end_of_a_producer_is_waited_for_while_it_sends(still_sends: bool) -
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
-    line = FeedProgressLine(10)
-    line.stream = io.StringIO()
+    line = FeedProgressLine(10, stream=(stream := io.StringIO()))
     event = {
         "event": "step", "rank": 0, "cloud": "d", "step": 1, "step_s": 2.0, "taken": {"a": 1},
         "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
@@ -105,4 +104,4 @@ def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
     line.close()
 
-    assert "link 50 %" in line.stream.getvalue()
+    assert "link 50 %" in stream.getvalue()
