@@ -67,6 +67,7 @@ def test_libraries_stay_where_they_belong(path: Path) -> None:
     if relative.name not in ("tracking.py", "mlflow_store.py"):
         assert "mlflow" not in used
     assert not used & {"pickle", "dill", "cloudpickle"}
+    assert not any(name.startswith("hydra._internal") for name in imports(path))
     if relative.parts[0] == "comm":
         assert "torch.distributed" not in imports(path)
 

@@ -15,9 +15,9 @@ from xcloud.project import project_root
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import score_text
 from xcloud.sweep import view
-from xcloud.sweep.layers import layers_of, print_layers, write_layers
 from xcloud.sweep.points import differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, open_sweep, rows_of
+from xcloud.sweep.swept import print_swept, swept_of, write_swept
 from xcloud.sweep.table import print_table, write_csv
 
 MOST_DIFFERENCES = 12
@@ -52,18 +52,19 @@ def report(results: Sequence[Result], folder: Path, title: str) -> list[Row]:
 
 
 def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
-    from xcloud.sweep.layer_picture import write_layer_pictures
-    from xcloud.sweep.loss_picture import curves_of, write_loss_curves
+    from xcloud.sweep.losses import curves_of, write_losses
     from xcloud.sweep.pictures import write_pictures
+    from xcloud.sweep.swept_picture import write_swept_picture
 
     rows = rows_of(results)
     print_table(rows)
     written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
-    if layers := layers_of(rows):
-        print_layers(layers)
-        written += [write_layers(folder, layers), *write_layer_pictures(folder, layers, title)]
-    if curves := curves_of(rows):
-        written.append(write_loss_curves(folder, curves, title))
+    if swept := swept_of(rows):
+        print_swept(swept)
+        written += [write_swept(folder, swept), write_swept_picture(folder, swept, title)]
+    reference, others = curves_of(rows)
+    if others:
+        written.append(write_losses(folder, reference, others, title))
     print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
     return rows, written
 
