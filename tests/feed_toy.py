@@ -222,6 +222,6 @@ def feed_config(
             "max_steps": 12, "batches_per_step": 2, **groups.get("training", {}),
         },
         "feed": {"_target_": "xcloud.parallel.feed_plan.Feed", **groups.get("feed", {})},
-        "tracker": {"_target_": "xcloud.tracking.NullTracker"},
+        "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
         **groups.get("more", {}),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.toy import toy_config
 from xcloud import experiment as experiments
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.summary import write_summary
+from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
 from xcloud.sweep.runner import Sweep
 

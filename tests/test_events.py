@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xcloud.events import EventReader, StepCollector, append_event
+from xcloud.record.events import EventReader, StepCollector, append_event
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:

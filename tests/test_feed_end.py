@@ -12,14 +12,14 @@ from tests.feed_toy import ToyFeed, ToyProducer
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.errors import LinkError, LinkTimeout
-from xcloud.events import StepTotals
 from xcloud.feed_producer import ProducerRun, feed
-from xcloud.feed_progress import FeedProgressLine
 from xcloud.feed_wiring import CloudGroup, ConsumerWiring, ProducerWiring
 from xcloud.parallel.feed_inbox import FeedInbox
 from xcloud.parallel.feed_orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.feed_parts import FeedContext
 from xcloud.parallel.feed_plan import Source
+from xcloud.record.events import StepTotals
+from xcloud.report.feed_progress import FeedProgressLine
 from xcloud.reporter import Reporter
 from xcloud.training.divergence import DivergenceGuard
 
@@ -94,8 +94,7 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> Non
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
-    line = FeedProgressLine(10)
-    line.stream = io.StringIO()
+    line = FeedProgressLine(10, stream=(stream := io.StringIO()))
     event = {
         "event": "step", "rank": 0, "cloud": "d", "step": 1, "step_s": 2.0, "taken": {"a": 1},
         "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
@@ -105,4 +104,4 @@ def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
     line.close()
 
-    assert "link 50 %" in line.stream.getvalue()
+    assert "link 50 %" in stream.getvalue()

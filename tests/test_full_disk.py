@@ -13,10 +13,10 @@ from tests.toy import toy_config
 from xcloud import experiment as experiments
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import RunFailed
-from xcloud.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.export import export_stage
 from xcloud.local_run import run
 from xcloud.monitor import Monitor
+from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.worker import EXIT_FAILED, _write_failure

@@ -11,6 +11,11 @@ ORDER = ("models", "tasks", "training", "parallel", "comm", "security", "cluster
 SIBLINGS = {"models", "tasks", "training"}  # these do not import each other
 ANYWHERE = {"errors", "checks", "project", "demo_corpus", "hub_access", "packaged_checkpoint"}
 HYDRA = {"experiment.py", "follow_up.py", "local_run.py", "unknown_keys.py"}
+# What happened, and what a person sees of it; beside these only what may be used anywhere.
+ROOMS = {
+    "record": {"record", "reporter", "comm", "cluster"},
+    "report": {"report", "record"},
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -41,6 +46,16 @@ def test_arrows_go_one_way(path: Path) -> None:
         assert not (layer in SIBLINGS and target in SIBLINGS), f"{layer} imports {name}"
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parent.name in ROOMS], ids=lambda p: p.name
+)
+def test_what_records_knows_neither_what_shows_nor_what_runs(path: Path) -> None:
+    room = path.parent.name
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("xcloud.")}
+
+    assert used <= ROOMS[room] | ANYWHERE, f"{room} imports {used - ROOMS[room] - ANYWHERE}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_libraries_stay_where_they_belong(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
@@ -52,6 +67,7 @@ def test_libraries_stay_where_they_belong(path: Path) -> None:
     if relative.name not in ("tracking.py", "mlflow_store.py"):
         assert "mlflow" not in used
     assert not used & {"pickle", "dill", "cloudpickle"}
+    assert not any(name.startswith("hydra._internal") for name in imports(path))
     if relative.parts[0] == "comm":
         assert "torch.distributed" not in imports(path)
 

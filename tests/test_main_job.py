@@ -78,14 +78,14 @@ def test_each_cloud_exports_its_stage_and_the_tokenizer_of_its_side(
 
 
 def test_the_exported_model_translates_a_line(finished: tuple[Path, str]) -> None:
-    done = command("-m", "xcloud.translate", str(finished[0]), "El gato duerme.", "La casa.")
+    done = command("-m", "xcloud", "translate", str(finished[0]), "El gato duerme.", "La casa.")
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split("\n")) == 3  # two lines and the end
 
 
 def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) -> None:
-    done = command("-m", "xcloud.translate", str(tmp_path), "x")
+    done = command("-m", "xcloud", "translate", str(tmp_path), "x")
 
     assert done.returncode == 1
     assert done.stderr.startswith("xcloud: there is no experiment file")

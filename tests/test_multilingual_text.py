@@ -308,7 +308,7 @@ def test_an_exported_tokenizer_is_the_same_in_transformers(
 
 
 def test_a_tokenizer_cannot_be_trained_where_each_cloud_sees_other_text(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"python -m xcloud\.train_tokenizer"):
+    with pytest.raises(ConfigError, match=r"python -m xcloud train-tokenizer"):
         MultilingualText(FolderText(str(folder)), TrainedTokenizer(400))
     missing = MultilingualText(FolderText(str(folder)), FileTokenizer(str(folder / "x.json")))
     with pytest.raises(DataError, match=r"no tokenizer file .*x\.json; make it with"):

@@ -15,13 +15,13 @@ from omegaconf import OmegaConf
 from tests.test_timeline import timeline, two_ranks
 from tests.toy import toy_config
 from xcloud import experiment as experiments
-from xcloud.curves import RunCurves
-from xcloud.events import Event, StepCollector
 from xcloud.monitor import Monitor
-from xcloud.picture_style import COLOURS, ink_on, wrapped
-from xcloud.pictures import running_mean, short, write_loss, write_pictures, write_step_time
-from xcloud.timeline import Box, Lane, Timeline
-from xcloud.timeline_picture import KINDS, write_timeline
+from xcloud.record.curves import RunCurves
+from xcloud.record.events import Event, StepCollector
+from xcloud.record.timeline import Box, Lane, Timeline
+from xcloud.report.picture_style import COLOURS, ink_on, wrapped
+from xcloud.report.pictures import running_mean, short, write_loss, write_pictures, write_step_time
+from xcloud.report.timeline_picture import KINDS, write_timeline
 
 PACKAGE = Path(__file__).parent.parent / "xcloud"
 TITLE = "toy, gpipe m=4, link: emulated 2 Mbit/s, compression: int8"
@@ -154,7 +154,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[str] = []
-    tracker = "xcloud.tracking.NullTracker.artifact"
+    tracker = "xcloud.record.tracking.NullTracker.artifact"
     monkeypatch.setattr(tracker, lambda self, path: kept.append(path.name))
 
     follow(tmp_path, [*step_events(12), *two_ranks()], None)
@@ -172,7 +172,7 @@ def test_pictures_that_cannot_be_drawn_are_one_warning(
     def fail(*_: object) -> None:
         raise OSError("no font at all")
 
-    monkeypatch.setattr("xcloud.pictures.write_loss", fail)
+    monkeypatch.setattr("xcloud.report.pictures.write_loss", fail)
     with caplog.at_level(logging.WARNING):
         follow(tmp_path, [*step_events(12), *two_ranks()], None)
 
@@ -200,9 +200,14 @@ def test_no_worker_imports_what_draws() -> None:
             continue
         reached.add(name)
         for node in ast.walk(ast.parse(file.read_text())):
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            assert not module.startswith("matplotlib"), f"{file} imports {module}"
-            if module.startswith("xcloud."):
-                to_read.append(module.removeprefix("xcloud."))
-    assert {"comm.step_clock", "typical_step", "reporter"} <= reached
-    assert not reached & {"pictures", "timeline_picture", "timeline", "monitor"}
+            modules = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            for module in modules:
+                assert not module.startswith("matplotlib"), f"{file} imports {module}"
+                to_read += [module.removeprefix("xcloud.")] if module.startswith("xcloud.") else []
+    assert {"comm.step_clock", "record.typical_step", "reporter"} <= reached
+    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "monitor"}
+    assert not reached & drawing

@@ -1,11 +1,13 @@
 """The live line: what it shows, how often, and that notes do not tear it."""
 
 import io
+import re
+import time
 
 import pytest
 
-from xcloud.events import StepTotals
-from xcloud.progress import ProgressLine, human_duration
+from xcloud.record.events import StepTotals
+from xcloud.report.progress import ProgressLine, human_duration
 
 
 class Terminal(io.StringIO):
@@ -13,12 +15,13 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """What a reader sees: \\r goes back to the start of the line and writes over it."""
+        """What a reader sees: \\r goes back to the start of the line, ESC[2K empties it."""
         lines = []
-        for line in self.getvalue().split("\n"):
+        for line in re.sub(r"\x1b\[\?25[lh]", "", self.getvalue()).split("\n"):
             shown = ""
             for part in line.split("\r"):
-                shown = part + shown[len(part) :]
+                *emptied, part = part.split("\x1b[2K")
+                shown = part + ("" if emptied else shown[len(part) :])
             lines.append(shown.rstrip())
         return lines
 
@@ -28,6 +31,14 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
 
 
 def totals(step: int, **fields: object) -> StepTotals:
@@ -92,15 +103,30 @@ def test_elsewhere_than_on_a_terminal_a_line_comes_every_ten_seconds() -> None:
 
 def test_on_a_terminal_one_line_is_rewritten_ten_times_a_second_at_most() -> None:
     stream = Terminal()
-    clock = Clock()
-    progress = ProgressLine(1000, stream=stream, clock=clock)
-    for step in range(1, 101):  # one second, a hundred steps a second
-        clock.now_s += 0.01
+    progress = ProgressLine(1000, stream=stream)
+    started_s = time.monotonic()
+    for step in range(1, 101):
         progress.update(totals(step))
+        time.sleep(0.005)
+    elapsed_s = time.monotonic() - started_s
     progress.close()
 
-    assert 9 <= stream.getvalue().count("\r") <= 12
+    assert 2 <= stream.getvalue().count("/1000 ") <= 10 * elapsed_s + 3
     assert len(stream.screen()) == 2 and stream.screen()[0].startswith("step 100/1000")
+
+
+def test_a_terminal_that_cannot_rewrite_gets_lines_as_a_file_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream, clock = Terminal(), Clock()
+    progress = ProgressLine(10, stream=stream, clock=clock)
+    for step in (1, 2, 3):
+        progress.update(totals(step))
+        clock.now_s += 5
+    progress.close()
+
+    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["step 1", "step 3"]
 
 
 def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
@@ -110,7 +136,7 @@ def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
     progress.show({"event": "phase", "cloud": "source", "name": "training"})
     progress.show({"event": "phase", "cloud": "target", "name": "training"})
     progress.update(totals(1))
-    progress.show({"event": "note", "cloud": "target", "text": "hi"})
+    progress.show({"event": "note", "cloud": "target", "text": "hi [bold] 7"})
     progress.show(
         {
             "event": "quality",
@@ -127,18 +153,20 @@ def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:
     assert notes == [
         "source: two ranks",
         "training",
-        "target: hi",
+        "target: hi [bold] 7",
         "dev at step 1: BLEU 31.20  accuracy 92.23  (12 s)",
     ]
     assert line.startswith("step 1/10") and end == ""
 
 
-def test_line_never_reaches_the_last_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_never_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     stream = Terminal()
     progress = ProgressLine(10, stream=stream, clock=Clock())
     progress.update(totals(1))
-    assert len(stream.getvalue().strip("\r")) == 29
+    progress.close()
+    (line, end) = stream.screen()
+    assert line.startswith("step 1/10") and len(line) == 30 and end == ""
 
 
 def test_terminal_that_speaks_ascii_gets_question_marks() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from xcloud.report_table import human_bytes, human_seconds, print_report
-from xcloud.summary import RunStatistics
+from xcloud.record.summary import RunStatistics
+from xcloud.report.report_table import human_bytes, human_seconds, print_report
 
 SUMMARY: dict[str, Any] = {
     "name": "abnet [iwslt]",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xcloud.summary import RunStatistics, Summary, write_summary
+from xcloud.record.summary import RunStatistics, Summary, write_summary
 
 REQUIRED = {
     *("name", "status", "seed", "commit", "profile", "final_loss", "quality", "step_time_s"),

@@ -15,11 +15,11 @@ from rich.console import Console
 from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
-from xcloud import report
-from xcloud.curves import read_curves
-from xcloud.events import append_event
-from xcloud.sweep.loss_picture import LOSS_CURVES, curves_of, write_loss_curves
-from xcloud.sweep.published import THROUGHPUT, published_for
+from xcloud.record.curves import read_curves
+from xcloud.record.events import append_event
+from xcloud.sweep import report
+from xcloud.sweep.losses import LOSSES, curves_of, write_losses
+from xcloud.sweep.published import published_for
 from xcloud.sweep.results import Row, from_folder, rows_of
 from xcloud.sweep.table import print_table, write_csv
 
@@ -110,24 +110,33 @@ def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
     assert len(read_curves(folder / "nowhere").step) == 0
 
 
-def test_losses_of_clusters_lie_over_each_other(folder: Path) -> None:
-    curves = curves_of(rows_of(from_folder(folder)))
+def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
+    alone, (across,) = curves_of(rows_of(from_folder(folder)))
 
-    assert [curve.label for curve in curves] == ["one_cloud", "two_clouds"]
-    assert [curve.in_one_cloud for curve in curves] == [True, False]
-    step, loss = curves[1].by_seed[2]
+    assert alone is not None and "one_cloud" in alone.label and "two_clouds" in across.label
+    step, loss = across.by_seed[2]
     assert len(step) == NUM_STEPS and np.allclose(loss, 5 / step + 0.21)
-    path = write_loss_curves(folder, curves, "sweep fig5")
-    pixels = matplotlib.image.imread(path)
+    differences = across.minus(alone)
+    assert set(differences) == {1, 2} and np.allclose(differences[1][1], 0.01)
+    pixels = matplotlib.image.imread(write_losses(folder, alone, [across], "sweep fig5"))
     assert pixels[..., :3].std() > 0.04 and pixels.shape[0] > 600  # with the difference below
 
 
-def test_one_cluster_alone_or_runs_without_events_draw_no_curves(tmp_path: Path) -> None:
+def test_without_a_single_cloud_the_uncompressed_setting_is_the_reference(tmp_path: Path) -> None:
+    run(tmp_path / "a", "two_clouds", "", 100.0, 0.1)
+    run(tmp_path / "b", "two_clouds", "compression=int4", 100.0, 0.1)
+
+    reference, (other,) = curves_of(rows_of(from_folder(tmp_path)))
+    assert reference is not None and (reference.label, other.label) == ("none", "int4+int4")
+    assert not other.minus(reference)[1][1].any()
+
+
+def test_one_setting_alone_or_runs_without_events_draw_no_curves(tmp_path: Path) -> None:
     run(tmp_path / "a", "one_cloud", "", 100.0, 0.1)
-    assert curves_of(rows_of(from_folder(tmp_path))) == []
+    assert curves_of(rows_of(from_folder(tmp_path))) == (None, [])
 
     run(tmp_path / "b", "two_clouds", "compression=int4", 50.0)
-    assert curves_of(rows_of(from_folder(tmp_path))) == []
+    assert curves_of(rows_of(from_folder(tmp_path))) == (None, [])
 
 
 def test_the_report_draws_the_curves(
@@ -136,7 +145,7 @@ def test_the_report_draws_the_curves(
     monkeypatch.chdir(folder.parent.parent)
 
     assert report.main(["fig5"]) == 0
-    assert LOSS_CURVES in capsys.readouterr().out and (folder / LOSS_CURVES).exists()
+    assert LOSSES in capsys.readouterr().out and (folder / LOSSES).exists()
 
 
 def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
@@ -148,7 +157,8 @@ def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
     rows = {row.cluster: row for row in rows_of(runs)}
     found = published_for(rows["clouds"])
 
-    assert found is not None and found.of_one_cloud == 0.85 and found.notes == (THROUGHPUT,)
+    assert found is not None and found.of_one_cloud == 0.85
+    assert "85 % of the throughput in a single cloud" in found.notes[0]
     assert published_for(rows["one_cloud"]) is None
     assert "85 %" in printed(list(rows.values()))
 

@@ -133,6 +133,6 @@ def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path
 
     assert done.returncode == 0, done.stderr
     assert statuses(folder) == {"0": "finished"}
-    command = [sys.executable, "-m", "xcloud.report", str(folder)]
+    command = [sys.executable, "-m", "xcloud", "report", str(folder)]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert table.returncode == 0 and "off" in table.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import browser, chromium
-from xcloud.ui import HOST
+from xcloud.report.ui import HOST
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,11 +35,11 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def links(sweep: tuple[Path, str]) -> Iterator[dict[str, str]]:
-    """What `python -m xcloud.ui --sweep seen` prints while it serves."""
+    """What `python -m xcloud ui --sweep seen` prints while it serves."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "xcloud.ui", "--root", str(sweep[0]), "--port", str(port)]
+    command = [sys.executable, "-m", "xcloud", "ui", "--root", str(sweep[0]), "--port", str(port)]
     server = subprocess.Popen(
         [*command, "--sweep", "seen"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -82,11 +82,11 @@ def test_the_printed_links_land_on_the_sweeps_rows_and_charts(
 def test_a_run_prints_where_it_can_be_compared(sweep: tuple[Path, str]) -> None:
     assert "compare at   http://127.0.0.1:5000/#/experiments/" in sweep[1]
     assert "viewStateShareKey=sweep-seen" in sweep[1]
-    assert "python -m xcloud.ui --root" in sweep[1]
+    assert "python -m xcloud ui --root" in sweep[1]
 
 
 def test_an_unknown_sweep_is_said(sweep: tuple[Path, str]) -> None:
-    command = [sys.executable, "-m", "xcloud.ui", "--root", str(sweep[0]), "--sweep", "other"]
+    command = [sys.executable, "-m", "xcloud", "ui", "--root", str(sweep[0]), "--sweep", "other"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 1 and "No sweep 'other' is recorded" in done.stderr

@@ -1,7 +1,13 @@
 """What a tracker is told: legal names, flat parameters, curves apart from final values."""
 
-from xcloud.events import StepTotals
-from xcloud.tracked_values import final_metrics, flatten, legal_name, quality_metrics, step_metrics
+from xcloud.record.events import StepTotals
+from xcloud.record.tracked_values import (
+    final_metrics,
+    flatten,
+    legal_name,
+    quality_metrics,
+    step_metrics,
+)
 
 
 def test_every_name_we_make_is_legal_in_mlflow() -> None:

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 from xcloud.errors import ConfigError
-from xcloud.mlflow_store import VIEW_TAG, Store
-from xcloud.tracked_values import final_metrics
-from xcloud.tracking import MlflowTracker, NullTracker, Tracker
+from xcloud.record.events import EVENTS_FILE, append_event
+from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracked_values import final_metrics
+from xcloud.record.tracking import MlflowTracker, NullTracker, TrackedRun, Tracker
+from xcloud.report.mlflow_view import places_of, prepared_view
 
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
 SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
@@ -33,9 +36,22 @@ def query(root: Path, text: str) -> list[tuple[Any, ...]]:
         database.close()
 
 
-def backlog_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "tracking_backlog.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def tracked(run_dir: Path, **more: Any) -> TrackedRun:
+    """A run of one rank."""
+    told = {"params": {"rate": 0.6}, "tags": {"sweep": "s"}, **more}
+    return TrackedRun("a", run_dir=run_dir, statistics=RunStatistics(1), **told)
+
+
+def step(run_dir: Path, number: int, loss: float | None, **more: object) -> None:
+    fields = {"step": number, "step_s": 0.1, "loss": loss, **more}
+    append_event(run_dir / EVENTS_FILE, "step", rank=0, cloud="c", **fields)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
 
 
 class FakeClient:
@@ -67,9 +83,14 @@ class FakeClient:
     def taken(self, call: str) -> list[Any]:
         return [value for name, value in self.calls if name == call]
 
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) in the order in which they came."""
+        found = [entry for batch in self.taken("metrics") for entry in batch]
+        return [(step, value) for name, step, value in found if name == key]
 
-def open_with(client: FakeClient) -> Callable[[Store], tuple[FakeClient, str]]:
-    return lambda store: (client, "1")
+
+def open_with(client: FakeClient) -> Callable[..., tuple[FakeClient, str]]:
+    return lambda store, view: (client, "1")
 
 
 # The real store
@@ -84,17 +105,23 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTrac
     (run_dir / "samples.txt").write_text("hola -> hello")
     tracker = MlflowTracker(root=str(root), flush_s=0.05)
     tracker.start(
-        "fp16_svd@0.6",
-        {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
-        {"sweep": "s1"},
-        run_dir,
+        TrackedRun(
+            "fp16_svd@0.6",
+            {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
+            {"sweep": "s1"},
+            run_dir,
+            RunStatistics(1),
+            prepared_view(),
+        )
     )
-    for step in range(1, 4):
-        tracker.log({"train/loss": 1 / step, "train/step_s": 0.1}, step)
+    for number in range(1, 4):
+        step(run_dir, number, 1 / number)
+    scores = {"split": "dev", "step": 3, "values": {"bleu": 40.0}}
+    append_event(run_dir / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
     tracker.artifact(run_dir / "samples.txt")
     tracker.artifact(run_dir)
     tracker.finish("finished", {**SUMMARY, "profile": "demo"})
-    assert not list(run_dir.glob("tracking_backlog*"))
+    assert "MLflow lacks" not in places_of(tracker.recorded())
     return root, tracker
 
 
@@ -113,6 +140,7 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
     curve = query(root, "SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step")
     assert curve == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert query(root, "SELECT step, value FROM metrics WHERE key = 'bleu'") == [(3, 41.92)]
+    assert query(root, "SELECT step, value FROM metrics WHERE key = 'dev/bleu'") == [(3, 40.0)]
 
 
 def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowTracker]) -> None:
@@ -127,9 +155,9 @@ def test_table_is_told_the_run_and_the_command_to_see_it(
 ) -> None:
     root, tracker = recorded
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert tracker.places() == {
+    assert places_of(tracker.recorded()) == {
         "MLflow run": tracker.run_id,
-        "see it with": f"python -m xcloud.ui --root {root}",
+        "see it with": f"python -m xcloud ui --root {root}",
         "compare at": f"{page}&viewStateShareKey=sweep-s1",
     }
 
@@ -141,7 +169,7 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
 
 def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowTracker]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
-    assert "metrics.`bleu`" in json.loads(tags[VIEW_TAG])["selectedColumns"]
+    assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(
@@ -160,20 +188,24 @@ def test_artifacts_are_found_again_after_the_project_has_moved(
     assert query(new, "SELECT artifact_uri FROM runs") == [
         (f"{location}/{tracker.run_id}/artifacts",)
     ]
-    assert Store(new).experiments() == {"1": "xcloud"}
 
 
 START_A_RUN = """
 import sys
 from pathlib import Path
-from xcloud.tracking import MlflowTracker
+from xcloud.record.events import append_event
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracking import MlflowTracker, TrackedRun
 
 root, number = sys.argv[1:]
+run_dir = Path(root).parent / number
+run_dir.mkdir()
 tracker = MlflowTracker(root=root, finish_timeout_s=120)
-tracker.start(f"run {number}", {"number": number}, {"sweep": "s"}, Path(root).parent)
-tracker.log({"train/loss": float(number)}, 1)
+run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1))
+tracker.start(run)
+append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
 tracker.finish("finished", {"num_steps": 1})
-assert tracker.run_id, "not recorded"
+assert tracker.run_id and not tracker.recorded().missing, tracker.recorded()
 """
 
 
@@ -187,71 +219,99 @@ def test_four_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None
     assert query(root, "SELECT name, status FROM runs ORDER BY name") == [
         (f"run {number}", "FINISHED") for number in range(4)
     ]
-    assert not list(tmp_path.glob("tracking_backlog*"))
 
 
 # A store in trouble
 
 
-def test_store_that_hangs_delays_no_call_and_leaves_all_in_the_backlog(
+def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered, gave_up = threading.Event(), threading.Event()
 
-    def hang(store: Store) -> Any:
+    def hang(store: Store, view: object) -> Any:
         if not answered.wait(60):
             gave_up.set()
         raise RuntimeError("too late to matter")
 
     monkeypatch.setattr(Store, "open", hang)
     tracker = MlflowTracker(flush_s=0.01, finish_timeout_s=0.3)
-    tracker.start("a", {"rate": 0.6}, {}, tmp_path)
-    tracker.log({"train/loss": 1.0}, 1)
+    tracker.start(tracked(tmp_path))
+    step(tmp_path, 1, 1.0)
     tracker.artifact(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
         tracker.finish("failed", SUMMARY)
     assert not gave_up.is_set(), "a call waited for the store"
+    said = places_of(tracker.recorded())
     answered.set()
-    kinds = [item.get("kind", "head") for item in backlog_of(tmp_path)]
-    assert kinds == ["head", *("tags params metrics artifact tags metrics status".split())]
+    assert said == {"MLflow lacks": "everything (no answer within 0.3 s)"}
     assert len(caplog.records) == 1 and "no answer within 0.3 s" in caplog.text
-    assert "incomplete" in tracker.places()["MLflow"]
 
 
-def test_what_a_store_missed_arrives_when_it_is_back(
+def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_down = True
-    seen_backlog = False
+    """Down from the second step to the fourth, so the event file is all that is left of them."""
+    is_down = threading.Event()
+    failed = threading.Semaphore(0)
 
     def refuse(call: str, value: Any) -> None:
-        nonlocal seen_backlog
-        seen_backlog = seen_backlog or (tmp_path / "tracking_backlog.jsonl").exists()
-        if is_down:
+        if is_down.is_set():
+            failed.release()
             raise ConnectionError("down")
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.tracking.RETRY_AFTER_S", 0.05)
-    tracker = MlflowTracker(flush_s=0.02)
+    monkeypatch.setattr("xcloud.record.tracking.RETRY_AFTER_S", 0.01)
+    tracker = MlflowTracker(flush_s=0.01)
     with caplog.at_level(logging.WARNING):
-        tracker.start("a", {"rate": 0.6}, {"sweep": "s"}, tmp_path)
-        for step in range(1, 4):
-            tracker.log({"train/loss": float(step)}, step)
-            time.sleep(0.1)
-        is_down = False
+        tracker.start(tracked(tmp_path))
+        step(tmp_path, 1, 1.0)
+        wait_for(lambda: client.curve("train/loss") == [(1, 1.0)])
+        is_down.set()
+        for number in (2, 3, 4):
+            step(tmp_path, number, float(number))
+            assert failed.acquire(timeout=30)
+        is_down.clear()
+        wait_for(lambda: len(client.curve("train/loss")) == 4)
+        step(tmp_path, 5, 5.0)
         tracker.finish("finished", SUMMARY)
 
     assert len(caplog.records) == 1  # one warning for many failed attempts
-    assert seen_backlog and not (tmp_path / "tracking_backlog.jsonl").exists()
+    assert client.curve("train/loss") == [(number, float(number)) for number in range(1, 6)]
     assert client.taken("params") == [[("rate", "0.6")]]
-    metrics = [entry for batch in client.taken("metrics") for entry in batch]
-    assert metrics[:3] == [("train/loss", step, float(step)) for step in (1, 2, 3)]
     assert client.calls[-1] == ("status", "FINISHED")
-    assert tracker.places()["MLflow run"] == "id-of-the-run"
+    assert places_of(tracker.recorded())["MLflow run"] == "id-of-the-run"
+    assert "MLflow lacks" not in places_of(tracker.recorded())
 
 
-def test_refused_value_and_lost_file_stay_in_the_backlog_and_the_rest_arrives(
+def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_down = threading.Event()
+
+    def refuse(call: str, value: Any) -> None:
+        if is_down.is_set():
+            raise ConnectionError("down")
+
+    client = FakeClient(refuse)
+    monkeypatch.setattr(Store, "open", open_with(client))
+    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    tracker = MlflowTracker(flush_s=0.01)
+    tracker.start(tracked(tmp_path))
+    step(tmp_path, 1, 1.0)
+    wait_for(lambda: len(client.curve("train/loss")) == 1)
+    is_down.set()
+    step(tmp_path, 2, 2.0)
+    tracker.finish("finished", SUMMARY)
+
+    said = places_of(tracker.recorded())
+    assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
+    assert said["MLflow run"] == "id-of-the-run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl"]
+
+
+def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Refusal(Exception):
@@ -264,30 +324,17 @@ def test_refused_value_and_lost_file_stay_in_the_backlog_and_the_rest_arrives(
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
     tracker = MlflowTracker(flush_s=0.02)
-    tracker.start("a", {"rate": 0.6}, {"sweep": "s"}, tmp_path)
+    tracker.start(tracked(tmp_path))
     tracker.artifact(tmp_path / "never written")
-    tracker.log({"train/loss": 1.0}, 1)
+    step(tmp_path, 1, 1.0)
     with caplog.at_level(logging.WARNING):
         tracker.finish("stopped", SUMMARY)
 
-    kinds = [item.get("kind", "head") for item in backlog_of(tmp_path)]
-    assert kinds == ["head", "params", "artifact"]
+    lacks = "parameters, which it refused; never written, which it refused"
+    assert places_of(tracker.recorded())["MLflow lacks"] == lacks
     assert len(caplog.records) <= 1
-    assert client.taken("metrics")[0] == [("train/loss", 1, 1.0)]
+    assert client.curve("train/loss") == [(1, 1.0)]
     assert client.calls[-1] == ("status", "KILLED")
-
-
-def test_backlog_of_an_earlier_run_in_the_folder_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tracking_backlog.jsonl").write_text("of the run before\n")
-    monkeypatch.setattr(Store, "open", open_with(FakeClient()))
-    tracker = MlflowTracker(flush_s=0.02)
-    tracker.start("a", {}, {}, tmp_path)
-    tracker.finish("finished", SUMMARY)
-
-    assert (tmp_path / "tracking_backlog.jsonl").read_text() == "of the run before\n"
-    assert "MLflow run" in tracker.places()
 
 
 def test_failed_run_has_its_cause_as_a_tag(
@@ -296,7 +343,7 @@ def test_failed_run_has_its_cause_as_a_tag(
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
     tracker = MlflowTracker(flush_s=0.02)
-    tracker.start("a", {}, {}, tmp_path)
+    tracker.start(tracked(tmp_path, tags={}))
     tracker.finish("failed", {"cause": "rank 1 died", "num_steps": 0})
 
     tags = dict(pair for batch in client.taken("tags") for pair in batch)
@@ -310,15 +357,19 @@ def test_many_steps_travel_in_few_calls_of_a_size_that_mlflow_takes(
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
     tracker = MlflowTracker(flush_s=0.2)
-    tracker.start("a", {str(index): index for index in range(250)}, {}, tmp_path)
-    for step in range(500):
-        tracker.log({f"train/{index}": 0.0 for index in range(7)}, step)
+    params = {str(index): index for index in range(250)}
+    tracker.start(tracked(tmp_path, params=params))
+    values = {str(index): 0.0 for index in range(7)}
+    for number in range(500):
+        step(tmp_path, number, None, values=values)
     tracker.finish("finished", SUMMARY)
 
     assert [len(batch) for batch in client.taken("params")] == [100, 100, 50]
     sizes = [len(batch) for batch in client.taken("metrics")]
-    assert max(sizes) <= 1000 and len(sizes) <= 7
-    assert sum(sizes) == 500 * 7 + len(final_metrics(SUMMARY))
+    assert max(sizes) <= 1000 and len(sizes) <= 12
+    assert len(client.curve("train/3")) == 500
+    num_of_a_step = 7 + len(("step_s", "compute_s", "codec_s", "waiting_s"))
+    assert sum(sizes) == 500 * num_of_a_step + len(final_metrics(SUMMARY))
 
 
 # Settings
@@ -331,7 +382,7 @@ def test_config_file_is_one_constructor_call(name: str) -> None:
 
     tracker: Tracker = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     assert tracker == {"mlflow": MlflowTracker(), "none": NullTracker()}[name]
-    assert tracker.places() == {}
+    assert tracker.recorded() is None and places_of(None) == {}
     assert pickle.loads(pickle.dumps(tracker)) == tracker
 
 
@@ -345,7 +396,8 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
-    modules = "events progress summary report_table tracking tracked_values ui project".split()
+    modules = "record.events report.progress record.summary report.report_table record.tracking"
+    modules = [*modules.split(), "record.tracked_values", "report.ui", "project", "__main__"]
     code = f"""
 import importlib, sys
 for name in {modules}:

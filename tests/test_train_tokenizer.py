@@ -13,7 +13,6 @@ from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TrainedTokenizer
 
 def test_the_command_makes_a_file_that_all_clouds_can_load(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "train.es.txt").write_text("uno\ndos\n")
@@ -22,8 +21,7 @@ def test_the_command_makes_a_file_that_all_clouds_can_load(
 
     def run(*languages: str) -> None:
         options = ["--out", str(out), "--vocab-size", "300", "--languages", *languages]
-        monkeypatch.setattr("sys.argv", ["train_tokenizer", str(tmp_path), *options])
-        train_tokenizer.main()
+        train_tokenizer.main([str(tmp_path), *options])
 
     run("es", "en")
     digests = {FileTokenizer(str(out)).prepare((), tmp_path).digest for _ in range(2)}

@@ -1,4 +1,4 @@
-"""`python -m xcloud.ui` as a user meets it."""
+"""`python -m xcloud ui` as a user meets it."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import ui
-from xcloud.mlflow_store import Store, prepare_environment
+from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.report import ui
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_serves_the_store_and_ends_cleanly(
     prepare_environment()
     client, experiment_id = Store(tmp_path).open()
     client.create_run(experiment_id, run_name="a run")
-    command = [sys.executable, "-m", "xcloud.ui", "--root", str(tmp_path), "--port", str(port)]
+    command = [sys.executable, "-m", "xcloud", "ui", "--root", str(tmp_path), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

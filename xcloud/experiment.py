@@ -28,14 +28,14 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.job import Job
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
-from xcloud.progress import ProgressLine
 from xcloud.project import project_root
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracking import Tracker
+from xcloud.report.progress import ProgressLine
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
-from xcloud.summary import RunStatistics
 from xcloud.tasks.task import Task
-from xcloud.tracking import Tracker
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 

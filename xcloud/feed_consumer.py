@@ -19,13 +19,13 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.errors import LinkClosed
 from xcloud.feed_experiment import FeedExperiment
 from xcloud.feed_producer import ProducerRun
-from xcloud.feed_summary import COUNTS, precision_recall
 from xcloud.feed_wiring import CloudGroup
 from xcloud.launch import failure_of
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_inbox import Arrived, FeedInbox
 from xcloud.parallel.feed_parts import SUMS, Consumer
 from xcloud.parallel.feed_plan import FeedPlan, Order, Round, Source, State
+from xcloud.record.feed_summary import COUNTS, precision_recall
 from xcloud.reporter import Reporter
 from xcloud.training.divergence import DivergenceGuard
 

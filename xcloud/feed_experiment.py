@@ -12,11 +12,11 @@ from xcloud.checks import check_int
 from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.feed_progress import FeedProgressLine
-from xcloud.feed_summary import FeedStatistics
 from xcloud.parallel.feed_parts import FeedModel
 from xcloud.parallel.feed_plan import Feed
-from xcloud.tracking import Tracker
+from xcloud.record.feed_summary import FeedStatistics
+from xcloud.record.tracking import Tracker
+from xcloud.report.feed_progress import FeedProgressLine
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 
 

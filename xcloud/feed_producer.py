@@ -12,11 +12,11 @@ import torch
 
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
-from xcloud.events import TIMES
 from xcloud.feed_wiring import CloudGroup, ProducerWiring
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_orders import NOBODY
 from xcloud.parallel.feed_parts import Fed, Producer
+from xcloud.record.events import TIMES
 from xcloud.reporter import FLUSH_EVERY_S, Reporter
 from xcloud.training.divergence import DivergenceGuard
 

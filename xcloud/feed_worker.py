@@ -15,7 +15,6 @@ from xcloud.agreement import Agreed
 from xcloud.cluster.feed_layout import FeedPlacement
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.errors import ConfigError, LinkError
-from xcloud.events import EVENTS_FILE
 from xcloud.export import exporting
 from xcloud.feed_consumer import ConsumerRun, LocalFeeding
 from xcloud.feed_experiment import FeedExperiment
@@ -24,6 +23,7 @@ from xcloud.feed_wiring import CloudGroup, ConsumerWiring, FeedWirer, ProducerWi
 from xcloud.launch import error_file, ready_file
 from xcloud.parallel.feed_parts import Consumer, FeedContext
 from xcloud.project import project_root
+from xcloud.record.events import EVENTS_FILE
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.training.divergence import DivergenceGuard

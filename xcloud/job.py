@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xcloud.cluster.layout import Wan
-from xcloud.progress import ProgressLine
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracking import Tracker
+from xcloud.report.progress import ProgressLine
 from xcloud.security.observer import LeakMeter
-from xcloud.summary import RunStatistics
-from xcloud.tracking import Tracker
 
 
 class Place(Protocol):

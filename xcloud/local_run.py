@@ -12,9 +12,10 @@ from omegaconf import DictConfig
 
 from xcloud import experiment as experiments
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.events import EVENTS_FILE
 from xcloud.launch import LocalRanks
-from xcloud.monitor import SUMMARY_FILE, Monitor
+from xcloud.monitor import Monitor
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import SUMMARY_FILE
 
 
 def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:

@@ -17,22 +17,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xcloud.curves import RunCurves
 from xcloud.errors import XcloudError
 from xcloud.evaluation import SAMPLES_FILE
-from xcloud.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
 from xcloud.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.export import MODEL_DIR
 from xcloud.job import Job
 from xcloud.project import commit
-from xcloud.report_table import print_report
+from xcloud.record.curves import RunCurves
+from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
+from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.record.timeline import timeline_of, write_trace
+from xcloud.record.tracking import TrackedRun
+from xcloud.report.mlflow_view import places_of, prepared_view
+from xcloud.report.report_table import print_report
 from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
-from xcloud.summary import write_summary
-from xcloud.timeline import timeline_of, write_trace
-from xcloud.tracked_values import quality_metrics, step_metrics
 
-SUMMARY_FILE = "summary.json"
 TRACE_FILE = "timeline.json"
 RECORD_WITHIN_S = 10.0
 
@@ -65,7 +65,12 @@ class Monitor:
         }
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
-        experiment.tracker.start(experiment.run_name, self.params, tags, self.run_dir)
+        # A reader and statistics of its own: it may fall behind while its store is down.
+        run = TrackedRun(
+            experiment.run_name, self.params, tags, self.run_dir, experiment.new_statistics(),
+            prepared_view(),
+        )  # fmt: skip
+        experiment.tracker.start(run)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
     def poll(self) -> bool:
@@ -83,7 +88,6 @@ class Monitor:
         return self._heard
 
     def _take(self, event: Event) -> None:
-        tracker = self.experiment.tracker
         if event["event"] == "quality":
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -92,10 +96,6 @@ class Monitor:
         self._curves.feed(event, totals)
         if event["event"] == "finish":
             self.finished_ranks.add(event["rank"])
-        if totals is not None:
-            tracker.log(step_metrics(totals), totals.step)
-        if event["event"] == "quality":
-            tracker.log(quality_metrics(event), event["step"])
         if self._shows:
             try:
                 self._progress.show(event)
@@ -152,7 +152,7 @@ class Monitor:
             places["model"] = self.run_dir / MODEL_DIR
             if cause is None and (command := experiment.next_command(self.run_dir)) is not None:
                 places["next"] = command
-        print_report(summary, {**places, **tracker.places()})
+        print_report(summary, {**places, **places_of(tracker.recorded())})
         return summary
 
     def _audit_wire(self) -> dict[str, Any]:
@@ -189,7 +189,9 @@ class Monitor:
             if timeline is not None:
                 write_trace(self.run_dir / TRACE_FILE, timeline, facts)
                 written.append(self.run_dir / TRACE_FILE)
-            from xcloud.pictures import write_pictures  # only now: matplotlib takes half a second
+            from xcloud.report.pictures import (
+                write_pictures,  # only now: matplotlib takes half a second
+            )
 
             title = f"{experiment.name} seed {experiment.seed}, {facts['schedule']}, "
             title += f"link: {facts['link']}, compression: {facts['compression']}"

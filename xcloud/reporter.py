@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from xcloud.cluster.frame import Frame
-from xcloud.events import LOST_LINES_FILE
+from xcloud.record.events import LOST_LINES_FILE
 
 FLUSH_EVERY_S = 1.0
 _MAX_CHUNK_BYTES = 1 << 17

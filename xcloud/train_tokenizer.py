@@ -1,5 +1,5 @@
 """Make the tokenizer that all clouds of a one-way job share, from public text:
-    python -m xcloud.train_tokenizer FOLDER --languages es en --out tokenizer.json
+    python -m xcloud train-tokenizer FOLDER --languages es en --out tokenizer.json
 
 FOLDER is read as text.source.path of a run is (xcloud/tasks/corpus/text_folder.py). Whoever gets
 the file learns which pieces of words the texts use: train it on text that may be known, then copy
@@ -17,7 +17,7 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from xcloud.checks import check_int, check_number
@@ -90,9 +90,9 @@ def mixed(sizes: Mapping[str, int], most: int, power: float) -> dict[str, int]:
     return numbers
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m xcloud.train_tokenizer",
+        prog="python -m xcloud train-tokenizer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--lowercase", action="store_true")
     parser.add_argument("--max-texts", type=int, default=200_000, help="of all languages together")
     parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         settings = TrainedTokenizer(arguments.vocab_size, arguments.kind, arguments.lowercase)
         tokenizer = train(
@@ -121,7 +121,3 @@ def main() -> None:
         f"{arguments.out}: {tokenizer.token_ids.size:,} pieces, digest {tokenizer.digest:08x}; "
         "copy it to every cloud"
     )
-
-
-if __name__ == "__main__":
-    main()

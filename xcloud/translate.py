@@ -1,4 +1,4 @@
-"""Translate lines with a trained run: python -m xcloud.translate RUN "Una línea." ["Otra."]
+"""Translate lines with a trained run: python -m xcloud translate RUN "Una línea." ["Otra."]
 
 RUN is a run's output folder. All stages run in this process; the message between two clouds goes
 through the run's compressors, as it did in training (--uncompressed leaves them out).
@@ -86,16 +86,16 @@ class Translator:
         return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m xcloud.translate",
+        prog="python -m xcloud translate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
     parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         translator = Translator(arguments.run, compressed=not arguments.uncompressed)
     except XcloudError as error:
@@ -105,7 +105,3 @@ def main() -> None:
         return
     for line in sys.stdin:
         print(translator.translate([line.strip()])[0], flush=True)
-
-
-if __name__ == "__main__":
-    main()

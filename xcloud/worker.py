@@ -29,7 +29,6 @@ from xcloud.agreement import Agreed, agree
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.evaluation import Evaluator
-from xcloud.events import EVENTS_FILE
 from xcloud.experiment import (
     EXPERIMENT_FILE,
     Experiment,
@@ -46,13 +45,14 @@ from xcloud.models.split import BuildContext
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
 from xcloud.project import project_root
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.reporter import EventFile, Reporter
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.wire_audit import write_rank_audit
 from xcloud.tasks.task import TaskData
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Lanes, Trainer
-from xcloud.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.wan_meter import WanMeter
 from xcloud.wiring import Wiring, wire
 

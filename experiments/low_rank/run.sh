@@ -18,7 +18,7 @@ sweep() { # task longest-text layers ranks head-rank scored
     python run.py -m $task model.split.layer=$3 model.split.rank=96 $few $rate=0.5 seed=1,2,3 sweep=$1_96
     python run.py -m $task model.split.layer=4 model.split.rank=16 model.split.head_rank=$5 \
         $few $rate=0.3 seed=1,2,3 sweep=$1_high
-    python -m xcloud.report $1 $1_96
+    python -m xcloud report $1 $1_96
 }
 sweep sst2 40 0,1,2,3,4,5 8,16,32 8 null
 python run.py -m +exp=bert_split_sst2 task.path=$data/sst2 task.max_length=40 $common \

@@ -50,7 +50,7 @@ done
 # Real text, Spanish and English: discriminators from drawn weights and from MiniLM, before and after
 # pre-training, each fine-tuned on English pairs.
 python experiments/one_way/prepare_text.py "$data" "$out/text"
-python -m xcloud.train_tokenizer "$out/text" --languages en es --vocab-size 6000 \
+python -m xcloud train-tokenizer "$out/text" --languages en es --vocab-size 6000 \
     --out "$out/tokenizer.json"
 real="$demo profile=files cluster=local model.text.source.path=$out/text model.text.max_length=64
     model.generators.cloud_a.pairs=[en-es] model.generators.cloud_a.mask_share=0.2

@@ -19,7 +19,7 @@ set (membership); lengths of texts (row counts cross in plain); steps before the
 several clouds put together would know. A low figure is no proof of privacy.
 
 Of a run on several machines put the observations folders together, then
-    python -m xcloud.security.leak_meter RUN_DIR
+    python -m xcloud leak-meter RUN_DIR
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure(run_dir: Path) -> dict[str, Any]:
         raise DataError(
             f"{run_dir / OBSERVATIONS_DIR} lacks the notes of rank "
             f"{', '.join(map(str, notes.missing))}; put the {OBSERVATIONS_DIR} folders of all "
-            "machines together and run python -m xcloud.security.leak_meter RUN_DIR"
+            "machines together and run python -m xcloud leak-meter RUN_DIR"
         )
     label = _labels(notes)
     text = _texts(notes)
@@ -282,7 +282,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.security.leak_meter")
+    parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
     parser.add_argument("run_dir", type=Path, help="run folder with the notes of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
     try:

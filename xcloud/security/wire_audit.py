@@ -5,7 +5,7 @@ Every rank writes `rankN.wire.json` beside its own run when its links have close
 it sent is missing. For a rank whose file is missing stands what its receivers got, where they note
 it (one-way jobs, which outlive a producer). `join_audit` makes `wire_audit.json` of those that lie
 in one folder; of a run on several machines put them together first and run
-    python -m xcloud.security.wire_audit RUN_DIR
+    python -m xcloud wire-audit RUN_DIR
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _span(a: int | str, b: int | str) -> int | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.security.wire_audit")
+    parser = argparse.ArgumentParser(prog="python -m xcloud wire-audit")
     parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
     try:
         audit = join_audit(parser.parse_args(arguments).run_dir)

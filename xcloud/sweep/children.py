@@ -18,7 +18,7 @@ from pathlib import Path
 
 from xcloud.errors import XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, read_config
-from xcloud.monitor import SUMMARY_FILE
+from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
 
 OUTPUT_FILE = "output.log"

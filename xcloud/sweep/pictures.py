@@ -15,8 +15,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from xcloud.picture_style import COLOURS, DPI, FAINT, INK
-from xcloud.scores import score_name
+from xcloud.record.scores import score_name
+from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK
 from xcloud.sweep.results import Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"

@@ -64,7 +64,7 @@ class Point:
 
 def identity(settings: Settings, without: Sequence[str] = ()) -> str:
     """A short hash of what decides the result. without: leave out these and what is below them."""
-    kept = {key: value for key, value in _deciding(settings).items() if not _below(key, without)}
+    kept = {key: value for key, value in deciding(settings).items() if not _below(key, without)}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -86,7 +86,7 @@ def workload_key(settings: Settings) -> str:
 
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """What decides the result and is not the same in both; missing is None."""
-    one, other = _deciding(one), _deciding(other)
+    one, other = deciding(one), deciding(other)
     return {
         key: (one.get(key), other.get(key))
         for key in sorted({*one, *other})
@@ -96,7 +96,7 @@ def differences(one: Settings, other: Settings) -> dict[str, tuple[object, objec
 
 def varying(many: Sequence[Settings]) -> list[str]:
     """Settings that are not the same in all, in the order of the first that has them."""
-    many = [_deciding(settings) for settings in many]
+    many = [deciding(settings) for settings in many]
     keys = dict.fromkeys(key for settings in many for key in settings)
     return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
 
@@ -215,7 +215,7 @@ def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", str(value)
 
 
-def _deciding(settings: Settings) -> Settings:
+def deciding(settings: Settings) -> Settings:
     """The settings that decide the result."""
     silent = [SPLIT] if is_unsplit(settings) else []
     return {

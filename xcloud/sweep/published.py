@@ -1,35 +1,21 @@
-"""What the papers report for settings that our sweeps contain. Numbers only from the sources.
-
-[N] Pan, Hou, Yang, Yu, Xiang, ZTE Technology Journal 2023(4), sections 2.1, 2.2 and Table 2.
-[SFT] Shi et al., arXiv 2211.16703.
+"""What others have published for settings of our sweeps, to stand beside our rows. The figures
+are data of the studies: experiments/published.toml, which says how rows are found.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 
-from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, is_unsplit
-from xcloud.sweep.results import ONE_CLOUD, Row
+from xcloud.errors import ConfigError
+from xcloud.project import project_root
+from xcloud.sweep.points import is_unsplit
+from xcloud.sweep.results import Row
 
-TABLE_2 = (
-    "paper: IWSLT'14 Es→En, ERNIE-M and BERT, 16 V100 (Pan et al. 2023, Table 2): other data, "
-    "models and machines, so its BLEU never compares with ours in absolute terms; shares of the "
-    "uncompressed step time do, with care."
-)
-DIFFERENCE = "−4.19 is a difference as published; the score itself is not."
-SPLIT_FINE_TUNING = (
-    "paper: BERT-base unsplit, cased (SQuAD: uncased), GLUE over 5 seeds, in percent (Shi et al., "
-    "arXiv 2211.16703): another model or amount of data, so it never compares with ours in "
-    "absolute terms; its accuracies of split models are not published as numbers."
-)
-TRAFFIC = (
-    "paper's ratio: 1/96 of the traffic for r=8 at layer 11 of BERT-base (768 / 8), counted in "
-    "values of the cut alone; ours is bytes on the link, the head's border and headers included."
-)
-THROUGHPUT = (
-    "paper: 85 % of the throughput in a single cloud, on its own network, models and NPUs (Pan "
-    "et al. 2023, 2.1); ours holds for the link and the ranks of this sweep."
-)
+FILE = Path("experiments", "published.toml")
 
 
 @dataclass(frozen=True)
@@ -41,55 +27,37 @@ class Published:
     share: float | None = None
     ratio: float | None = None
     of_one_cloud: float | None = None
-    notes: tuple[str, ...] = (TABLE_2,)
+    notes: tuple[str, ...] = ()
 
 
-AB_NET = ("abnet_iwslt", "abnet_table2")
-LOCAL = Published("43.19")  # "ABNet-Local"
-FROM_SCRATCH = Published("39.60")  # Transformer-Base
-ACROSS_CLOUDS = {
-    "fp16(svd(0.6))+int8": Published("41.92", 0.32),  # "ABNet-Cloud", the best of Table 2
-    "fp16(svd(0.2))+int8": Published("−4.19", 0.19, notes=(TABLE_2, DIFFERENCE)),
-}
-SPLIT_BERT = "bert_split"  # experiments begin with it: bert_split_sst2
-# Unsplit, by task, then by the task's first score. MRPC's and SQuAD's two stand together.
-UNSPLIT = {
-    "sst2": "92.23±0.57",
-    "qnli": "90.82±0.17",
-    "mnli": "83.80±0.16",
-    "mrpc": "88.97/84.36",
-    "rte": "64.76±1.04",
-    "cola": "59.04±1.06",
-    "squad": "F1 88.52 / EM 81.22",
-}
-PRE_TRAINING = "electra_multilingual"
+Where = dict[str, str | bool | list[str]]
 
 
 def published_for(row: Row) -> Published | None:
-    name, settings = str(row.settings.get("name")), row.settings
-    if name in AB_NET:
-        return _ab_net(settings, row.compression)
-    if name.startswith(SPLIT_BERT):
-        return _split_bert(name, settings)
-    if name == PRE_TRAINING and row.share_of_one_cloud and row.cluster not in (ONE_CLOUD, "local"):
-        return Published(of_one_cloud=0.85, notes=(THROUGHPUT,))
+    """Of the first entry that fits the row; None without one, or without the file."""
+    for where, found in entries(project_root() / FILE):
+        if all(_fits(row, key, wanted) for key, wanted in where.items()):
+            return found if found.notes else None
     return None
 
 
-def _ab_net(settings: Settings, compression: str) -> Published | None:
-    if settings.get("model") == "Transformer":
-        return FROM_SCRATCH
-    if settings.get("model") == "AbNet" and settings.get("cluster.name") == "local":
-        return LOCAL
-    return ACROSS_CLOUDS.get(compression) if settings.get("model") == "AbNet" else None
+@cache
+def entries(path: Path) -> list[tuple[Where, Published]]:
+    """Raises ConfigError for a file that says something else."""
+    if not path.is_file():
+        return []
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return [(entry.pop("where"), Published(**{
+            **entry, "notes": tuple(data["notes"][name] for name in entry.get("notes", ())),
+        })) for entry in data["published"]]  # fmt: skip
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no list of published figures: {error!r}") from error
 
 
-def _split_bert(name: str, settings: Settings) -> Published | None:
-    task = str(settings.get("task.name") or name.removeprefix(f"{SPLIT_BERT}_"))
-    task = task.replace("-", "").replace("_", "").removesuffix("v1")
-    if is_unsplit(settings):
-        found = UNSPLIT.get(task)
-        return Published(found, notes=(SPLIT_FINE_TUNING,)) if found else None
-    if (settings.get(CUT_LAYER), settings.get(CUT_RANK)) == (11, 8):
-        return Published(ratio=96.0, notes=(TRAFFIC,))
-    return None
+def _fits(row: Row, key: str, wanted: str | bool | list[str]) -> bool:
+    if key == "unsplit":
+        return is_unsplit(row.settings) == wanted
+    value = str(row.compression if key == "compression" else row.settings.get(key))
+    options = wanted if isinstance(wanted, list) else [str(wanted)]
+    return any(fnmatchcase(value, option) for option in options)

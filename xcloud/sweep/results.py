@@ -14,9 +14,9 @@ from typing import Any
 
 from xcloud.errors import ConfigError
 from xcloud.experiment import EXPERIMENT_FILE, flatten, read_config
-from xcloud.mlflow_store import Store
-from xcloud.monitor import SUMMARY_FILE
-from xcloud.scores import LEAKS
+from xcloud.record.mlflow_store import Store
+from xcloud.record.scores import LEAKS
+from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import (
     Settings,
     identity,

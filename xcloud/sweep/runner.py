@@ -21,9 +21,9 @@ from xcloud.checks import check_int
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, write
 from xcloud.local_run import sigterm_as_interrupt
-from xcloud.progress import human_duration
-from xcloud.report_table import human_seconds
-from xcloud.scores import score_name, score_text
+from xcloud.record.scores import score_name, score_text
+from xcloud.report.progress import human_duration
+from xcloud.report.report_table import human_seconds
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary
@@ -60,8 +60,8 @@ class Sweep:
             return refuse([str(error)])
 
     def _run(self, points: list[Point], state: SweepState, run_here: RunHere) -> int:
-        from xcloud.report import close_sweep
         from xcloud.sweep import view
+        from xcloud.sweep.report import close_sweep
 
         earlier = [
             tuple(entry["overrides"])
@@ -87,7 +87,7 @@ class Sweep:
             _say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             usual = self.folder == Path("multirun", self.name).absolute()
             _say(f"continue it:    {self.command}")
-            _say(f"the table now:  python -m xcloud.report {self.name if usual else self.folder}")
+            _say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
             return INTERRUPTED
         close_sweep(self.folder)
         if self.causes:

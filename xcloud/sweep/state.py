@@ -22,16 +22,15 @@ from typing import Any, Literal
 
 from xcloud.errors import ConfigError
 from xcloud.experiment import EXPERIMENT_FILE, flatten, read_config
-from xcloud.monitor import SUMMARY_FILE
 from xcloud.project import commit
-from xcloud.summary import write_summary
+from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
 STATE_FILE = "sweep.json"
 LOCK_FILE = ".lock"
 EARLIER_DIR = "earlier"
 # Code that arranges and shows runs, and cannot change what one computes.
-BESIDE_CODE = ("sweep", "_hydra", "ui.py", "report.py")
+BESIDE_CODE = ("sweep", "_hydra", "report", "__main__.py")
 
 Verdict = Literal["run", "skip", "again"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcloud.report_table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
-from xcloud.scores import score_name, score_text, shown_scores
+from xcloud.record.scores import score_name, score_text, shown_scores
+from xcloud.record.tracked_values import final_metrics
+from xcloud.report.report_table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
 from xcloud.sweep.points import identity, varying
 from xcloud.sweep.published import Published, published_for
 from xcloud.sweep.results import Result, Row, Spread
-from xcloud.tracked_values import final_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console

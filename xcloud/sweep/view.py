@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
-from xcloud.mlflow_view import artifacts_page, page, prepared_view, sweep_key
 from xcloud.project import project_root
+from xcloud.record.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
+from xcloud.record.tracking import MlflowTracker, Tracker
+from xcloud.report.mlflow_view import artifacts_page, page, prepared_view, sweep_key, ui_command
 from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, varying
-from xcloud.tracking import MlflowTracker, Tracker
 
 MOST_PARAMS = 6  # columns; more do not fit a window
 TIMEOUT_S = 30.0
@@ -99,7 +99,7 @@ def _links(store: Store, sweep: str, experiment_id: str, tracker: Tracker) -> li
         f"MLflow charts  {page(server, experiment_id, sweep_key(sweep), charts=True)}",
     ]
     if store.uri is None and isinstance(tracker, MlflowTracker):
-        links.append(f"served by      {tracker.ui_command} --sweep {sweep}")
+        links.append(f"served by      {ui_command(tracker.root)} --sweep {sweep}")
     return links
 
 

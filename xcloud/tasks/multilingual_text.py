@@ -57,7 +57,7 @@ class MultilingualText:
             raise ConfigError(
                 "text.tokenizer cannot be trained within this run: each cloud reads its own "
                 "languages only, and all need the same tokenizer. Make it beforehand with "
-                "`python -m xcloud.train_tokenizer --out FILE …` and set "
+                "`python -m xcloud train-tokenizer --out FILE …` and set "
                 "text.tokenizer={_target_: xcloud.tasks.tokenizer.FileTokenizer, path: FILE}"
             )
 

@@ -272,21 +272,23 @@ class TrainedTokenizer:
 @dataclass(frozen=True)
 class FileTokenizer:
     """One that was made beforehand, and that all clouds hold a copy of:
-    python -m xcloud.train_tokenizer --out FILE …
+    python -m xcloud train-tokenizer --out FILE …
     """
 
     path: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise ConfigError("FileTokenizer.path must name a file of xcloud.train_tokenizer")
+            raise ConfigError(
+                "FileTokenizer.path must name a file of `python -m xcloud train-tokenizer`"
+            )
 
     def check(self) -> None:
         """Raise DataError if the file is not there."""
         if not Path(self.path).expanduser().is_file():
             raise DataError(
                 f"no tokenizer file {self.path}; make it with "
-                f"`python -m xcloud.train_tokenizer FOLDER --languages … --out {self.path}`"
+                f"`python -m xcloud train-tokenizer FOLDER --languages … --out {self.path}`"
             )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:

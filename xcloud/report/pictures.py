@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from xcloud.curves import RunCurves
-from xcloud.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
-from xcloud.summary import num_warmup_steps
-from xcloud.timeline import Timeline
-from xcloud.timeline_picture import write_timeline
+from xcloud.record.curves import RunCurves
+from xcloud.record.summary import num_warmup_steps
+from xcloud.record.timeline import Timeline
+from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
+from xcloud.report.timeline_picture import write_timeline
 
 LOSS_PICTURE = "loss.png"
 STEP_TIME_PICTURE = "step_time.png"

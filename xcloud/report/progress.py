@@ -1,7 +1,7 @@
 """The live line of a run: where it is, how fast, what it waits for. Shows; measures nothing.
 
-On a terminal one line is rewritten (at most 10 times a second), elsewhere a line is printed
-about every 10 s:
+On a terminal rich keeps one line up to date below all else that is printed (10 times a second at
+most); elsewhere a line is printed about every 10 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
@@ -9,17 +9,19 @@ Times are smoothed; the waiting is that of the cloud that waits most, the link's
 busier direction. The summary has them apart.
 """
 
+from __future__ import annotations
+
+import io
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.events import Event, StepTotals
-from xcloud.scores import score_name, score_text
+from xcloud.record.events import Event, StepTotals
+from xcloud.record.scores import score_name, score_text
 
-REDRAW_S = 0.1
+REDRAWS_PER_S = 10
 PRINT_S = 10.0
 SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
 
@@ -38,14 +40,20 @@ class ProgressLine:
         """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
         self.max_steps = max_steps
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
-        self.stream = sys.stdout if stream is None else stream
-        self.live = self.stream.isatty()
+        from rich.console import Console
+        from rich.live import Live
+
+        stream = sys.stdout if stream is None else stream
+        if isinstance(stream, io.TextIOWrapper):
+            # A corpus sample must not end the run of someone whose terminal speaks ASCII.
+            stream.reconfigure(errors="replace")
+        self._console = Console(file=stream)
+        self._rewrites = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
         self._smooth = _Smooth()
-        self._line = ""  # what should be seen
-        self._num_on_screen = 0  # characters of it on the terminal's current line
-        self._stale = False  # the line has news that were not drawn
-        self._drawn_at_s = -math.inf
+        self._unprinted = ""  # the line, where none is rewritten and there is news in it
+        self._printed_at_s = -math.inf
         self._phase = ""
 
     def update(self, totals: StepTotals) -> None:
@@ -58,11 +66,17 @@ class ProgressLine:
             smooth.put(f"waiting {cloud}", waiting_s)
         for direction in ("forward", "backward"):
             smooth.put(f"sent {direction}", totals.sent.get(direction, 0))
-        self._line = self._describe(totals.step, totals)
-        self._stale = True
-        due_s = REDRAW_S if self.live else PRINT_S
-        if self._clock() - self._drawn_at_s >= due_s:
-            self._draw()
+        line = self._describe(totals.step, totals)
+        if self._rewrites:
+            from rich.text import Text
+
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+            return
+        self._unprinted = line
+        if self._clock() - self._printed_at_s >= PRINT_S:
+            self._printed_at_s = self._clock()
+            self._print_line()
 
     def show(self, event: Event) -> None:
         """Print what an event has to say in words; step events say nothing here."""
@@ -78,19 +92,20 @@ class ProgressLine:
             self.note(_describe_quality(event))
 
     def note(self, text: str) -> None:
-        """Print a line (or several) above the live one, at once."""
-        self._erase()
-        self._write(text + "\n")
-        if self.live and self._line:
-            self._draw()
+        """Print a line (or several), on a terminal above the live one, at once."""
+        from rich.text import Text
+
+        self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and end its line."""
-        if self._stale or (self.live and self._line):
-            self._draw()
-        if self._num_on_screen:
-            self._write("\n")
-        self._line, self._num_on_screen, self._stale = "", 0, False
+        self._live.stop()
+        self._print_line()
+
+    def _print_line(self) -> None:
+        if self._unprinted:
+            self.note(self._unprinted)
+            self._unprinted = ""
 
     def _describe(self, step: int, totals: StepTotals) -> str:
         smooth = self._smooth
@@ -118,28 +133,6 @@ class ProgressLine:
             return f"sends {8e-6 * busiest / step_s:.1f} Mbit/s" if step_s else ""
         use = 8 * busiest / (self.bandwidth_bits_per_s * step_s) if step_s else 0.0
         return f"link {100 * use:.0f} %"
-
-    def _draw(self) -> None:
-        self._drawn_at_s = self._clock()
-        self._stale = False
-        if not self.live:
-            self._write(self._line + "\n")
-            return
-        # A line as wide as the window would wrap, and \r would then return to its second half.
-        text = self._line[: shutil.get_terminal_size().columns - 1]
-        self._write("\r" + text.ljust(self._num_on_screen))
-        self._num_on_screen = len(text)
-
-    def _erase(self) -> None:
-        if self._num_on_screen:
-            self._write("\r" + " " * self._num_on_screen + "\r")
-            self._num_on_screen = 0
-
-    def _write(self, text: str) -> None:
-        # A corpus sample must not end the run of someone whose terminal speaks ASCII.
-        encoding = self.stream.encoding or "utf-8"
-        self.stream.write(text.encode(encoding, "replace").decode(encoding))
-        self.stream.flush()
 
 
 class _Smooth:

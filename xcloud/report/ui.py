@@ -1,4 +1,4 @@
-"""`python -m xcloud.ui`: the recorded runs in the browser. Starts MLflow's server; adds no page.
+"""`python -m xcloud ui`: the recorded runs in the browser. Starts MLflow's server; adds no page.
 
 `mlflow ui` by itself would look at an empty mlflow.db in the working directory, start 14
 processes, and open an experiment on a page made for something else.
@@ -15,20 +15,29 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
-from xcloud.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
-from xcloud.mlflow_view import VIEW_KEY, page, sweep_key
 from xcloud.project import project_root
+from xcloud.record.mlflow_store import (
+    UI_HOST,
+    UI_PORT,
+    VIEW_KEY,
+    Store,
+    prepare_environment,
+    view_tag,
+)
+from xcloud.report.mlflow_view import page, sweep_key
 
 HOST = UI_HOST
 LATEST_SWEEPS = 5  # that are linked
+LATEST_RUNS = 1000  # among which they are looked for
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 STOP_TIMEOUT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.ui", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m xcloud ui", description=__doc__)
     parser.add_argument("--port", type=int, default=UI_PORT)
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--sweep", help="print the links of this sweep only")
@@ -51,38 +60,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     store.follow_move()
-    if settings.sweep and not sweep_links(store, settings.port, settings.sweep):
-        print(f"No sweep {settings.sweep!r} is recorded in {store.database}.", file=sys.stderr)
-        return 1
     return _serve(store, settings.port, settings.sweep)
 
 
-def links(store: Store, port: int) -> list[str]:
-    """For each experiment: its runs with our columns, the charts of all curves, the plain table;
-    then the latest sweeps."""
+def links(client: Any, port: int) -> list[str]:
+    """For each experiment with a run: its runs with our columns, the charts of all curves, the
+    plain table; then the latest sweeps. client: an MlflowClient."""
     lines = []
     server = f"http://{HOST}:{port}"
-    for key, name in store.experiments().items():
-        lines += [
-            f"{name}:",
-            f"  figures  {page(server, key, VIEW_KEY)}",
-            f"  charts   {page(server, key, charts=True)}",
-            f"  all      {page(server, key)}",
-        ]
-    return lines + sweep_links(store, port)
+    for experiment in client.search_experiments(order_by=["creation_time ASC"]):
+        key = experiment.experiment_id
+        if client.search_runs([key], max_results=1):
+            lines += [
+                f"{experiment.name}:",
+                f"  figures  {page(server, key, VIEW_KEY)}",
+                f"  charts   {page(server, key, charts=True)}",
+                f"  all      {page(server, key)}",
+            ]
+    return lines + sweep_links(client, port)
 
 
-def sweep_links(store: Store, port: int, sweep: str | None = None) -> list[str]:
-    """The table and the charts of one sweep, or of the latest ones."""
+def sweep_links(client: Any, port: int, sweep: str | None = None) -> list[str]:
+    """The table and the charts of one sweep, or of the latest ones; client: an MlflowClient."""
+    experiments = {e.experiment_id: e for e in client.search_experiments()}
+    latest_first = client.search_runs(
+        list(experiments),
+        "tags.sweep != ''" if sweep is None else f"tags.sweep = '{sweep}'",
+        order_by=["attributes.start_time DESC"],
+        max_results=LATEST_RUNS,
+    )
+    found = dict.fromkeys((run.info.experiment_id, run.data.tags["sweep"]) for run in latest_first)
+    prepared = [
+        (key, name) for key, name in found if view_tag(sweep_key(name)) in experiments[key].tags
+    ]
     server, lines = f"http://{HOST}:{port}", []
-    found = [(key, view) for key, view in store.views() if view.startswith(sweep_key(""))]
-    if sweep is not None:
-        found = [(key, view) for key, view in found if view == sweep_key(sweep)]
-    for key, view in found[-LATEST_SWEEPS:]:
+    for key, name in reversed(prepared[:LATEST_SWEEPS]):
         lines += [
-            f"sweep {view.removeprefix(sweep_key(''))}:",
-            f"  table    {page(server, key, view)}",
-            f"  charts   {page(server, key, view, charts=True)}",
+            f"sweep {name}:",
+            f"  table    {page(server, key, sweep_key(name))}",
+            f"  charts   {page(server, key, sweep_key(name), charts=True)}",
         ]
     return lines
 
@@ -106,11 +122,16 @@ def _serve(store: Store, port: int, sweep: str | None = None) -> int:
         )
     try:
         print("Starting MLflow's server ...", flush=True)
+        client = store.client()  # imports MLflow while the server does
+        lines = sweep_links(client, port, sweep) if sweep else links(client, port)
+        if not lines:
+            what = f"sweep {sweep!r}" if sweep else "run"
+            print(f"No {what} is recorded in {store.database}.", file=sys.stderr)
+            return 1
         if not _answers(server, port):
             print(f"It did not start; the end of {server_log}:", file=sys.stderr)
             print("\n".join(server_log.read_text().splitlines()[-20:]), file=sys.stderr)
             return 1
-        lines = sweep_links(store, port, sweep) if sweep else links(store, port)
         print("\n".join([*lines, "Ctrl+C ends it."]), flush=True)
         return server.wait()
     except KeyboardInterrupt:
@@ -158,7 +179,3 @@ def _is_free(port: int) -> bool:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,9 @@
 """Ready-made pages of MLflow's UI: which columns, filter and charts; and the links to them.
-Pure; knows no store and imports no MLflow.
+Pure; opens no store and imports no MLflow.
 
-MLflow's table of runs shows no figure until columns are picked by hand. A view in an experiment
-tag picks them; the link's viewStateShareKey names it. The format is MLflow 3.17's own.
+MLflow's table of runs shows no figure until columns are picked by hand, and MLflow has no call
+that picks them. A view in an experiment tag does; the link's viewStateShareKey names it. This is
+what the UI's own "share" button writes: its format is MLflow 3.17's own and private.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-VIEW_KEY = "xcloud"  # of all runs
+from xcloud.record.mlflow_store import UI_HOST, UI_PORT, VIEW_KEY
+from xcloud.record.tracking import Recorded
+
 VIEW_METRICS = (
     "bleu",
     "step_time_s",
@@ -23,13 +26,6 @@ VIEW_METRICS = (
 )
 COSTS = ("step_time_s", "compression_ratio")
 FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
-
-
-def view_tag(key: str) -> str:
-    return f"mlflow.sharedViewState.{key}"
-
-
-VIEW_TAG = view_tag(VIEW_KEY)
 
 
 def sweep_key(sweep: str) -> str:
@@ -45,6 +41,27 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
     link += "?workflowType=machine_learning"
     link += "&compareRunsMode=CHART" if charts else ""
     return link + (f"&viewStateShareKey={key}" if key else "")
+
+
+def places_of(recorded: Recorded | None) -> dict[str, str]:
+    """Where the copy of a run is and how to see it, label -> text; for the closing table."""
+    if recorded is None:
+        return {}
+    lacks = {"MLflow lacks": recorded.missing} if recorded.missing else {}
+    if recorded.run_id is None:
+        return lacks
+    sweep = sweep_key(recorded.sweep) if recorded.sweep else None
+    if recorded.uri is not None:
+        link = page(recorded.uri, recorded.experiment_id, sweep)
+        return {**lacks, "MLflow run": f"{recorded.run_id} at {recorded.uri}", "compare at": link}
+    link = page(f"http://{UI_HOST}:{UI_PORT}", recorded.experiment_id, sweep or VIEW_KEY)
+    command = ui_command(recorded.root)
+    return {**lacks, "MLflow run": recorded.run_id, "see it with": command, "compare at": link}
+
+
+def ui_command(root: str) -> str:
+    """What serves the store in the folder `root`."""
+    return "python -m xcloud ui" + ("" if root == "mlruns" else f" --root {root}")
 
 
 def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from xcloud.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
-from xcloud.timeline import Box, Flight, Lane, Timeline, rows_of
+from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
+from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
 
 # what -> (colour, how the legend calls it)
 KINDS = {

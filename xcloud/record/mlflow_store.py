@@ -9,20 +9,24 @@ import logging
 import os
 import sqlite3
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcloud.mlflow_view import VIEW_TAG, prepared_view, view_tag
-
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"
+VIEW_KEY = "xcloud"  # of the view of all runs
 
-UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud.ui` serves by default
+UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 
 log = logging.getLogger(__name__)
+
+
+def view_tag(key: str) -> str:
+    """The experiment tag in which MLflow looks for a view: private to MLflow, as the view is."""
+    return f"mlflow.sharedViewState.{key}"
 
 
 def prepare_environment() -> None:
@@ -59,13 +63,19 @@ class Store:
     def tracking_uri(self) -> str:
         return self.uri or f"sqlite:///{self.database}"
 
-    def open(self) -> tuple[Any, str]:
-        """An MlflowClient and the experiment's id; creates store and experiment when missing."""
-        from filelock import FileLock
+    def client(self) -> Any:
+        """An MlflowClient, which makes the tables of an empty store."""
         from mlflow import MlflowClient
 
+        return MlflowClient(self.tracking_uri)
+
+    def open(self, view: Mapping[str, object] | None = None) -> tuple[Any, str]:
+        """A client and the experiment's id; creates store and experiment when missing. view: to
+        prepare in a store on this machine as the page of all runs."""
+        from filelock import FileLock
+
         if self.uri is not None:
-            client = MlflowClient(self.uri)
+            client = self.client()
             return client, self._experiment_id(client, artifact_location=None)
         self.artifacts.mkdir(parents=True, exist_ok=True)
         # Of four runs that created the tables at the same time, three crashed.
@@ -74,24 +84,16 @@ class Store:
                 self.follow_move()
             except sqlite3.Error as error:  # Tables of another MLflow; it may still log.
                 log.warning("could not look for moved artifacts in %s: %s", self.database, error)
-            client = MlflowClient(self.tracking_uri)
+            client = self.client()
             experiment_id = self._experiment_id(client, self.artifacts.as_uri())
-            try:
-                client.set_experiment_tag(experiment_id, VIEW_TAG, json.dumps(prepared_view()))
-            except Exception as error:  # A view is not worth a run.
-                log.debug("could not prepare the view of runs: %s", error)
+            if view is not None:
+                try:
+                    client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), json.dumps(view))
+                except Exception as error:  # A view is not worth a run.
+                    log.debug("could not prepare the view of runs: %s", error)
             return client, experiment_id
 
-    def experiments(self) -> dict[str, str]:
-        """id -> name of the experiments in the local store that hold a run."""
-        query = (
-            "SELECT experiment_id, name FROM experiments WHERE lifecycle_stage = 'active' "
-            "AND experiment_id IN (SELECT experiment_id FROM runs) ORDER BY experiment_id"
-        )
-        with self._connect() as database:
-            return {str(key): name for key, name in database.execute(query)}
-
-    def write_view(self, key: str, view: dict[str, Any]) -> str:
+    def write_view(self, key: str, view: Mapping[str, object]) -> str:
         """Keep a view of the runs under `key`, for page(); returns the experiment's id."""
         client, experiment_id = self.open()
         client.set_experiment_tag(experiment_id, view_tag(key), json.dumps(view))
@@ -112,50 +114,37 @@ class Store:
         client.set_terminated(run.info.run_id)
         return str(run.info.run_id)
 
-    def views(self) -> list[tuple[str, str]]:
-        """(experiment id, key) of all views in the local store, oldest first."""
-        query = "SELECT experiment_id, key FROM experiment_tags WHERE key LIKE ? ORDER BY rowid"
-        with self._connect() as database:
-            found = database.execute(query, (view_tag("%"),)).fetchall()
-        return [(str(key), tag.removeprefix(view_tag(""))) for key, tag in found]
-
     def artifacts_of_sweep(self, sweep: str) -> list[Path]:
-        """Artifact folders of the runs with this `sweep` tag, oldest run first."""
-        if self.uri is not None:
-            from mlflow import MlflowClient
-            from mlflow.artifacts import download_artifacts
-
-            client = MlflowClient(self.uri)
-            found = client.get_experiment_by_name(self.experiment)
-            runs = client.search_runs(
-                [found.experiment_id] if found else [],
-                f"tags.sweep = '{sweep}'",
-                order_by=["attributes.start_time ASC"],
-            )
-            return [
-                Path(download_artifacts(run_id=run.info.run_id, tracking_uri=self.uri))
-                for run in runs
-            ]
-        if not self.database.exists():
+        """Artifact folders of the runs with this `sweep` tag, oldest run first; of a server,
+        copies of them."""
+        if self.uri is None and not self.database.exists():
             return []
-        query = (
-            "SELECT run_uuid FROM runs JOIN tags USING (run_uuid) WHERE key = 'sweep' AND "
-            "value = ? AND lifecycle_stage = 'active' ORDER BY start_time"
+        client = self.client()
+        found = client.get_experiment_by_name(self.experiment)
+        runs = client.search_runs(
+            [found.experiment_id] if found else [],
+            f"tags.sweep = '{sweep}'",
+            order_by=["attributes.start_time ASC"],
         )
-        with self._connect() as database:
-            ids = [row[0] for row in database.execute(query, (sweep,))]
-        return [self.artifacts / run_id / "artifacts" for run_id in ids]
+        if self.uri is None:
+            return [self.artifacts / run.info.run_id / "artifacts" for run in runs]
+        from mlflow.artifacts import download_artifacts
+
+        return [
+            Path(download_artifacts(run_id=run.info.run_id, tracking_uri=self.uri)) for run in runs
+        ]
 
     def follow_move(self) -> None:
         """Point the experiment at `artifacts` again after the project's folder has moved.
 
         MLflow stores absolute paths: without this, artifacts of older runs are lost from sight
-        and new ones go to the old place (mlflow/mlflow#3144).
+        and new ones go to the old place (mlflow/mlflow#3144). MLflow has no call for it, so this
+        writes to MLflow's own tables.
         """
         if not self.database.exists():
             return
         new = self.artifacts.as_uri()
-        with self._connect() as database:
+        with closing(sqlite3.connect(self.database, timeout=30)) as database, database:
             found = database.execute(
                 "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?",
                 (self.experiment,),
@@ -171,11 +160,6 @@ class Store:
                 "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
                 (new, len(old) + 1, key, len(old), old),
             )
-
-    @contextmanager
-    def _connect(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self.database, timeout=30)) as database, database:
-            yield database
 
     def _experiment_id(self, client: Any, artifact_location: str | None) -> str:
         found = client.get_experiment_by_name(self.experiment)

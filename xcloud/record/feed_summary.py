@@ -19,8 +19,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
-from xcloud.events import TIMES, Event, StepTotals, add_to
-from xcloud.summary import RunStatistics, Summary
+from xcloud.record.events import TIMES, Event, StepTotals, add_to
+from xcloud.record.summary import RunStatistics, Summary
 
 LAST_STEPS = 50
 COUNTS = ("true_positives", "false_positives", "false_negatives")

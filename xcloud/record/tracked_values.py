@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xcloud.events import TRAFFIC, Event, StepTotals
+from xcloud.record.events import TRAFFIC, Event, StepTotals
 
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).
 MAX_KEY_CHARACTERS = 250

@@ -8,7 +8,7 @@ import math
 from array import array
 from pathlib import Path
 
-from xcloud.events import TIMES, Event, EventReader, StepCollector, StepTotals
+from xcloud.record.events import TIMES, Event, EventReader, StepCollector, StepTotals
 
 
 class RunCurves:

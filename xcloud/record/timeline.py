@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from xcloud.clock_offsets import Offsets, Passage, clock_offsets
-from xcloud.events import Event
+from xcloud.record.clock_offsets import Offsets, Passage, clock_offsets
+from xcloud.record.events import Event
 
 COMPUTING = ("fetch", "forward", "backward", "clip", "optimizer")
 _LETTER = {"forward": "F", "backward": "B", "activation": "F", "gradient": "B"}

@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from xcloud import __version__
-from xcloud.events import TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
 from xcloud.project import commit as project_commit
-from xcloud.scores import score_digits
+from xcloud.record.events import TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
 
+SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
 
 

@@ -1,4 +1,4 @@
-"""`python -m xcloud.report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
+"""`python -m xcloud report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
 from their run folders or from MLflow; several sweeps are compared. Runs nothing.
 """
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 from xcloud.errors import XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, read_job
-from xcloud.mlflow_store import Store
 from xcloud.project import project_root
-from xcloud.scores import score_text
+from xcloud.record.mlflow_store import Store
+from xcloud.record.scores import score_text
 from xcloud.sweep import view
-from xcloud.sweep.layers import layers_of, print_layers, write_layers
 from xcloud.sweep.points import differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, open_sweep, rows_of
+from xcloud.sweep.swept import print_swept, swept_of, write_swept
 from xcloud.sweep.table import print_table, write_csv
 
 MOST_DIFFERENCES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m xcloud report", description=__doc__)
     parser.add_argument("sweep", nargs="+", help="name of a sweep, or its folder")
     parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
@@ -52,18 +52,19 @@ def report(results: Sequence[Result], folder: Path, title: str) -> list[Row]:
 
 
 def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
-    from xcloud.sweep.layer_picture import write_layer_pictures
-    from xcloud.sweep.loss_picture import curves_of, write_loss_curves
+    from xcloud.sweep.losses import curves_of, write_losses
     from xcloud.sweep.pictures import write_pictures
+    from xcloud.sweep.swept_picture import write_swept_picture
 
     rows = rows_of(results)
     print_table(rows)
     written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
-    if layers := layers_of(rows):
-        print_layers(layers)
-        written += [write_layers(folder, layers), *write_layer_pictures(folder, layers, title)]
-    if curves := curves_of(rows):
-        written.append(write_loss_curves(folder, curves, title))
+    if swept := swept_of(rows):
+        print_swept(swept)
+        written += [write_swept(folder, swept), write_swept_picture(folder, swept, title)]
+    reference, others = curves_of(rows)
+    if others:
+        written.append(write_losses(folder, reference, others, title))
     print(f"in {folder}: {', '.join(path.name for path in written)}", flush=True)
     return rows, written
 
@@ -111,7 +112,3 @@ def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
             if row.step_time_s and base.step_time_s:
                 line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
             print(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

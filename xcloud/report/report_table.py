@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from xcloud.progress import human_duration
-from xcloud.scores import score_name, score_text
+from xcloud.record.scores import score_name, score_text
+from xcloud.report.progress import human_duration
 
 if TYPE_CHECKING:
     from rich.console import Console

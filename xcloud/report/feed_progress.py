@@ -6,16 +6,23 @@ step 120/2000  13 min left  loss 9.214  precision 0.61  recall 0.40  en 2.31 (50
 from __future__ import annotations
 
 from collections import Counter
+from typing import TextIO
 
-from xcloud.events import Event, StepTotals
-from xcloud.progress import ProgressLine
+from xcloud.record.events import Event, StepTotals
+from xcloud.report.progress import ProgressLine
 
 
 class FeedProgressLine(ProgressLine):
     """The line of any run, with precision, recall, and each producer's loss and share so far."""
 
-    def __init__(self, max_steps: int, bandwidth_bits_per_s: float | None = None) -> None:
-        super().__init__(max_steps, bandwidth_bits_per_s)
+    def __init__(
+        self,
+        max_steps: int,
+        bandwidth_bits_per_s: float | None = None,
+        *,
+        stream: TextIO | None = None,
+    ) -> None:
+        super().__init__(max_steps, bandwidth_bits_per_s, stream=stream)
         self._taken: Counter[str] = Counter()
         self._losses: dict[str, float] = {}
         self._line_s: Counter[str] = Counter()  # of the step under way, by the producer's link

@@ -1,4 +1,5 @@
-"""A sweep over the layer and rank of a split: grouping, table, CSV and pictures."""
+"""Quality over a swept setting, as over the layer and rank of a split: lines, table, CSV, picture;
+and what others published beside our rows."""
 
 import csv
 from io import StringIO
@@ -10,8 +11,7 @@ from rich.console import Console
 
 from tests.split_runs import fig_9, split_run
 from tests.sweep_runs import compose, write_run
-from xcloud.sweep.layer_picture import write_layer_pictures
-from xcloud.sweep.layers import layers_of, print_layers, table_of, write_layers
+from xcloud.errors import ConfigError
 from xcloud.sweep.points import (
     differences,
     identity,
@@ -19,8 +19,10 @@ from xcloud.sweep.points import (
     varying,
     with_also,
 )
-from xcloud.sweep.published import SPLIT_FINE_TUNING, TRAFFIC, published_for
-from xcloud.sweep.results import Spread, from_folder, rows_of
+from xcloud.sweep.published import entries, published_for
+from xcloud.sweep.results import Result, Spread, from_folder, rows_of
+from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept
+from xcloud.sweep.swept_picture import write_swept_picture
 from xcloud.sweep.table import print_table
 from xcloud.sweep.view import view_of
 
@@ -72,12 +74,12 @@ def test_an_unsplit_model_has_no_rank() -> None:
 
 
 def test_lines_are_ranks_and_the_unsplit_model_stands_apart() -> None:
-    found = layers_of(rows_of(fig_9()))
+    found = swept_of(rows_of(fig_9()))
 
-    assert found is not None
-    assert (found.layers, found.scores, found.num_seeds) == ([0, 2, 4], ["accuracy"], "2")
-    assert [line.label for line in found.lines] == ["r = 8", "r = 16"]
-    assert [row.label for row in found.unsplit] == ["unsplit"]
+    assert found is not None and (found.setting, found.name) == (LAYER, "layer")
+    assert (found.values, found.scores, found.num_seeds) == ([0, 2, 4], ["accuracy"], "2")
+    assert [line.label for line in found.lines] == ["rank=8", "rank=16"]
+    assert [row.label for row in found.beside] == ["unsplit"]
     spread = found.lines[1].rows[4].quality["accuracy"]
     assert spread == Spread(pytest.approx(80.6), pytest.approx(2 / 2**0.5), 2)
 
@@ -85,8 +87,8 @@ def test_lines_are_ranks_and_the_unsplit_model_stands_apart() -> None:
 @pytest.mark.parametrize(
     ("settings", "labels"),
     [
-        ({"model__split__method": "pca"}, ["r = 8, pca", "r = 8, svd"]),
-        ({"model__split__place": "attention"}, ["r = 8, place=attention", "r = 8, place=output"]),
+        ({"model__split__method": "pca"}, ["rank=8 method=pca", "rank=8 method=svd"]),
+        ({"model__split__place": "attention"}, ["rank=8 place=attention", "rank=8 place=output"]),
     ],
 )
 def test_what_else_varies_gets_lines_of_its_own(
@@ -94,10 +96,10 @@ def test_what_else_varies_gets_lines_of_its_own(
 ) -> None:
     usual = {"model__split__method": "svd", "model__split__place": "output"}
     runs = [split_run(layer, 8, **{**usual, **own}) for layer in (0, 2) for own in ({}, settings)]
-    found = layers_of(rows_of(runs))
+    found = swept_of(rows_of([*runs, split_run(0, 16, **usual)]))
+    last = labels[1].replace("rank=8", "rank=16")
 
-    assert found is not None and [line.label for line in found.lines] == labels
-    assert len(found.variants) == 2 and found.ranks == [8]
+    assert found is not None and [line.label for line in found.lines] == [*labels, last]
 
 
 def test_compressions_and_missing_points_are_told_apart() -> None:
@@ -106,62 +108,72 @@ def test_compressions_and_missing_points_are_told_apart() -> None:
         for layer in (0, 2)
         for name in ("none", "int8+int8")
     ]
-    found = layers_of(rows_of([*runs, split_run(4, 8, compression__forward="none")]))
+    found = swept_of(rows_of([*runs, split_run(4, 8, compression__forward="none")]))
 
     assert found is not None
-    assert [line.label for line in found.lines] == ["r = 8, int8+int8", "r = 8, none"]
-    assert [cells for layer, cells in table_of(found, "accuracy") if layer == "4"] == [
+    assert [line.label for line in found.lines] == ["int8+int8", "none"]
+    assert [cells for value, cells in table_of(found, "accuracy") if value == "4"] == [
         ["-", "85.00"]
     ]
 
 
-def test_other_sweeps_have_no_layers(tmp_path: Path) -> None:
+def test_any_number_that_varies_by_itself_is_an_axis() -> None:
+    """Not one that only comes with another choice, as the ranks of another cluster do."""
+    rates = [split_run(0, summary={"compression": f"svd({rate})"}, compression__rate=rate)
+             for rate in (0.2, 0.4, 0.6)]  # fmt: skip
+    found = swept_of(rows_of([*rates, split_run(0, compression__rate=None)]))
+    assert found is not None and found.setting == "compression.rate"
+    assert [line.label for line in found.lines] == ["runs"] and found.values == [0.2, 0.4, 0.6]
+    assert len(found.beside) == 1
+
+    clusters = [split_run(0, cluster__name=name, cluster__num_ranks=count)
+                for name, count in (("a", 1), ("b", 2), ("c", 3))]  # fmt: skip
+    assert swept_of(rows_of(clusters)) is None
+
+
+def test_sweeps_without_such_a_number_have_no_axis(tmp_path: Path) -> None:
     write_run(tmp_path / "a", compose([]))
 
-    assert layers_of(rows_of(from_folder(tmp_path))) is None
-    assert layers_of(rows_of([split_run(2, 8), split_run(None, 8)])) is None
+    assert swept_of(rows_of(from_folder(tmp_path))) is None
+    assert swept_of(rows_of([split_run(2, 8), split_run(None, 8)])) is None
     failed = split_run(4, 8)
     failed.summary.update(status="failed")
-    assert layers_of(rows_of([split_run(2, 8), failed])) is None
+    assert swept_of(rows_of([split_run(2, 8), failed])) is None
 
 
-def test_table_has_layers_down_and_ranks_across(tmp_path: Path) -> None:
-    found = layers_of(rows_of(fig_9()))
+def test_table_has_values_down_and_lines_across(tmp_path: Path) -> None:
+    found = swept_of(rows_of(fig_9()))
     assert found is not None
     stream = StringIO()
-    print_layers(found, Console(file=stream, width=100))
+    print_swept(found, Console(file=stream, width=100))
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
-    assert "layer r = 8 r = 16" in lines
+    assert "layer rank=8 rank=16" in lines
     assert "4 79.80 ± 1.41 80.60 ± 1.41" in lines
     assert "unsplit 91.00 ± 1.41 91.00 ± 1.41" in lines
-    with open(write_layers(tmp_path / "new", found), encoding="utf-8") as file:
+    with open(write_swept(tmp_path / "new", found), encoding="utf-8") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 7 and table[-1]["layer"] == "unsplit" and table[-1]["seeds"] == "2"
-    assert {k: table[0][k] for k in ("layer", "rank", "mean")} == {
-        **{"layer": "0", "rank": "8", "mean": "71.8"}
-    }
+    assert len(table) == 7 and table[-1]["line"] == "unsplit" and table[-1]["seeds"] == "2"
+    first = next(row for row in table if row[LAYER] == "0" and row["line"] == "rank=8")
+    assert first["mean"] == "71.8"
 
 
-def test_pictures_of_layers_are_drawn_and_not_blank(tmp_path: Path) -> None:
-    found = layers_of(rows_of(fig_9()))
+@pytest.mark.parametrize("runs", [fig_9(), [split_run(2, rank) for rank in (8, 16)]])
+def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[Result]) -> None:
+    found = swept_of(rows_of(runs))
     assert found is not None
-    for path in (written := write_layer_pictures(tmp_path, found, "sweep s")):
-        assert matplotlib.image.imread(path)[..., :3].std() > 0.04
+    path = write_swept_picture(tmp_path, found, "sweep s")
 
-    assert [path.name for path in written] == ["layers.png", "layers_and_ranks.png"]
-    one_layer = layers_of(rows_of([split_run(2, rank) for rank in (8, 16)]))
-    assert one_layer is not None
-    names = [path.name for path in write_layer_pictures(tmp_path, one_layer, "s")]
-    assert names == ["layers_and_ranks.png"]
+    assert path.name == "quality_over_setting.png"
+    assert matplotlib.image.imread(path)[..., :3].std() > 0.04
 
 
 def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
     runs = [split_run(layer, 8, summary={"label_leak_auc": 0.9 - layer / 10}) for layer in (0, 2)]
     rows = rows_of(runs)
-    found = layers_of(rows)
+    found = swept_of(rows)
     assert found is not None and found.scores == ["accuracy", "label_leak_auc"]
-    write_layer_pictures(tmp_path, found, "s")
+    write_swept_picture(tmp_path, found, "s")
     stream = StringIO()
     print_table(rows, Console(file=stream, width=150))
 
@@ -171,12 +183,12 @@ def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layer", "rank", "name", "task", "quality", "ratio"),
     [
-        (None, 8, "bert_split_sst2", None, "92.23±0.57", None),
+        (None, 8, "bert_split_sst2", "sst2", "92.23±0.57", None),
         (None, 8, "bert_split_sst2", "qnli", "90.82±0.17", None),
-        (None, 8, "bert_split_squad", "squad_v1", "F1 88.52 / EM 81.22", None),
+        (None, 8, "bert_split_squad", None, "F1 88.52 / EM 81.22", None),
         (None, 8, "bert_split_trec", None, None, None),
-        (11, 8, "bert_split_sst2", None, "", 96.0),
-        (11, 16, "bert_split_sst2", None, None, None),
+        (11, 8, "bert_split_sst2", "sst2", "", 96.0),
+        (11, 16, "bert_split_sst2", "sst2", None, None),
         (None, 8, "another", "sst2", None, None),
     ],
 )
@@ -191,12 +203,21 @@ def test_published_numbers_stand_beside_rows_they_belong_to(
 
 def test_published_numbers_are_said_not_to_compare() -> None:
     stream = StringIO()
-    print_table(rows_of([split_run(None), split_run(11)]), Console(file=stream, width=120))
+    rows = rows_of([split_run(layer, task__name="sst2") for layer in (None, 11)])
+    print_table(rows, Console(file=stream, width=120))
     text = " ".join(stream.getvalue().split())
 
     assert "paper: accuracy" in text and "92.23±0.57" in text and "96x" in text
-    assert SPLIT_FINE_TUNING in text and TRAFFIC in text
+    assert "never compares with ours in absolute terms" in text and "1/96 of the traffic" in text
     assert "share" not in text, "every row would be compared with itself"
+
+
+def test_a_file_that_is_no_list_of_figures_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "published.toml").write_text("[[published]]\nquality = '1'\n")
+
+    with pytest.raises(ConfigError, match=r"published\.toml is no list of published figures"):
+        entries(path)
+    assert entries(tmp_path / "none.toml") == []
 
 
 def test_mlflow_shows_layer_and_rank_as_axes() -> None:

@@ -22,6 +22,8 @@ LOST_LINES_FILE = "events.lost.json"  # what could not be written there; only wh
 
 Event = dict[str, Any]
 
+EVENTS_FILE = "events.jsonl"  # in the run folder
+
 # Kinds of seconds that a rank reports for a step, and kinds of traffic it counts.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TRAFFIC = ("forward", "backward", "other")
@@ -44,11 +46,13 @@ class EventReader:
     """Follows events.jsonl. `poll()` returns the events whose lines were finished since then.
 
     The file may not exist yet; an unfinished last line waits for its end. A finished line that
-    is no JSON object (a writer died in it, another went on) is skipped with a warning.
+    is no JSON object (a writer died in it, another went on) is skipped, with a warning unless
+    warn is False (for a second reader of the same file).
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, warn: bool = True) -> None:
         self.path = Path(path)
+        self._warn = warn
         self._offset = 0
         self._unfinished = b""
 
@@ -72,7 +76,8 @@ class EventReader:
         except ValueError:
             event = None
         if not isinstance(event, dict) or "event" not in event:
-            log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
+            if self._warn:
+                log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
 

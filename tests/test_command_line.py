@@ -1,0 +1,61 @@
+"""`python -m xcloud`: the list teaches, every command explains itself, a wrong one is answered."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from xcloud.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
+def test_the_list_has_every_command_with_an_example(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"\n{name} " in said and f"python -m xcloud {command.example}\n" in f"{said}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_under_the_name_it_is_called_by(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: python -m xcloud {name} " in said
+    with pytest.raises(SystemExit):
+        main(["help", name])
+    assert capsys.readouterr().out == said
+
+
+def test_an_example_begins_with_the_command_it_is_of() -> None:
+    for name, command in COMMANDS.items():
+        assert command.example.split()[0] == name
+        assert callable(importlib.import_module(command.module).main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("tanslate", "translate"), ("train_tokenizer", "train-tokenizer")]
+)
+def test_an_unknown_command_is_answered_with_the_nearest_and_the_list(
+    wrong: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([wrong]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"xcloud: unknown command {wrong!r}; did you mean {near!r}?")
+    assert "usage: python -m xcloud COMMAND" in said
+
+
+def test_the_list_imports_no_command() -> None:
+    code = """
+import sys
+from xcloud.__main__ import main
+main(["--help"])
+heavy = {"torch", "mlflow", "rich", "hydra", "matplotlib", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

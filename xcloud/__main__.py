@@ -1,0 +1,93 @@
+"""`python -m xcloud COMMAND`: what can be done beside running an experiment (run.py does that).
+
+Knows the commands' names and one example of each. A command's module is imported when it is
+called, so the list appears at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """module: has main(arguments), which returns an exit code or None."""
+
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "ui": Command(
+        "xcloud.report.ui",
+        "show the recorded runs in the browser (MLflow)",
+        "ui",
+    ),
+    "report": Command(
+        "xcloud.sweep.report",
+        "make tables and pictures of sweeps again, or compare sweeps",
+        "report table2 other_sweep",
+    ),
+    "translate": Command(
+        "xcloud.translate",
+        "translate lines with a trained run",
+        'translate outputs/DATE/TIME "El gato duerme."',
+    ),
+    "train-tokenizer": Command(
+        "xcloud.train_tokenizer",
+        "make the tokenizer that the clouds of a one-way job share",
+        "train-tokenizer FOLDER --languages es en --out tokenizer.json",
+    ),
+    "wire-audit": Command(
+        "xcloud.security.wire_audit",
+        "join the clouds' records of what left them",
+        "wire-audit outputs/DATE/TIME",
+    ),
+    "leak-meter": Command(
+        "xcloud.security.leak_meter",
+        "measure what other clouds could recover, from the notes of a run",
+        "leak-meter outputs/DATE/TIME",
+    ),
+}
+HELP = ("-h", "--help", "help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in HELP:
+        if len(words) < 2:
+            print(overview())
+            return 0
+        words = [words[1], "--help"]
+    name, *rest = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name.replace("_", "-"), COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        print(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(COMMANDS[name].module)
+    return int(command.main(rest) or 0)
+
+
+def overview() -> str:
+    lines = [
+        "usage: python -m xcloud COMMAND [...]",
+        "",
+        "  python -m xcloud COMMAND --help   explains a command",
+        "  python run.py +exp=NAME           runs an experiment (python run.py --help)",
+        "",
+    ]
+    for name, command in COMMANDS.items():
+        lines += [
+            f"{name:<16} {command.summary}",
+            f"{'':<16}   python -m xcloud {command.example}",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""A run's copy in MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
+Not a place for measuring or naming: what is logged comes ready from tracked_values.py.
+
+A tracker never delays training and never ends it. A background thread imports MLflow, opens its
+store and sends; it reads the event file for itself, and that file is the only backlog. While the
+store is down, the thread reads no further. Once the store answers again, it goes on with the
+first event that has not arrived. There is one warning; what MLflow still lacks when the run has
+ended is in `Recorded.missing`, and stays in events.jsonl and summary.json.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from xcloud.checks import check_number
+from xcloud.errors import ConfigError
+from xcloud.project import project_root
+from xcloud.record.events import EVENTS_FILE, Event, EventReader
+from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracked_values import (
+    MAX_VALUE_CHARACTERS,
+    final_metrics,
+    flatten,
+    legal_name,
+    quality_metrics,
+    step_metrics,
+)
+
+Status = Literal["finished", "failed", "stopped"]
+
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+MAX_PER_BATCH = 100  # params or tags
+MAX_METRICS_PER_BATCH = 1000
+REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
+
+RETRY_AFTER_S = 5.0
+FINISH_ATTEMPTS = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told when a run starts.
+
+    params: may be nested, keys are joined by dots. run_dir: where events.jsonl grows.
+    statistics: new, of the run's kind of job; joins the ranks' reports to steps. view: the page
+    of all runs to prepare in a store on this machine, if any.
+    """
+
+    name: str
+    params: Mapping[str, object]
+    tags: Mapping[str, str]
+    run_dir: Path
+    statistics: RunStatistics
+    view: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Where the copy of a run is.
+
+    run_id, experiment_id: MLflow's; None and "" if the store has never answered. uri: of the
+    tracking server; None for a store in the folder `root`. missing: what MLflow lacks, in words;
+    empty if all has arrived.
+    """
+
+    run_id: str | None
+    experiment_id: str
+    uri: str | None
+    root: str
+    sweep: str | None
+    missing: str
+
+
+class Tracker(Protocol):
+    """start → artifact … → finish → recorded, from one thread; raises nothing after start."""
+
+    def start(self, run: TrackedRun) -> None: ...
+    def artifact(self, path: Path) -> None: ...
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None: ...
+    def recorded(self) -> Recorded | None:
+        """None if there is no record beyond the run folder."""
+
+
+@dataclass(frozen=True)
+class NullTracker:
+    """Keeps no record beyond the run folder."""
+
+    def start(self, run: TrackedRun) -> None:
+        pass
+
+    def artifact(self, path: Path) -> None:
+        pass
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def recorded(self) -> Recorded | None:
+        return None
+
+
+@dataclass
+class MlflowTracker:
+    """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
+
+    Only settings are here until `start`, so that an Experiment which holds a tracker can be
+    copied and pickled.
+    """
+
+    root: str = "mlruns"  # relative to the project
+    experiment: str = "xcloud"
+    uri: str | None = None  # of a tracking server; then nothing is kept under root
+    flush_s: float = 1.0  # how often what has happened is sent
+    finish_timeout_s: float = 30.0  # how long `finish` may wait for the store
+
+    def __post_init__(self) -> None:
+        if not self.root or not self.experiment:
+            raise ConfigError("tracker.root and tracker.experiment must not be empty")
+        if self.uri is not None and "://" not in self.uri:
+            raise ConfigError(
+                f"tracker.uri must be the address of a tracking server, such as "
+                f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
+            )
+        check_number("tracker.flush_s", self.flush_s, 0, 600, above=True)
+        check_number("tracker.finish_timeout_s", self.finish_timeout_s, 0, 3600, above=True)
+        self._sender: _Sender | None = None
+        self._sweep: str | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None until the store has given one."""
+        return self._sender.run_id if self._sender else None
+
+    def start(self, run: TrackedRun) -> None:
+        assert self._sender is None, "a tracker records one run; make another for the next"
+        prepare_environment()
+        store = Store(project_root() / self.root, self.experiment, self.uri)
+        self._sender = sender = _Sender(store, run, self.flush_s)
+        self._sweep = run.tags.get("sweep")
+        sender.put("tags", sender.log_tags, run.tags)
+        sender.put("parameters", sender.log_params, flatten(run.params))
+        sender.start()
+
+    def artifact(self, path: Path) -> None:
+        """Keep a file or a folder; it must stay as it is until `finish` returns."""
+        sender = self._started()
+        sender.put(Path(path).name, sender.log_artifact, Path(path).absolute())
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Send what is left and the final values; takes `finish_timeout_s` at most."""
+        sender = self._started()
+        facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
+        tags = {key: value for key, value in facts.items() if value is not None}
+        sender.put("final tags", sender.log_tags, {"status": status, **tags})
+        num_steps = int(summary.get("num_steps") or 0)
+        final = list(_values(final_metrics(summary), time.time(), num_steps))
+        sender.put("final values", sender.log_metrics, final)
+        sender.close(MLFLOW_STATUS[status], self.finish_timeout_s)
+
+    def recorded(self) -> Recorded | None:
+        if (sender := self._sender) is None:
+            return None
+        return Recorded(
+            sender.run_id, sender.experiment_id, self.uri, self.root, self._sweep, sender.missing
+        )
+
+    def _started(self) -> _Sender:
+        assert self._sender is not None, "start() comes first"
+        return self._sender
+
+
+class _Value(NamedTuple):
+    """One value of one curve."""
+
+    key: str
+    value: float
+    at_ms: int
+    step: int
+
+
+class _Sender(threading.Thread):
+    """Sends what it is given and what the event file says; the only one to touch MLflow."""
+
+    def __init__(self, store: Store, run: TrackedRun, flush_s: float) -> None:
+        super().__init__(name="tracking", daemon=True)
+        self.run_id: str | None = None
+        self.experiment_id = ""  # with the run_id
+        self._store, self._run, self._flush_s = store, run, flush_s
+        # The monitor reads the file too, and warns of lines that are no events.
+        self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
+        self._client: Any = None
+        self._started_at_s = time.time()
+        self._closing = threading.Event()
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
+        self._unsent: list[_Value] = []  # read from the event file, not yet taken by MLflow
+        self._last_step = 0  # whose figures MLflow has
+        self._refused: list[str] = []
+        self._trouble = ""  # why the last attempt failed
+        self._warned = self._complete = False
+
+    def put(self, what: str, send: Callable[[Any], object], value: object) -> None:
+        """Have send(value) called; what: its name, should it be refused."""
+        self._waiting.append((what, partial(send, value)))
+
+    def close(self, status: str, timeout_s: float) -> None:
+        """Send what is left and end MLflow's run, within timeout_s."""
+        self._status, self._ended_at_s = status, time.time()
+        self._closing.set()
+        self.join(timeout_s)
+        if self.is_alive():
+            self._warn(f"no answer within {timeout_s:g} s")
+
+    @property
+    def missing(self) -> str:
+        """After `close`: what MLflow lacks, in words."""
+        parts = [f"{what}, which it refused" for what in self._refused]
+        if not self._complete:
+            late = f"all after step {self._last_step}" if self.run_id else "everything"
+            parts.append(f"{late} ({self._trouble})")
+        return "; ".join(parts)
+
+    def run(self) -> None:
+        retry_at_s = 0.0
+        while not self._closing.wait(self._flush_s):
+            if time.monotonic() >= retry_at_s and not self._deliver():
+                retry_at_s = time.monotonic() + RETRY_AFTER_S
+        # A store known to be down gets one more chance, a hiccup at the very end gets three.
+        for attempts_left in reversed(range(1 if self._trouble else FINISH_ATTEMPTS)):
+            if self._deliver(last=True):
+                return
+            if attempts_left:
+                time.sleep(1.0)
+
+    def _deliver(self, last: bool = False) -> bool:
+        """Send all there is; False when the store is down, and then nothing is lost."""
+        try:
+            if self.run_id is None:
+                self._create_run()
+            self._send_figures()  # read before, when the store was down
+            for event in self._events.poll():
+                self._unsent += self._curves(event)
+            self._send_figures()
+            while self._waiting:
+                self._attempt(*self._waiting[0])
+                self._waiting.popleft()
+            if last:
+                ended_ms = int(1000 * self._ended_at_s)
+                self._client.set_terminated(self.run_id, self._status, ended_ms)
+                self._complete = True
+        except Exception as error:  # Whatever MLflow raises, the run goes on.
+            self._warn(f"{type(error).__name__}: {error}")
+            return False
+        self._trouble = ""
+        return True
+
+    def _create_run(self) -> None:
+        client, experiment_id = self._store.open(self._run.view)
+        started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
+        run = client.create_run(experiment_id, started_ms, tags, run_name=self._run.name)
+        self._client, self.experiment_id = client, experiment_id
+        self.run_id = run.info.run_id
+
+    def _curves(self, event: Event) -> Iterator[_Value]:
+        totals = self._run.statistics.feed(event)
+        if totals is not None:
+            yield from _values(step_metrics(totals), event["t"], totals.step)
+        if event["event"] == "quality":
+            yield from _values(quality_metrics(event), event["t"], event["step"])
+
+    def _send_figures(self) -> None:
+        while batch := self._unsent[:MAX_METRICS_PER_BATCH]:
+            steps = f"steps {batch[0].step} to {batch[-1].step}"
+            self._attempt(steps, partial(self.log_metrics, batch))
+            self._last_step = batch[-1].step
+            del self._unsent[: len(batch)]
+
+    def _attempt(self, what: str, send: Callable[[], object]) -> None:
+        """What MLflow refuses is noted and left out; anything else may succeed later."""
+        try:
+            send()
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            self._refused.append(what)
+            self._warn(f"{what}: {error}")
+
+    def log_metrics(self, values: Sequence[_Value]) -> None:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(self.run_id, metrics=[Metric(*value) for value in values])
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        for some in _cut([Param(*pair) for pair in params.items()]):
+            self._client.log_batch(self.run_id, params=some)
+
+    def log_tags(self, tags: Mapping[str, object]) -> None:
+        from mlflow.entities import RunTag
+
+        pairs = [(legal_name(key), str(tags[key])[:MAX_VALUE_CHARACTERS]) for key in tags]
+        for some in _cut([RunTag(*pair) for pair in pairs]):
+            self._client.log_batch(self.run_id, tags=some)
+
+    def log_artifact(self, path: Path) -> None:
+        if path.is_dir():
+            self._client.log_artifacts(self.run_id, str(path), path.name)
+        else:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def _warn(self, reason: str) -> None:
+        """Once for many failed attempts."""
+        self._trouble = reason[:400]
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "MLflow at %s does not take what is logged (%s). The run goes on; what MLflow "
+                "lacks is sent again from %s as long as the run lasts.",
+                *(self._store.tracking_uri, self._trouble, EVENTS_FILE),
+            )
+
+
+def _values(metrics: Mapping[str, float], at_s: float, step: int) -> Iterator[_Value]:
+    for key, value in metrics.items():
+        yield _Value(legal_name(key), float(value), int(1000 * at_s), step)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # A container may run under a number that has no name.
+        return "unknown"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether another try is in vain; else the store may be down, and things are sent again."""
+    # An artifact that went away, or may not be read. No answer of a server has these types.
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return True
+    return getattr(error, "error_code", None) in REFUSALS
+
+
+def _cut(entries: list[Any]) -> list[list[Any]]:
+    return [entries[i : i + MAX_PER_BATCH] for i in range(0, len(entries), MAX_PER_BATCH)]

@@ -1,0 +1,147 @@
+"""losses.png: training losses of the settings of a sweep, one over the other; below, what each
+differs from the reference, seed by seed. The reference is the single cloud, else the setting
+without compression. Made from events.jsonl, which MLflow does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from xcloud.record.curves import read_curves
+from xcloud.record.events import EVENTS_FILE
+from xcloud.report.picture_style import DPI, INK
+from xcloud.report.pictures import running_mean
+from xcloud.sweep.results import ONE_CLOUD, UNCOMPRESSED, Row
+
+LOSSES = "losses.png"
+
+MOST_CURVES = 8  # more cannot be told apart
+LINE_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C3B")
+STYLES = ("--", ":", "-.")
+_SMOOTH_OVER = 1 / 50  # of the run, as in a run's loss.png
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss of a row at steps, by seed: [num steps] each."""
+
+    label: str
+    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]]
+
+    def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
+        """At the steps both have, for each seed both have."""
+        found = {}
+        for seed in self.by_seed.keys() & other.by_seed.keys():
+            (step, loss), (there, base) = self.by_seed[seed], other.by_seed[seed]
+            both, i, j = np.intersect1d(step, there, return_indices=True)
+            if len(both):
+                found[seed] = (both, loss[i] - base[j])
+        return found
+
+
+def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:
+    """The reference, if there is one, and the other settings, best first; empty if no two have
+    a loss."""
+    chosen = _reference(rows)
+    reference, others = None, []
+    for row in sorted(rows, key=lambda row: row is not chosen):
+        by_seed = {}
+        for result in row.results:
+            found = read_curves(result.run_dir / EVENTS_FILE)
+            loss = np.asarray(found.loss)
+            known = np.isfinite(loss)
+            if result.status == "finished" and known.any():
+                by_seed[result.settings.get("seed")] = (np.asarray(found.step)[known], loss[known])
+        if by_seed and row is chosen:
+            reference = Curve(_name(row, rows), by_seed)
+        elif by_seed:
+            others.append(Curve(_name(row, rows), by_seed))
+        if len(others) == MOST_CURVES:
+            break
+    return (reference, others) if len(others) + (reference is not None) > 1 else (None, [])
+
+
+def write_losses(
+    folder: Path, reference: Curve | None, others: Sequence[Curve], title: str
+) -> Path:
+    figure = Figure(figsize=(8, 6.2 if reference else 4.6), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: training loss", fontsize=11)
+    heights = [2, 1] if reference else [1]
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
+    panels = panels[:, 0]
+    if reference:
+        # Broad and pale, so that an equal curve over it leaves both to be seen.
+        pale = {"color": "#B5B5B5", "linewidth": 4.5}
+        _draw(panels[0], reference.by_seed, pale, reference.label)
+        panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
+        panels[1].set_ylabel(f"minus {reference.label},\nsame seed")
+    for index, curve in enumerate(others):
+        style = {"color": LINE_COLOURS[index % len(LINE_COLOURS)], "linewidth": 1.6,
+                 "linestyle": STYLES[index % len(STYLES)]}  # fmt: skip
+        label = curve.label
+        if reference and (differences := curve.minus(reference)):
+            _draw(panels[1], differences, style)
+            largest = max(float(np.abs(values).max()) for _, values in differences.values())
+            label += ": equal at every step" if largest == 0 else f": differs by ≤ {largest:.2g}"
+        _draw(panels[0], curve.by_seed, style, label)
+    seeds = max(len(curve.by_seed) for curve in others)
+    panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
+    panels[0].legend(frameon=False, fontsize=8.5)
+    panels[-1].set_xlabel("step")
+    for axes in panels:
+        axes.grid(axis="y", color="#EEEEEE")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / LOSSES)
+    return folder / LOSSES
+
+
+def _draw(
+    axes: Axes,
+    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]],
+    style: dict[str, Any],
+    label: str | None = None,
+) -> None:
+    """Smoothed mean over seeds, and a band of their standard deviation, at the steps all have."""
+    runs = list(by_seed.values())
+    steps = runs[0][0]
+    for step, _ in runs[1:]:
+        steps = np.intersect1d(steps, step)
+    if not len(steps):
+        return
+    window = max(1, round(len(steps) * _SMOOTH_OVER))
+    smooth = np.stack(
+        [running_mean(loss[np.searchsorted(step, steps)], window) for step, loss in runs]
+    )
+    mean = smooth.mean(axis=0)
+    axes.plot(steps, mean, label=label, **style)
+    if len(runs) > 1:
+        std = smooth.std(axis=0, ddof=1)
+        colour = str(style["color"])
+        axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+
+
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """The label, with the cluster where there are several and it does not say."""
+    is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
+    return row.label if is_clear else f"{row.label}, {row.cluster}"
+
+
+def _reference(rows: Sequence[Row]) -> Row | None:
+    alone = [row for row in rows if row.cluster == ONE_CLOUD]
+    plain = [row for row in rows if row.compression == UNCOMPRESSED]
+    return next(iter([*alone, *plain]), None)

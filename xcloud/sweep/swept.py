@@ -1,0 +1,161 @@
+"""Quality over a setting that a sweep varied by itself: a line for each value of whatever else
+varies, beside the rows that lack the setting (of a split: the unsplit model). Draws nothing:
+swept_picture.py does.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcloud.record.scores import score_name, shown_scores
+from xcloud.sweep.points import deciding, varying
+from xcloud.sweep.results import Row
+from xcloud.sweep.table import console_of_sweeps, spread_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SWEPT_FILE = "quality_over_setting.csv"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Rows that differ by the setting only, by its value. label: what they share, in few words."""
+
+    label: str
+    rows: dict[float, Row]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """setting: its dotted name. scores: those to show, the task's own first. beside: the rows
+    without the setting, best first."""
+
+    setting: str
+    scores: list[str]
+    lines: list[Line]
+    beside: list[Row]
+
+    @property
+    def name(self) -> str:
+        return _short(self.setting)
+
+    @property
+    def values(self) -> list[float]:
+        return sorted({value for line in self.lines for value in line.rows})
+
+    @property
+    def num_seeds(self) -> str:
+        """3, or 1 to 3 where some runs are missing."""
+        rows = [row for line in self.lines for row in line.rows.values()] + self.beside
+        counts = sorted({row.num_finished for row in rows})
+        return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def swept_of(rows: Sequence[Row]) -> Swept | None:
+    """Over the number with the most values among those that vary while all else is the same;
+    None if no setting does."""
+    scored = [row for row in rows if row.score]
+    keys = [key for key in varying([row.settings for row in scored]) if key != "seed"]
+    grouped = {key: _groups(scored, key, keys) for key in keys}
+    most = {key: max(map(len, found.values()), default=0) for key, found in grouped.items()}
+    setting = max(keys, key=lambda key: most[key], default=None)
+    if setting is None or most[setting] < 2:
+        return None
+    groups = list(grouped[setting].values())
+    shown = [row for group in groups for row in group.values()]
+    others = [key for key in varying([row.settings for row in shown])
+              if key not in ("seed", setting)]  # fmt: skip
+    several = len({row.sweep for row in shown}) > 1
+    lines = [Line(_label(next(iter(group.values())), setting, others, several), group)
+             for group in groups]  # fmt: skip
+    return Swept(
+        setting,
+        scores=shown_scores(name for row in shown for name in row.quality),
+        lines=sorted(lines, key=lambda line: _natural(line.label)),
+        beside=[row for row in scored if not any(row is other for other in shown)],
+    )
+
+
+def print_swept(found: Swept, console: Console | None = None) -> None:
+    """A table on the screen for each score: values down, lines across."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or console_of_sweeps()
+    for score in found.scores:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="dim")
+        table.title = f"{score_name(score)} by {found.setting}"
+        for heading in (found.name, *(line.label for line in found.lines)):
+            table.add_column(Text(heading), justify="right", no_wrap=True)
+        for value, cells in table_of(found, score):
+            table.add_row(*(Text(cell) for cell in (value, *cells)))
+        console.print(table)
+
+
+def table_of(found: Swept, score: str) -> list[tuple[str, list[str]]]:
+    """(value, a cell for each line), then the rows without the setting, beside every line."""
+    cells = [
+        (f"{value:g}", [_cell(score, line.rows.get(value)) for line in found.lines])
+        for value in found.values
+    ]
+    return cells + [(row.label, [_cell(score, row)] * len(found.lines)) for row in found.beside]
+
+
+def write_swept(folder: Path, found: Swept) -> Path:
+    """A line for each score, value and line of the picture."""
+    path = folder / SWEPT_FILE
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [(value, line.label, row) for line in found.lines for value, row in line.rows.items()]
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["score", found.setting, "line", "mean", "std", "seeds"])
+        for score in found.scores:
+            for value, label, row in [*rows, *(("", row.label, row) for row in found.beside)]:
+                if spread := row.quality.get(score):
+                    std = "" if spread.std is None else round(spread.std, 6)
+                    writer.writerow([score, value, label, round(spread.mean, 6), std, spread.num])
+    return path
+
+
+def _groups(rows: Sequence[Row], key: str, keys: Sequence[str]) -> dict[object, dict[float, Row]]:
+    """Rows that have a number there, by all else that varies, then by that number."""
+    groups: dict[object, dict[float, Row]] = {}
+    for row in rows:
+        settings = deciding(row.settings)
+        value = settings.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            rest = tuple(repr(settings.get(other)) for other in keys if other != key)
+            groups.setdefault((row.sweep, rest), {})[value] = row
+    return groups
+
+
+def _label(row: Row, setting: str, others: Sequence[str], several: bool) -> str:
+    settings, parts = deciding(row.settings), []
+    for key in others:
+        head, value = key.split(".")[0], settings.get(key)
+        if head in ("compression", "cluster") and head != setting.split(".")[0]:
+            parts.append(row.compression if head == "compression" else row.cluster)
+        elif value is not None:
+            parts.append(f"{_short(key)}={value}")
+    return " ".join(dict.fromkeys([*parts, *([f"@{row.sweep}"] if several else [])])) or "runs"
+
+
+def _short(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _natural(label: str) -> list[tuple[bool, float, str]]:
+    """rank=8 before rank=16."""
+    parts = re.split(r"(\d+\.?\d*)", label)
+    return [(p[:1].isdigit(), float(p) if p[:1].isdigit() else 0.0, p) for p in parts]
+
+
+def _cell(score: str, row: Row | None) -> str:
+    return spread_text(score, row.quality.get(score) if row else None)
