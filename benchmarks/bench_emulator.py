@@ -65,8 +65,8 @@ def main() -> None:
         if rtt_ms == a.narrow_rtt_ms:
             show_gain(rtt_ms, found[-2], found[-1])
         results.append({"rtt_ms": rtt_ms, "mbit": a.mbit, "tcp": a.tcp, "systems": found})
-    if a.json:
-        a.json.write_text(json.dumps(results, indent=1) + "\n")
+        if a.json:
+            a.json.write_text(json.dumps(results) + "\n")
 
 
 def measure(
