@@ -11,9 +11,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 INTERFACE = "xc-veth"
 SOURCE = Path(__file__).with_name("delay_line.c")
@@ -52,12 +53,12 @@ def delay_available() -> str | None:
 def two_hosts(
     bandwidth_bits_per_s: float | None,
     round_trip_s: float | None = None,
-    congestion_control: str | None = None,
+    tcp: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Names of two namespaces whose link carries at most this rate each way (None: no limit).
 
     round_trip_s: of a delaying line in user space; None = a veth pair that the kernel limits.
-    congestion_control: of TCP on both hosts; None = this machine's own.
+    tcp: settings of both hosts in /proc/sys/net/ipv4 that differ from this machine's.
     Prefix a command with `inside(name)` to run it there.
     """
     names = tuple(f"xc-{os.getpid()}-{side}" for side in "ab")
@@ -74,9 +75,8 @@ def two_hosts(
             _run(*inside(name), "ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside(name), "ip", "link", "set", "lo", "up")
             _run(*inside(name), "ip", "link", "set", INTERFACE, "up")
-            if congestion_control is not None:
-                setting = "/proc/sys/net/ipv4/tcp_congestion_control"
-                _run(*inside(name), "sh", "-c", f"echo {congestion_control} > {setting}")
+            for setting, value in tcp.items():
+                _run(*inside(name), "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
             if line is not None:
                 _run(*inside(name), "ip", "link", "set", INTERFACE, "txqueuelen", "10000")
             elif bandwidth_bits_per_s is not None:

@@ -14,17 +14,6 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, inside, two_hosts
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def write_experiment(file: Path, *overrides: str) -> None:
-    """The resolved experiment file, as docs/several-machines.md makes it."""
-    done = subprocess.run(
-        [sys.executable, "run.py", *overrides, "--cfg", "job", "--resolve"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"run.py --cfg job: {done.stderr or done.stdout}")
-    file.write_text(done.stdout)
-
-
 def run_on_two_machines(
     file: Path, folder: Path, bandwidth_bits_per_s: float | None, clouds: tuple[str, str]
 ) -> dict[str, Any]:

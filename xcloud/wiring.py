@@ -224,10 +224,11 @@ class _Builder:
             if self.rank == 0
             else {Kind.ALIVE: partial(note_ages, self.lives)}
         )
-        out = {peer: self._out(group, peer, capacity, CONTROL, _CONTROL_AHEAD) for peer in peers}
+        window = self._window(_CONTROL_AHEAD, capacity)
+        out = {peer: self._out(group, peer, capacity, CONTROL, window) for peer in peers}
         incoming: dict[int, InLink] = {}
         for peer in peers:
-            incoming[peer] = self._in(group, peer, capacity, CONTROL, _CONTROL_AHEAD, handlers)
+            incoming[peer] = self._in(group, peer, capacity, CONTROL, window, handlers)
         overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
         self.wiring.control = Control(
             self.rank, self.layout.leaders, out, incoming, overdue_s, self.lives
@@ -264,7 +265,9 @@ class _Builder:
             if not fields:
                 continue
             codecs = _codecs(compression, direction) if crosses else _plain
-            capacity = _capacity(fields, codecs(), max_samples, border.max_rows_per_sample)
+            frame, capacity = _frame_bytes(
+                fields, codecs(), max_samples, border.max_rows_per_sample
+            )
             if direction == "forward":
                 start = sum(spec.num_bytes for spec in border.start)
                 capacity = max(capacity, start + _FRAME_SLACK_BYTES)
@@ -276,8 +279,9 @@ class _Builder:
                 under_way = in_flight[a, b]
                 if direction == "forward":
                     under_way = max(under_way, _FORWARD_AHEAD)
+                window = self._window(under_way, frame)
                 if sender == self.rank:
-                    link = self._out(group, receiver, capacity, stage, under_way)
+                    link = self._out(group, receiver, capacity, stage, window)
                     channel = SendChannel(link, fields, codecs, clock, identity)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
@@ -286,18 +290,18 @@ class _Builder:
                         wan = self.wiring.wan_forward, self.wiring.wan_backward
                         wan[direction == "backward"].append(channel)
                 elif receiver == self.rank:
-                    inlink = self._in(group, sender, capacity, stage, under_way)
+                    inlink = self._in(group, sender, capacity, stage, window)
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
                         ReceiveChannel(inlink, fields, codecs, clock, identity, device, overdue_s)
                     )
 
-    def _window(self, under_way: int, capacity: int) -> LinkWindow:
+    def _window(self, under_way: int, frame_bytes: int) -> LinkWindow:
         """Of the same arguments at both ends of a link."""
-        return LinkWindow.covering(under_way, capacity, self.layout.link_budget_bytes)
+        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
     def _out(
-        self, group: dist.ProcessGroup, peer: int, capacity: int, border: int, under_way: int
+        self, group: dist.ProcessGroup, peer: int, capacity: int, border: int, window: LinkWindow
     ) -> GlooOutLink:
         clock = self.clocks.to(peer)
         self.wiring.is_emulated |= clock is not None
@@ -309,7 +313,7 @@ class _Builder:
             record = LinkRecord(there, peer, None if border == CONTROL else border)
             self.wiring.wan_records.append(record)
         link = GlooOutLink(
-            group, peer, self._name(peer), capacity, clock, self._window(under_way, capacity),
+            group, peer, self._name(peer), capacity, clock, window,
             log=log, record=record, life=self.lives[peer],
             overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
         )  # fmt: skip
@@ -324,12 +328,12 @@ class _Builder:
         peer: int,
         capacity: int,
         border: int,
-        under_way: int,
+        window: LinkWindow,
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
     ) -> GlooInLink:
         log = self._log(LinkName(border, peer, self.rank))
         link = GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, self._window(under_way, capacity),
+            group, peer, self._name(peer), capacity, handlers, window,
             log=log, life=self.lives[peer], advice=self.layout.overdue_advice(self.rank, peer),
         )  # fmt: skip
         self.wiring.ins.append(link)
@@ -370,13 +374,16 @@ def _codecs(compression: Compression | Phased, direction: str) -> Callable[[], C
     return make
 
 
-def _capacity(
+def _frame_bytes(
     fields: tuple[BorderField, ...], codecs: Codecs, max_samples: int, max_rows: int
-) -> int:
-    """Bytes of the longest frame that can come, so that receives can wait before it is known."""
-    total = _FRAME_SLACK_BYTES
+) -> tuple[int, int]:
+    """Bytes of the frame that codecs make of the most rows, which bounds what is under way, and of
+    the longest frame that can come, so that receives can wait before it is known."""
+    frame = capacity = _FRAME_SLACK_BYTES
     for entry in fields:
         rows = max_samples * (max_rows if entry.rows == "counted" else 1)
         spec = entry.spec(rows)
-        total += max(spec.num_bytes, codecs.max_bytes(spec) if spec.is_floating else 0)
-    return total
+        coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
+        frame += coded
+        capacity += max(spec.num_bytes, coded)
+    return frame, capacity

@@ -70,8 +70,9 @@ class ClusterLayout:
         alone; "free" = no limit (messages are still framed, compressed and counted).
     links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
     liveness: when a rank that is silent outside a training step counts as lost.
-    link_budget_bytes: memory for each direction between two ranks, at each end, that its posted
-        receives may take, and its queue. What a schedule needs at least is taken beyond it.
+    link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
+        the queue at each of its ends. Three receives, and room in the queues for all micro-batches
+        that the schedule has in flight, there always are.
     """
 
     clouds: Mapping[str, Cloud]

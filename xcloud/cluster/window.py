@@ -18,8 +18,9 @@ MIN_POSTED = 3
 class LinkWindow:
     """The bounds of one direction between two ranks. Both ends must hold the same.
 
-    num_posted: receives that the receiver keeps posted, each in a buffer of the longest frame.
-        The sender ends the link with as many goodbyes.
+    num_posted: receives that the receiver keeps posted, each in a buffer that could take the
+        longest frame (and takes memory as far as one has filled it). The sender ends the link
+        with as many goodbyes.
     max_queued_bytes: frames that may wait at the sender before `send` blocks, and at the receiver
         before it takes no more from the network.
     """
@@ -29,14 +30,14 @@ class LinkWindow:
 
     @classmethod
     def covering(
-        cls, num_under_way: int, capacity_bytes: int, budget_bytes: int = BUDGET_BYTES
+        cls, num_under_way: int, frame_bytes: int, budget_bytes: int = BUDGET_BYTES
     ) -> LinkWindow:
-        """For a link whose sender may be `num_under_way` messages of at most capacity_bytes ahead
-        of what its receiver has read.
+        """For a link whose sender may be `num_under_way` messages of at most frame_bytes ahead of
+        what its receiver has read.
 
-        Posted buffers of the longest frame fit into budget_bytes, but MIN_POSTED there always
-        are. The queue takes all that may be under way even where this is more than the budget:
-        a schedule whose `send` blocks waits for itself for ever.
+        So many such frames fit into budget_bytes, but MIN_POSTED receives there always are. The
+        queue takes all that may be under way even where this is more than the budget: a schedule
+        whose `send` blocks waits for itself for ever.
         """
-        num_posted = max(MIN_POSTED, min(num_under_way, budget_bytes // capacity_bytes))
-        return cls(num_posted, max(budget_bytes, num_under_way * capacity_bytes))
+        num_posted = max(MIN_POSTED, min(num_under_way, budget_bytes // frame_bytes))
+        return cls(num_posted, max(budget_bytes, num_under_way * frame_bytes))
