@@ -21,9 +21,8 @@ from xcloud.errors import XcloudError
 from xcloud.evaluation import SAMPLES_FILE
 from xcloud.events import EventReader
 from xcloud.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
-from xcloud.export import MODEL_DIR
 from xcloud.job import Job
-from xcloud.project import commit
+from xcloud.project import MODEL_DIR, commit
 from xcloud.report_table import print_report
 from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
