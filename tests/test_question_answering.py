@@ -13,7 +13,8 @@ import torch
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Head
-from xcloud.tasks.corpus.paragraphs import Paragraph, ParagraphHub, Question, read_paragraphs
+from xcloud.tasks.corpus.hub import HubSet
+from xcloud.tasks.corpus.paragraphs import Paragraph, Paragraphs, Question, read_paragraphs
 from xcloud.tasks.question_answering import (
     QuestionAnsweringData,
     squad_from_demo,
@@ -201,7 +202,7 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
             for i in range(num)
         ]  # fmt: skip
         write(tmp_path / f"{name}.jsonl", rows)
-    reading = ParagraphHub(str(tmp_path)).read()
+    reading = Paragraphs(HubSet(str(tmp_path))).read()
     assert [len(reading.splits[s]) for s in ("train", "dev", "test")] == [29, 1, 2]
     assert reading.splits["test"][1].questions[1].ident == "validation3"
 

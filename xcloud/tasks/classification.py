@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,15 +20,13 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.project import project_root
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
-from xcloud.tasks.corpus.demo_labelled import DemoReviews, DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, LabelledCorpus, sampling_of
-from xcloud.tasks.corpus.labelled_files import LabelledFiles
-from xcloud.tasks.corpus.labelled_hub import LabelledHub
+from xcloud.tasks.corpus.demo_labelled import DemoReviews
+from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus
 from xcloud.tasks.corpus.public_text import public_sentences
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
+from xcloud.tasks.settings import COLUMNS, DEMO, FOLDER, HUB, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextPairs
@@ -300,91 +298,29 @@ def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -
     return {name: round(score(right, predicted), 4) for name, score in scores.items()}
 
 
-def classification_from_demo(
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    num_train: int = 8_000,
-    num_dev: int = 500,
-    num_test: int = 1_000,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
+OWN = Group(Classification, ("corpus", "name"))
+
+
+@settings_of(DEMO, OWN, max_length=64)
+def classification_from_demo(**settings: Any) -> Classification:
     """The embedded film reviews."""
-    if kind != "classes":
+    if (kind := settings.get("kind", "classes")) != "classes":
         raise ConfigError(f"task.kind={kind}: the demo has classes; take profile=files for values")
-    return Classification(
-        DemoReviews(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "classification", kind,
-        classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+    return OWN.make(settings, corpus=DemoReviews(DEMO.make(settings)))
 
 
-def classification_from_files(
-    path: str = "",
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    language: str = "en",
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """Your own labelled texts in the folder `path`; see Classification and LabelledFiles."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    corpus = LabelledFiles(
-        path, train_file, dev_file, test_file,
-        ColumnChoice(text_columns, label_column, None, kind), language, sampling=sampling,
-    )  # fmt: skip
-    return Classification(
-        corpus, "classification", kind, classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+@settings_of(FOLDER, COLUMNS, SAMPLES, OWN)
+def classification_from_files(**settings: Any) -> Classification:
+    """Your own labelled texts in the folder `path`."""
+    return OWN.make(settings, corpus=_labelled(FOLDER, settings))
 
 
-def classification_from_hub(
-    path: str = "",
-    config: str | None = None,
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train: str | None = None,
-    dev: str | None = None,
-    test: str | None = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """A labelled data set of the hub, or a folder in the same form; see LabelledHub."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(text_columns, label_column, None, kind)
-    corpus = LabelledHub(
-        path, config, train, dev, test, columns, revision=revision, sampling=sampling
-    )
-    return Classification(
-        corpus, "classification", kind, classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+@settings_of(HUB, COLUMNS, SAMPLES, OWN)
+def classification_from_hub(**settings: Any) -> Classification:
+    """A labelled data set of the hub, or a folder in the same form."""
+    return OWN.make(settings, corpus=_labelled(HUB, settings))
+
+
+def _labelled(source: Group[Any], settings: Mapping[str, Any]) -> Labelled:
+    sampling = SAMPLES.make(settings)
+    return Labelled(source.make(settings), COLUMNS.make(settings), sampling)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,21 +23,20 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.tasks.answer_scores import exact_match, word_f1
 from xcloud.tasks.classification import check_fields, public_tokenizer
-from xcloud.tasks.corpus.demo_labelled import DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import sampling_of
+from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.paragraphs import (
     DemoParagraphs,
     Paragraph,
     ParagraphCorpus,
-    ParagraphFiles,
-    ParagraphHub,
+    Paragraphs,
     Question,
     Reading,
     num_questions,
 )
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
+from xcloud.tasks.settings import DEMO, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextPairs
@@ -268,72 +267,29 @@ class QuestionAnsweringData:
         return self.text
 
 
-def squad_from_demo(
-    num_train: int = 3_000,
-    num_dev: int = 300,
-    num_test: int = 900,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    max_question: int = 32,
-    stride: int = 48,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
+OWN = Group(QuestionAnswering, ("corpus", "name"))
+FILES = Group(Folder)
+HUB_SET = Group(HubSet, ("train", "dev", "test", "own_names", "hidden_test"))
+
+
+@settings_of(
+    DEMO, OWN, num_train=3_000, num_dev=300, num_test=900, max_length=128, max_question=32,
+    stride=48,
+)  # fmt: skip
+def squad_from_demo(**settings: Any) -> QuestionAnswering:
     """Embedded stories with questions; sizes count questions."""
-    return QuestionAnswering(
-        DemoParagraphs(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+    return OWN.make(settings, corpus=DemoParagraphs(DEMO.make(settings)))
 
 
-def squad_from_files(
-    path: str = "",
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 384,
-    max_question: int = 64,
-    stride: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
-    """Paragraphs in the folder `path`; see ParagraphFiles. max_*_samples: of the questions."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    return QuestionAnswering(
-        ParagraphFiles(path, train_file, dev_file, test_file, sampling), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+@settings_of(FILES, SAMPLES, OWN)
+def squad_from_files(**settings: Any) -> QuestionAnswering:
+    """Paragraphs in the folder `path`. max_*_samples: of the questions."""
+    sampling = SAMPLES.make(settings)
+    return OWN.make(settings, corpus=Paragraphs(FILES.make(settings), sampling))
 
 
-def squad_from_hub(
-    path: str = "rajpurkar/squad",
-    config: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 384,
-    max_question: int = 64,
-    stride: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
-    """A data set of the hub in the form of SQuAD 1.1; see ParagraphHub."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    return QuestionAnswering(
-        ParagraphHub(path, config, revision, sampling), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+@settings_of(HUB_SET, SAMPLES, OWN, path="rajpurkar/squad")
+def squad_from_hub(**settings: Any) -> QuestionAnswering:
+    """A data set of the hub in the form of SQuAD 1.1, one question a row."""
+    sampling = SAMPLES.make(settings)
+    return OWN.make(settings, corpus=Paragraphs(HUB_SET.make(settings), sampling))
