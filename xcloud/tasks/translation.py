@@ -6,8 +6,6 @@ Shapes: B samples, S source positions, T target positions, both with bos and eos
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +26,7 @@ from xcloud.tasks.corpus.text import SPLITS, Corpus, Parallel, Sampling
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.settings import HUB, Group, settings_of
 from xcloud.tasks.task import Split
+from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
@@ -165,10 +164,9 @@ class TranslationData:
             self._references = {s: parallel.splits[s].texts[task.target] for s in evaluated}
 
     def describe(self) -> str:
-        rows = ", ".join(f"{count:,} {split}" for split, count in self._rows.items())
         parts = [
             f"{self._parallel_name} {self._task.source}→{self._task.target}",
-            f"{sum(self._rows.values()):,} pairs ({rows})",
+            f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})",
             *self._remarks,
         ]
         return ", ".join(parts)
@@ -183,7 +181,7 @@ class TranslationData:
             "rows": self._rows,
             "corpus": dict(self._agreed),
         }
-        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+        return digest_of(shared)
 
     def num_samples(self, split: Split) -> int:
         return self._rows[split]
@@ -215,10 +213,7 @@ class TranslationData:
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """BLEU and chrF (0..100) of the samples in `predictions`, cased, by sacreBLEU."""
         references = self._reference_texts(split)
-        if not predictions:
-            raise ValueError(f"no predictions to score on {split}")
-        if outside := [i for i in predictions if not 0 <= i < len(references)]:
-            raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(references) - 1})")
+        check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
         outputs = [self.text.decode(predictions[i]) for i in order]
         wanted = [[references[i] for i in order]]

@@ -20,21 +20,14 @@ LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A folder with train, dev (val, valid, validation) and test files, told by their names.
-
-    train_file, dev_file, test_file: other files for a split: a name, a pattern such as
-    "newstest20*.tsv.gz", or a list of them.
-    """
+class _Path:
+    """What every folder is as a source."""
 
     path: str = ""
-    train_file: Names = None
-    dev_file: Names = None
-    test_file: Names = None
 
     def __post_init__(self) -> None:
-        check_path(self.path)
-        self._asked()
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError("task.path must name the folder that holds the corpus")
 
     @property
     def where(self) -> str:
@@ -45,6 +38,23 @@ class Folder:
 
     def check(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class Folder(_Path):
+    """A folder with train, dev (val, valid, validation) and test files, told by their names.
+
+    train_file, dev_file, test_file: other files for a split: a name, a pattern such as
+    "newstest20*.tsv.gz", or a list of them.
+    """
+
+    train_file: Names = None
+    dev_file: Names = None
+    test_file: Names = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._asked()
 
     def find(self, form: Form) -> Found:
         chosen = self._choose(list_files(Path(self.where), form), form, self._asked())
@@ -143,30 +153,19 @@ class LabelledFolder(Folder):
 
 
 @dataclass(frozen=True)
-class FolderByLanguage:
+class FolderByLanguage(_Path):
     """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
 
     train_language: of train and dev. languages: those tested; None: all that have a test file.
     Without a training file the dev file of train_language is the training set, which is said.
     """
 
-    path: str = ""
     train_language: str = "en"
     languages: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_path(self.path)
+        super().__post_init__()
         check_languages(self.train_language, self.languages)
-
-    @property
-    def where(self) -> str:
-        return str(Path(self.path).expanduser())
-
-    def describe(self) -> str:
-        return f"files in {Path(self.where).resolve().name}"
-
-    def check(self) -> bool:
-        return True
 
     def find(self, form: Form) -> Found:
         here = self.train_language
@@ -205,11 +204,6 @@ class FolderByLanguage:
         splits["test"] = {language: [tests[language]] for language in wanted}
         facts = {"train": [train.name, *([dev.name] if dev else [])], "languages": list(wanted)}
         return Found(splits, "task.languages", facts, remarks)
-
-
-def check_path(path: object) -> None:
-    if not isinstance(path, str) or not path:
-        raise ConfigError("task.path must name the folder that holds the corpus")
 
 
 def check_languages(train_language: str, languages: Sequence[str] | None) -> None:
