@@ -203,6 +203,13 @@ def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
         FolderByLanguage(str(tmp_path), "en", "de")
 
 
+def test_every_tested_language_must_have_labels(tmp_path: Path) -> None:
+    by_language(tmp_path)
+    write_tsv(tmp_path / "test.de.tsv", ["premise", "hypothesis"], [["p", "h"]])
+    with pytest.raises(DataError, match=r"test\.de\.tsv: no column label.*task\.languages"):
+        Labelled(FolderByLanguage(str(tmp_path))).check()
+
+
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.max_train_samples must be"):
         glue_from_files("sst2", str(tmp_path), max_train_samples=0)
@@ -228,6 +235,22 @@ def test_glue_in_the_hubs_form_is_tested_on_its_dev_set(tmp_path: Path) -> None:
     assert cells(asked, "test", "first") == cells(corpus, "test", "first")
     with pytest.raises(DataError, match=r"no split .tset. for task\.test; there are: train"):
         Labelled(HubSet(str(tmp_path / "hub"), test="tset")).read(ALL)
+
+
+def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    loaded = {
+        name: datasets.Dataset.from_dict({"sentence": [name] * 100, "label": [0, 1] * 50})
+        for name in ("train", "validation", "test")
+    }
+    loaded["test"] = loaded["test"].remove_columns("label")
+    monkeypatch.setattr("xcloud.tasks.corpus.hub.load_hub", lambda *arguments: loaded)
+    corpus = Labelled(HubSet("owner/name")).read(ALL)
+    assert cells(corpus, "test", "first") == ["validation"] * 100
+    with pytest.raises(DataError, match=r"nothing to score by; choose another task\.test"):
+        Labelled(HubSet("owner/name", test="test")).read(ALL)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(

@@ -82,6 +82,10 @@ def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnswering
     assert data.score("test", spoilt)["exact_match"] < 60
     shown = data.sample_outputs("test", perfect, 2)
     assert shown.count("question") == 2 and "reference" in shown
+    assert data.sample_outputs("test", {}, 2) == ""
+    for wrong in ({}, {len(perfect): [0, 0, 1]}):
+        with pytest.raises(ValueError, match=r"no predictions|is not in test"):
+            data.score("test", wrong)
     for nonsense in ([0, 0, 5], [90, 95, 5], [12, 8, 5]):
         said = {i: nonsense for i in perfect}
         assert data.score("test", said)["exact_match"] < 30

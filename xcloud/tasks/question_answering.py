@@ -178,8 +178,9 @@ class QuestionAnsweringData(TextData):
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """F1 and exact match in percent, of the questions that have a window in `predictions`."""
-        answers = self._answers(split, predictions)
         asked = self._questions(split)
+        check_predictions(predictions, split, self._rows[split], "window")
+        answers = self._answers(split, predictions)
         references = {i: [text for text, _ in asked[i].answers] for i in answers}
         f1 = sum(word_f1(text, references[i]) for i, text in answers.items())
         exact = sum(exact_match(text, references[i]) for i, text in answers.items())
@@ -207,7 +208,6 @@ class QuestionAnsweringData(TextData):
         """Number of a question -> its best span over its windows, as text."""
         self._questions(split)
         windows = self._windows[split]
-        check_predictions(predictions, split, self._rows[split], "window")
         best: dict[int, int] = {}  # question -> window
         for window in sorted(predictions):
             question = windows.question_of[window]
