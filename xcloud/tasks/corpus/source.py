@@ -5,7 +5,7 @@ corpora: pairs.py, labelled.py, paragraphs.py. No file is opened here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from xcloud.tasks.corpus.text import Rows
@@ -53,10 +53,11 @@ class Found:
     test_key: str | None
     facts: Mapping[str, object]
     remarks: Sequence[str] = ()
-    training: Table = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "training", next(iter(self.splits["train"].values()))[0])
+    @property
+    def training(self) -> Table:
+        """The first table of train, whose columns count for all."""
+        return next(iter(self.splits["train"].values()))[0]
 
 
 class Source(Protocol):
