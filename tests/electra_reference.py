@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from xcloud.electra.config import DiscriminatorSettings, Generator, MultilingualElectra
+from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.discriminator import DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
+from xcloud.electra.model import MultilingualElectra
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.feed_parts import FeedContext

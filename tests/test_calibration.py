@@ -79,14 +79,6 @@ def test_an_anchor_by_position_leaves_less_to_send(tmp_path: Path, weights: Weig
     assert errors["position"] < errors["mean"] < errors["none"] * 1.001
 
 
-def test_a_warm_start_brings_the_last_rows_nearer(tmp_path: Path, weights: Weights) -> None:
-    lines: list[str] = []
-    split = Split(1, 3, "pca", warm_start_steps=150, calibration_texts=30)
-    measured_basis(split, weights, TEXT, where(tmp_path, report=lines.append))
-    before, after = (float(word) for word in lines[-1].split() if word.startswith(("0.", "1.")))
-    assert after < 0.99 * before, lines[-1]
-
-
 def own_pairs(count: int) -> dict[str, torch.Tensor]:
     """[5 6 | 7] and, without padding, [8 | 9 10], as the task's batches hold them."""
     text = [

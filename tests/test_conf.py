@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from xcloud import experiment as experiments
-from xcloud.electra.config import MultilingualElectra
+from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError
 from xcloud.experiment import Experiment
 

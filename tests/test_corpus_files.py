@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from xcloud.errors import ConfigError, DataError
-from xcloud.tasks.corpus.files import ParallelFiles
+from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, chosen_rows
 
 BOTH = frozenset({"es", "en"})
@@ -39,8 +40,14 @@ def write_lines(folder: Path, name: str, pairs: list[tuple[str, str]]) -> None:
     )
 
 
-def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
-    return ParallelFiles(str(path), **settings).read("es", "en", visible)  # type: ignore[arg-type]
+def read(
+    path: Path,
+    visible: frozenset[str] = BOTH,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    **settings: object,
+) -> Parallel:
+    source = Folder(str(path), **settings)  # type: ignore[arg-type]
+    return Pairs(source, sampling=sampling).read("es", "en", visible)
 
 
 def pairs_of(rows: Rows) -> list[tuple[str, str]]:
@@ -225,7 +232,7 @@ def test_a_missing_folder_says_what_to_put_where(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder with train"):
         read(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"task\.path must name the folder"):
-        ParallelFiles("")
+        Folder("")
     (tmp_path / "corpus.tsv").touch()
     with pytest.raises(DataError, match="is a file"):
         read(tmp_path / "corpus.tsv")
@@ -275,8 +282,8 @@ def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
 def test_real_corpora_are_read(
     folder: str, source: str, settings: dict[str, object], rows: tuple[int, int, int]
 ) -> None:
-    files = ParallelFiles(str(SHARED / folder), **settings)  # type: ignore[arg-type]
-    corpus = files.read(source, "en", frozenset({source}))
+    files = Folder(str(SHARED / folder), **settings)  # type: ignore[arg-type]
+    corpus = Pairs(files).read(source, "en", frozenset({source}))
     assert tuple(corpus.splits[s].num_rows for s in ("train", "dev", "test")) == rows
 
 

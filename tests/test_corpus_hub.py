@@ -10,7 +10,8 @@ import pytest
 
 from xcloud import hub_access
 from xcloud.errors import DataError
-from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.hub import HubSet
+from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import Parallel, Sampling
 
 datasets = pytest.importorskip("datasets")
@@ -23,7 +24,10 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def read(path: Path, visible: frozenset[str] = BOTH, **settings: object) -> Parallel:
-    return Hub(str(path), **settings).read("es", "en", visible)  # type: ignore[arg-type]
+    of_pairs = {k: v for k, v in settings.items() if k.endswith("_column") or k == "sampling"}
+    names = {k: v for k, v in settings.items() if k not in of_pairs}
+    source = HubSet(str(path), **names)  # type: ignore[arg-type]
+    return Pairs(source, **of_pairs).read("es", "en", visible)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -70,13 +74,13 @@ def test_only_the_visible_side_is_kept_and_rows_are_counted_without(folder: Path
 def test_split_names_may_be_chosen_and_must_exist(folder: Path) -> None:
     corpus = read(folder, dev="test", test="validation")
     assert (corpus.splits["dev"].num_rows, corpus.splits["test"].num_rows) == (2, 3)
-    with pytest.raises(DataError, match=r"no split 'tst' for test; there are: train"):
+    with pytest.raises(DataError, match=r"no split 'tst' for task\.test; there are: train"):
         read(folder, test="tst")
 
 
 def test_a_language_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(DataError, match="no 'fr' in its translations, only: es, en"):
-        Hub(str(folder)).read("fr", "en", frozenset({"fr"}))
+        Pairs(HubSet(str(folder))).read("fr", "en", frozenset({"fr"}))
 
 
 def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +101,7 @@ def test_a_hub_that_does_not_answer_fails_at_once(monkeypatch: pytest.MonkeyPatc
     hub_access.go_offline_if_unreachable.cache_clear()
     try:
         with pytest.raises(DataError, match=r"nobody/nothing: the hub cannot be reached.*folder"):
-            Hub("nobody/nothing").read("es", "en", BOTH)
+            Pairs(HubSet("nobody/nothing")).read("es", "en", BOTH)
     finally:
         hub_access.go_offline_if_unreachable.cache_clear()
     assert len(tried) == 1  # left alone the library retries for 23 s

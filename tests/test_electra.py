@@ -10,7 +10,8 @@ import torch
 
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.comm.id_packing import IdPacking
-from xcloud.electra.config import DiscriminatorSettings, Generator, MultilingualElectra
+from xcloud.electra.config import DiscriminatorSettings, Generator
+from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError, FrameError, TrainingDiverged
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, SeededBackbone

@@ -14,11 +14,10 @@ import pytest
 from xcloud import hub_access
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.classification import Classification, classification_from_files
-from xcloud.tasks.corpus.by_language import FilesByLanguage, HubByLanguage
-from xcloud.tasks.corpus.labelled import ColumnChoice, LabelledCorpus, interleaved, sampling_of
-from xcloud.tasks.corpus.labelled_files import LabelledFiles
-from xcloud.tasks.corpus.labelled_hub import LabelledHub
-from xcloud.tasks.corpus.paragraphs import ParagraphFiles, ParagraphHub, num_questions
+from xcloud.tasks.corpus.folder import FolderByLanguage, LabelledFolder
+from xcloud.tasks.corpus.hub import HubByLanguage, HubSet
+from xcloud.tasks.corpus.labelled import ColumnChoice, Labelled, LabelledCorpus, interleaved
+from xcloud.tasks.corpus.paragraphs import Paragraphs, num_questions
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
 from xcloud.tasks.cross_lingual import cross_lingual_from_files
 from xcloud.tasks.glue import glue_from_files, glue_from_hub
@@ -51,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_all_splits_as_they_are(folder: Path) -> None:
-    corpus = LabelledFiles(str(folder)).read(ALL)
+    corpus = Labelled(LabelledFolder(str(folder))).read(ALL)
     assert cells(corpus, "train", "first") == [f"train {i}" for i in range(100)]
     assert cells(corpus, "test", "label") == ["0", "1", "0", "1", "0"]
     assert list(corpus.remarks) == ["columns sentence → label"]
@@ -60,7 +59,7 @@ def test_all_splits_as_they_are(folder: Path) -> None:
 @pytest.mark.parametrize("visible", [TEXT, LABEL, frozenset[str]()], ids=sorted)
 def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) -> None:
     corpora: list[LabelledCorpus] = [
-        LabelledFiles(str(folder)), LabelledHub(str(folder / "hub"))
+        Labelled(LabelledFolder(str(folder))), Labelled(HubSet(str(folder / "hub")))
     ]  # fmt: skip
     (folder / "hub").mkdir()
     for name in ("train", "validation", "test"):
@@ -76,14 +75,14 @@ def test_only_visible_columns_are_kept(folder: Path, visible: frozenset[str]) ->
 
 def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     write_tsv(folder / "test.tsv.gz", ["index", "sentence"], [["0", "hidden"]])
-    corpus = LabelledFiles(str(folder), sampling=Sampling(dev_share=8)).read(ALL)
+    corpus = Labelled(LabelledFolder(str(folder)), sampling=Sampling(dev_share=8)).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [92, 8, 10]
     assert cells(corpus, "test", "first") == [f"dev {i}" for i in range(10)]
     train, dev = cells(corpus, "train", "first"), cells(corpus, "dev", "first")
     assert not set(train) & set(dev) and len({*train, *dev}) == 100
     assert "test: the dev set, for no other labelled one is there" in corpus.remarks
     with pytest.raises(DataError, match="no column label, so nothing to score by"):
-        LabelledFiles(str(folder), test_file="test").read(ALL)
+        Labelled(LabelledFolder(str(folder), test_file="test")).read(ALL)
 
 
 def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
 
     def read(**choice: object) -> Mapping[str, Sequence[str]]:
         columns = ColumnChoice(**choice)  # type: ignore[arg-type]
-        return LabelledFiles(str(tmp_path), columns=columns).read(ALL).splits["train"].texts
+        return Labelled(LabelledFolder(str(tmp_path)), columns).read(ALL).splits["train"].texts
 
     assert {key: found[0] for key, found in read().items()} == {
         "first": "p", "second": "h", "label": "yes"
@@ -119,14 +118,14 @@ def test_columns_are_found_by_usual_names_or_named(tmp_path: Path) -> None:
 def test_a_folder_of_no_usual_columns_lists_them(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv", ["x", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"has the columns x, y; .*task.text_columns"):
-        LabelledFiles(str(tmp_path)).check()
+        Labelled(LabelledFolder(str(tmp_path))).check()
     write_tsv(tmp_path / "train.tsv", ["text", "y"], [["1", "2"]])
     with pytest.raises(DataError, match=r"none is a usual label.*task.label_column"):
-        LabelledFiles(str(tmp_path)).check()
+        Labelled(LabelledFolder(str(tmp_path))).check()
     with pytest.raises(DataError, match="of two texts none"):
         glue_from_files("mrpc", str(tmp_path)).check()
     with pytest.raises(DataError, match=r"does not exist; task.path must be a folder"):
-        LabelledFiles(str(tmp_path / "nowhere")).check()
+        Labelled(LabelledFolder(str(tmp_path / "nowhere"))).check()
 
 
 def test_languages_in_file_names(tmp_path: Path) -> None:
@@ -134,10 +133,10 @@ def test_languages_in_file_names(tmp_path: Path) -> None:
         for split in ("train", "dev", "test"):
             write_tsv(tmp_path / f"{split}.{language}.tsv", ["text", "label"], [[language, "1"]])
     for language in ("en", "de"):
-        corpus = LabelledFiles(str(tmp_path), language=language).read(ALL)
+        corpus = Labelled(LabelledFolder(str(tmp_path), language=language)).read(ALL)
         assert cells(corpus, "train", "first") == cells(corpus, "test", "first") == [language]
     with pytest.raises(DataError, match="no training file"):
-        LabelledFiles(str(tmp_path), language="fr").check()
+        Labelled(LabelledFolder(str(tmp_path), language="fr")).check()
 
 
 def test_cola_and_mnli_name_their_files_in_their_own_way(tmp_path: Path) -> None:
@@ -157,11 +156,11 @@ def test_cola_and_mnli_name_their_files_in_their_own_way(tmp_path: Path) -> None
 def test_json_lines_may_hold_numbers_as_labels_only(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": i % 3} for i in range(200)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = LabelledFiles(str(tmp_path)).read(ALL)
+    corpus = Labelled(LabelledFolder(str(tmp_path))).read(ALL)
     assert set(cells(corpus, "train", "label")) == {"0", "1", "2"}
     (tmp_path / "train.jsonl").write_text('{"text": 5, "label": 1}\n')
     with pytest.raises(DataError, match=r"line 1: no text under 'text'.*task.text_columns"):
-        LabelledFiles(str(tmp_path)).read(TEXT)
+        Labelled(LabelledFolder(str(tmp_path))).read(TEXT)
 
 
 def test_parts_are_interleaved_and_sampled_alike() -> None:
@@ -181,13 +180,13 @@ def by_language(folder: Path) -> None:
 
 def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
     by_language(tmp_path)
-    corpus = FilesByLanguage(str(tmp_path), sampling=Sampling(dev_share=5)).read(ALL)
+    corpus = Labelled(FolderByLanguage(str(tmp_path)), sampling=Sampling(dev_share=5)).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [15, 5, 90]
     assert "no training file: dev.en.tsv is the training set" in corpus.remarks
     assert cells(corpus, "test", "part")[:4] == ["en", "de", "zh", "en"]
     write_tsv(tmp_path / "train.en.tsv", ["premise", "hypothesis", "label"], [["p", "h", "x"]] * 9)
-    sampling = sampling_of(0.02, 0.02, None, 4, 0)
-    corpus = FilesByLanguage(str(tmp_path), "en", ["zh", "de"], sampling=sampling).read(TEXT)
+    source = FolderByLanguage(str(tmp_path), "en", ["zh", "de"])
+    corpus = Labelled(source, sampling=Sampling(max_eval_pairs=4)).read(TEXT)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [9, 4, 8]
     first = cells(corpus, "test", "first")
     assert [x.removeprefix("zh") for x in first[::2]] == [
@@ -199,9 +198,16 @@ def test_one_language_is_learned_and_every_one_tested(tmp_path: Path) -> None:
         (("en", ["fr"]), "no test.fr.tsv"),
     ]:
         with pytest.raises(DataError, match=said):
-            FilesByLanguage(str(tmp_path), *arguments).check()
+            Labelled(FolderByLanguage(str(tmp_path), *arguments)).check()
     with pytest.raises(ConfigError, match="a list such as"):
-        FilesByLanguage(str(tmp_path), "en", "de")
+        FolderByLanguage(str(tmp_path), "en", "de")
+
+
+def test_every_tested_language_must_have_labels(tmp_path: Path) -> None:
+    by_language(tmp_path)
+    write_tsv(tmp_path / "test.de.tsv", ["premise", "hypothesis"], [["p", "h"]])
+    with pytest.raises(DataError, match=r"test\.de\.tsv: no column label.*task\.languages"):
+        Labelled(FolderByLanguage(str(tmp_path))).check()
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
@@ -222,13 +228,29 @@ def hub_folder(folder: Path, test_label: int = -1) -> Path:
 
 
 def test_glue_in_the_hubs_form_is_tested_on_its_dev_set(tmp_path: Path) -> None:
-    corpus = LabelledHub(str(hub_folder(tmp_path / "hub")), hidden_test=True).read(ALL)
+    corpus = Labelled(HubSet(str(hub_folder(tmp_path / "hub")), hidden_test=True)).read(ALL)
     assert [corpus.splits[s].num_rows for s in ("train", "dev", "test")] == [98, 2, 4]
     assert Counter(cells(corpus, "test", "label")) == {"0": 4}
-    asked = LabelledHub(str(tmp_path / "hub"), test="validation").read(ALL)
+    asked = Labelled(HubSet(str(tmp_path / "hub"), test="validation")).read(ALL)
     assert cells(asked, "test", "first") == cells(corpus, "test", "first")
     with pytest.raises(DataError, match=r"no split .tset. for task\.test; there are: train"):
-        LabelledHub(str(tmp_path / "hub"), test="tset").read(ALL)
+        Labelled(HubSet(str(tmp_path / "hub"), test="tset")).read(ALL)
+
+
+def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    loaded = {
+        name: datasets.Dataset.from_dict({"sentence": [name] * 100, "label": [0, 1] * 50})
+        for name in ("train", "validation", "test")
+    }
+    loaded["test"] = loaded["test"].remove_columns("label")
+    monkeypatch.setattr("xcloud.tasks.corpus.hub.load_hub", lambda *arguments: loaded)
+    corpus = Labelled(HubSet("owner/name")).read(ALL)
+    assert cells(corpus, "test", "first") == ["validation"] * 100
+    with pytest.raises(DataError, match=r"nothing to score by; choose another task\.test"):
+        Labelled(HubSet("owner/name", test="test")).read(ALL)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
@@ -238,8 +260,8 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
     hub_access.go_offline_if_unreachable.cache_clear()
     for corpus in (
         glue_from_hub("mrpc").corpus,
-        HubByLanguage("facebook/xnli", "en", ["de"]),
-        ParagraphHub("rajpurkar/squad"),
+        Labelled(HubByLanguage("facebook/xnli", "en", ["de"])),
+        Paragraphs(HubSet("rajpurkar/squad")),
     ):
         with pytest.raises(
             DataError, match="the hub cannot be reached and no copy is in the cache"
@@ -281,7 +303,7 @@ def test_real_corpora_are_read(
     request: pytest.FixtureRequest,
 ) -> None:
     corpus = task(path=str(SHARED / request.node.callspec.id)).corpus
-    if isinstance(corpus, ParagraphFiles):
+    if isinstance(corpus, Paragraphs):
         found = corpus.read().splits
         assert tuple(num_questions(found[s]) for s in ("train", "dev", "test")) == rows
     else:

@@ -43,7 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "identity": {"method": "identity"},
     "pca": {"method": "pca"},
     "pca, whitened, anchored": {"method": "pca", "whiten": True, "anchor": "position"},
-    "pca, warm": {"method": "pca", "warm_start_steps": 3},
     "orthogonal": {"method": "orthogonal"},
     "full width": {"rank": None},
     "unsplit": {"layer": None},

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.electra_reference import feed_context
-from xcloud.electra.config import Generator, MultilingualElectra
+from xcloud.electra.config import Generator
+from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.checkpoint import export_bert

@@ -13,7 +13,8 @@ import torch
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Head
-from xcloud.tasks.corpus.paragraphs import Paragraph, ParagraphHub, Question, read_paragraphs
+from xcloud.tasks.corpus.hub import HubSet
+from xcloud.tasks.corpus.paragraphs import Paragraph, Paragraphs, Question, read_paragraphs
 from xcloud.tasks.question_answering import (
     QuestionAnsweringData,
     squad_from_demo,
@@ -81,6 +82,10 @@ def test_a_perfect_model_scores_100_and_a_wrong_one_less(data: QuestionAnswering
     assert data.score("test", spoilt)["exact_match"] < 60
     shown = data.sample_outputs("test", perfect, 2)
     assert shown.count("question") == 2 and "reference" in shown
+    assert data.sample_outputs("test", {}, 2) == ""
+    for wrong in ({}, {len(perfect): [0, 0, 1]}):
+        with pytest.raises(ValueError, match=r"no predictions|is not in test"):
+            data.score("test", wrong)
     for nonsense in ([0, 0, 5], [90, 95, 5], [12, 8, 5]):
         said = {i: nonsense for i in perfect}
         assert data.score("test", said)["exact_match"] < 30
@@ -201,7 +206,7 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
             for i in range(num)
         ]  # fmt: skip
         write(tmp_path / f"{name}.jsonl", rows)
-    reading = ParagraphHub(str(tmp_path)).read()
+    reading = Paragraphs(HubSet(str(tmp_path))).read()
     assert [len(reading.splits[s]) for s in ("train", "dev", "test")] == [29, 1, 2]
     assert reading.splits["test"][1].questions[1].ident == "validation3"
 

@@ -267,12 +267,15 @@ def test_unknown_fields_are_refused(task: Translation) -> None:
 def test_each_factory_builds_its_corpus(tmp_path: Path) -> None:
     tasks = [
         translation_from_demo(num_pairs=3000, corpus_seed=9),
-        translation_from_files(str(tmp_path), "de", "fr", train_file="a*", max_train_pairs=10),
+        translation_from_files(
+            str(tmp_path), source="de", target="fr", train_file="a*", max_train_pairs=10
+        ),
         translation_from_paper(str(tmp_path), test=["tst2010"]),
         translation_from_hub("owner/name", "en-es", dev_share=100),
     ]
-    assert [type(task.corpus).__name__ for task in tasks] == [
-        "DemoGrammar", "ParallelFiles", "Wit3", "Hub"
+    sources = [getattr(task.corpus, "source", task.corpus) for task in tasks]
+    assert [type(source).__name__ for source in sources] == [
+        "DemoGrammar", "Folder", "Wit3", "HubSet"
     ]  # fmt: skip
     assert all(task.describe() for task in tasks)
     with pytest.raises(DataError, match="WIT3 site"):

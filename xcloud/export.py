@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from xcloud.errors import DataError, RunFailed
+from xcloud.project import MODEL_DIR
 from xcloud.tasks.task import TaskData
-
-MODEL_DIR = "model"
 
 
 def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -> Path:

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from xcloud.electra.config import MultilingualElectra
+from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError
 from xcloud.experiment import Experiment, job_from_config
 from xcloud.feed_experiment import FeedExperiment

@@ -20,9 +20,8 @@ from typing import Any
 from xcloud.errors import XcloudError
 from xcloud.evaluation import SAMPLES_FILE
 from xcloud.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
-from xcloud.export import MODEL_DIR
 from xcloud.job import Job
-from xcloud.project import commit
+from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import RunCurves
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
 from xcloud.record.summary import SUMMARY_FILE, write_summary

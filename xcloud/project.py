@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 GIT_TIMEOUT_S = 10.0
+MODEL_DIR = "model"  # in a run's folder: the trained parts
 
 
 def project_root() -> Path:

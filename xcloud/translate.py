@@ -20,8 +20,9 @@ from xcloud.comm.border import Border, Message
 from xcloud.comm.compressor import Compressor
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.experiment import EXPERIMENT_FILE, Experiment, read
-from xcloud.export import MODEL_DIR, fill, read_stage
+from xcloud.export import fill, read_stage
 from xcloud.parallel.stage import Stage
+from xcloud.project import MODEL_DIR
 from xcloud.tasks.translation import Translation, TranslationText
 
 

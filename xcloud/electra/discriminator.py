@@ -9,23 +9,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.electra.config import DiscriminatorSettings
 from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, tell_replaced
 from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.parallel.feed_parts import FeedContext
+from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from xcloud.electra.config import DiscriminatorSettings
-
-MODEL_DIR, DISCRIMINATOR_DIR = "model", "discriminator"
+DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # the last ones: each batch is scored before it is learned from
 
 

@@ -10,26 +10,22 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.electra.config import Generator
 from xcloud.models.attention import Packing
 from xcloud.models.checkpoint import export_bert
 from xcloud.models.electra import choose_masked, corrupt, inner_rows
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.parallel.feed_parts import Fed, FeedContext
+from xcloud.project import MODEL_DIR
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged
-
-if TYPE_CHECKING:
-    from xcloud.electra.config import Generator
-
-MODEL_DIR = "model"
 
 
 class GeneratorRank:

@@ -26,22 +26,19 @@ from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_he
 from xcloud.models.encoder_decoder import (
     SOURCE,
     TARGET,
+    EncoderDecoder,
     LayerCache,
     SourceRows,
     SourceStage,
     TargetLayer,
     TargetSettings,
     TargetStage,
-    border_of,
     check_layers_per_stage,
-    check_stage,
-    fields_of,
     layers_of,
-    parts_of,
 )
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Border, Stage, TokenIds
+from xcloud.parallel.stage import Stage, TokenIds
 
 
 class EncoderAdapter(nn.Module):
@@ -128,7 +125,7 @@ def _start_small(last: nn.Linear) -> None:
 
 
 @dataclass(frozen=True)
-class AbNet:
+class AbNet(EncoderDecoder):
     """Encoder with adapters | decoder with cross-attention adapters; a SplitModel.
 
     encoder, decoder: where the frozen networks come from, each in its cloud; widths may differ.
@@ -178,21 +175,15 @@ class AbNet:
         """Source first, target last. A stage between reads nothing, unless it needs the source
         texts to make its own backbone from: then its cloud must be allowed to see them.
         """
-        check_stage(stage, num_stages, "AbNet")
         if 0 < stage < num_stages - 1 and self.encoder.needs_sentences:
             return frozenset({SOURCE})
-        return fields_of(stage, num_stages)
+        return super().fields(stage, num_stages)
 
-    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        check_stage(stage, num_stages, "AbNet")
-        return parts_of(stage, num_stages)
-
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        check_stage(stage, num_stages, "AbNet")
-        return border_of(self.encoder.width(), max_length)
+    def source_width(self) -> int:
+        return self.encoder.width()
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        check_stage(stage, num_stages, "AbNet")
+        self.check_stage(stage, num_stages)
         if stage < num_stages - 1:
             weights = self.encoder.weights(SOURCE, context)
             ids = context.vocabularies.get(SOURCE)
@@ -221,7 +212,7 @@ class AbNet:
         architecture: what the trained stage's `architecture` said. Without it the backbone must
         still be able to tell, so a PretrainedBackbone's config.json must still be at hand.
         """
-        check_stage(stage, num_stages, "AbNet")
+        self.check_stage(stage, num_stages)
         is_last = stage == num_stages - 1
         backbone, name = (self.decoder, TARGET) if is_last else (self.encoder, SOURCE)
         if architecture is None:

@@ -9,7 +9,7 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -78,8 +78,47 @@ def check_backbone(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be an OwnBackbone or a PretrainedBackbone, got {value!r}")
 
 
+class OwnSizes:
+    """A network of our own, whose sizes are settings."""
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    feed_forward: int
+    dropout: float
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
+            check_int(f"{owner}.{name}", getattr(self, name), 1)
+        check_heads(f"{owner}.num_heads", self.num_heads, self.hidden)
+        check_number(f"{owner}.dropout", self.dropout, 0, 1)
+
+    def width(self) -> int:
+        return self.hidden
+
+    def depth(self) -> int:
+        return self.num_layers
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        return EncoderConfig(
+            vocab_size=vocabularies[name].size,
+            hidden=self.hidden,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            feed_forward=self.feed_forward,
+            max_positions=max_length,
+            dropout=self.dropout,
+        )
+
+    def pooler(self) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class OwnBackbone:
+class OwnBackbone(OwnSizes):
     """A small encoder of our own, pretrained once by masked language modelling on the training
     texts of its side, and then taken from cache_dir/backbones/<hash>.safetensors. The hash covers
     texts, architecture, settings and CODE_VERSION, not the seed of the run (see pretraining.seed).
@@ -97,10 +136,8 @@ class OwnBackbone:
     type_vocab_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "num_layers", "num_heads", "feed_forward", "type_vocab_size"):
-            check_int(f"OwnBackbone.{name}", getattr(self, name), 1)
-        check_heads("OwnBackbone.num_heads", self.num_heads, self.hidden)
-        check_number("OwnBackbone.dropout", self.dropout, 0, 1)
+        super().__post_init__()
+        check_int("OwnBackbone.type_vocab_size", self.type_vocab_size, 1)
         if not isinstance(self.pretraining, MaskedLanguageModelling):
             raise ConfigError(
                 "OwnBackbone.pretraining must be a MaskedLanguageModelling, got "
@@ -114,12 +151,6 @@ class OwnBackbone:
     def needs_sentences(self) -> bool:
         return True
 
-    def width(self) -> int:
-        return self.hidden
-
-    def depth(self) -> int:
-        return self.num_layers
-
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
@@ -129,16 +160,8 @@ class OwnBackbone:
                 f"Let it see {name!r}, or hold these layers where it may be seen "
                 "(model.encoder_layers_per_stage), or use a PretrainedBackbone."
             )
-        return EncoderConfig(
-            vocab_size=vocabularies[name].size,
-            hidden=self.hidden,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            feed_forward=self.feed_forward,
-            max_positions=max_length,
-            dropout=self.dropout,
-            type_vocab_size=self.type_vocab_size,
-        )
+        config = super().config(name, vocabularies, max_length)
+        return replace(config, type_vocab_size=self.type_vocab_size)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         """Lane 0 fills the cache, the others wait and read it: one network for all lanes."""
@@ -160,9 +183,6 @@ class OwnBackbone:
                 "of a stage must share one cache folder"
             )
         return Weights(config, _read(path))
-
-    def pooler(self) -> Mapping[str, Tensor] | None:
-        return None
 
     def _make(
         self,
@@ -206,7 +226,7 @@ class OwnBackbone:
 
 
 @dataclass(frozen=True)
-class SeededBackbone:
+class SeededBackbone(OwnSizes):
     """A network of our own with weights drawn from the run's seed, to be trained in the run."""
 
     hidden: int = 128
@@ -215,12 +235,6 @@ class SeededBackbone:
     feed_forward: int = 512
     dropout: float = 0.1
 
-    def __post_init__(self) -> None:
-        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
-            check_int(f"SeededBackbone.{name}", getattr(self, name), 1)
-        check_heads("SeededBackbone.num_heads", self.num_heads, self.hidden)
-        check_number("SeededBackbone.dropout", self.dropout, 0, 1)
-
     def describe(self) -> str:
         return f"{self.num_layers} x {self.hidden}"
 
@@ -228,33 +242,11 @@ class SeededBackbone:
     def needs_sentences(self) -> bool:
         return False
 
-    def width(self) -> int:
-        return self.hidden
-
-    def depth(self) -> int:
-        return self.num_layers
-
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
-        return EncoderConfig(
-            vocab_size=vocabularies[name].size,
-            hidden=self.hidden,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            feed_forward=self.feed_forward,
-            max_positions=max_length,
-            dropout=self.dropout,
-        )
-
     def weights(self, name: str, context: BuildContext) -> Weights:
         config = self.config(name, context.vocabularies, context.max_length)
         with seeded(context.seed, "backbone", name):
             encoder = Encoder(config)
         return Weights(config, encoder.state_dict())
-
-    def pooler(self) -> None:
-        return None
 
 
 @dataclass(frozen=True)

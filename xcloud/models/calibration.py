@@ -1,4 +1,4 @@
-"""The basis of a cut, measured before training: principal components, anchor, warm start.
+"""The basis of a cut, measured before training: principal components and anchor.
 On public text every cloud that has the checkpoint can do it alone; on the owner's text the owner
 does it, and hands the other cloud its half (Stage.hand_over).
 
@@ -23,17 +23,8 @@ from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
-from xcloud.models.low_rank_cut import (
-    Basis,
-    ProjectionBottom,
-    ProjectionTop,
-    largest_entry_sign,
-    make_bottom,
-    make_top,
-    start_bottom,
-    start_top,
-)
-from xcloud.models.seeding import seed_of, seeded
+from xcloud.models.low_rank_cut import Basis, largest_entry_sign
+from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
@@ -43,7 +34,6 @@ from xcloud.parallel.stage import Batch, TokenIds
 CODE_VERSION = 2  # part of the cache key: raise it when the same settings would give another basis
 BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # a position seen so often lies halfway between its own mean and the common one
-WARM_START_RATE = 1e-3
 
 
 def random_basis(split: Split, hidden: int, seed: int) -> Basis:
@@ -149,12 +139,6 @@ class _Texts:
             packing = Packing(torch.tensor([len(row) for row in rows]))
             yield torch.cat(rows), torch.cat(types).long(), packing
 
-    def endless(self) -> Iterator[tuple[Tensor, Tensor, Packing]]:
-        """Batches of one shuffled epoch after the other; the same on every machine."""
-        draw = torch.Generator().manual_seed(seed_of(0, "warm start"))
-        while True:
-            yield from self.batches(torch.randperm(len(self.ids), generator=draw).tolist())
-
 
 def _key(split: Split, weights: Weights, texts: _Texts, max_length: int, seed: int | None) -> str:
     settings = {
@@ -198,16 +182,13 @@ def _measure(
     if split.method == "identity":
         encode = orthonormal_rows(split.rank, config.hidden, context.seed, "cut", split.block)
         decode = encode.T.contiguous()
-        said = ""
     else:
         encode, decode, share = moments.components(anchor, split.rank, split.whiten)
-        said = f"{split.rank} features keep {100 * share:.1f} % of the variance"
-    basis = Basis(encode, decode, anchor, anchor @ encode.T)
-    if split.warm_start_steps:
-        basis, before, after = _warm_start(split, encoder, basis, texts, max_length, device)
-        said += f"; warm start: error of the last rows {before:.3f} -> {after:.3f} of variance"
-    context.report(f"cut in block {split.block}: {said.removeprefix('; ')}")
-    return basis
+        context.report(
+            f"cut in block {split.block}: {split.rank} features keep {100 * share:.1f} % of the "
+            "variance"
+        )
+    return Basis(encode, decode, anchor, anchor @ encode.T)
 
 
 class _Moments:
@@ -223,7 +204,7 @@ class _Moments:
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
         for ids, types, packing in texts.batches(range(len(texts.ids))):
             there = Packing(packing.counts.to(device))
-            rows = _rows(encoder, ids, types, there, range(block + 1)).double().cpu()
+            rows = _rows(encoder, ids, types, there, block).double().cpu()
             self.count_P += torch.bincount(packing.positions, minlength=max_length)
             self.sum_PH.index_add_(0, packing.positions, rows)
             self.product_HH += rows.T @ rows
@@ -255,58 +236,12 @@ class _Moments:
         return encode, (basis_HK * scale).float().contiguous(), share
 
 
-def _warm_start(
-    split: Split,
-    encoder: Encoder,
-    basis: Basis,
-    texts: _Texts,
-    max_length: int,
-    device: torch.device,
-) -> tuple[Basis, float, float]:
-    """Adam on E, D and anchor alone, so that the last rows are those without a cut. Returns the
-    basis and the mean squared error, as a share of the rows' variance, at the start and the end.
-    """
-    block = encoder.layer(split.block)
-    bottom, top = make_bottom(split, block, max_length), make_top(split, block, max_length)
-    assert isinstance(bottom, ProjectionBottom) and isinstance(top, ProjectionTop)
-    start_bottom(bottom, split, None, basis)
-    start_top(top, split, None, basis)
-    bottom.to(device)
-    top.to(device)
-    trained = [p for part in (bottom, top) for p in part.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=WARM_START_RATE)
-    behind = range(split.block + 1, encoder.config.num_layers)
-    steps, errors = split.warm_start_steps, []
-    for step, (ids, types, packing) in zip(range(steps), texts.endless(), strict=False):
-        packing = Packing(packing.counts.to(device))
-        with torch.no_grad():
-            before = _rows(encoder, ids, types, packing, range(split.block))
-            wanted = _through(encoder, block(before, packing), packing, behind)
-        with torch.enable_grad():
-            found = _through(encoder, top(bottom(before, packing), packing), packing, behind)
-            error = (found - wanted).square().sum() / (wanted - wanted.mean(0)).square().sum()
-            optimizer.zero_grad()
-            torch.autograd.backward(error)
-        for group in optimizer.param_groups:
-            group["lr"] = WARM_START_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps)
-        optimizer.step()
-        errors.append(float(error.detach()))
-    parts = (bottom.encode.weight, top.decode.weight, top.anchor, bottom.get_buffer("offset"))
-    basis = Basis(*(part.detach().cpu().contiguous() for part in parts))
-    some = max(1, steps // 10)
-    return basis, errors[0], sum(errors[-some:]) / some
-
-
-def _rows(encoder: Encoder, ids: Tensor, types: Tensor, packing: Packing, blocks: range) -> Tensor:
-    """Rows behind these blocks, counted from the embeddings."""
+def _rows(encoder: Encoder, ids: Tensor, types: Tensor, packing: Packing, block: int) -> Tensor:
+    """Rows after this block."""
     assert encoder.embeddings is not None
     device = packing.counts.device
     known = types.to(device) if encoder.config.type_vocab_size > 1 else None
     rows: Tensor = encoder.embeddings(ids.to(device), packing, known)
-    return _through(encoder, rows, packing, blocks)
-
-
-def _through(encoder: Encoder, rows: Tensor, packing: Packing, blocks: range) -> Tensor:
-    for i in blocks:
+    for i in range(block + 1):
         rows = encoder.layer(i)(rows, packing)
     return rows

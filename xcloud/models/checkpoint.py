@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +31,13 @@ ACTIVATION_NAMES = {
     "relu": "relu",
 }
 QUERY_KEY_VALUE = ("query", "key", "value")
+EMBEDDING_NAMES = {
+    "embeddings.words.weight": "embeddings.word_embeddings.weight",
+    "embeddings.positions.weight": "embeddings.position_embeddings.weight",
+    "embeddings.types.weight": "embeddings.token_type_embeddings.weight",
+    "embeddings.norm.weight": "embeddings.LayerNorm.weight",
+    "embeddings.norm.bias": "embeddings.LayerNorm.bias",
+}
 LAYER_NAMES = {
     "attention.output": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
@@ -106,15 +113,8 @@ def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
     from transformers import AutoModelForMaskedLM
 
     checkpoint = read_config(name_or_path)
-    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
-        model, loading = _fetch(
-            name_or_path,
-            lambda name, **where: AutoModelForMaskedLM.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32, **where
-            ),
-        )
+    model, missing = _load(AutoModelForMaskedLM, name_or_path)
     prefix = model.base_model_prefix + "."
-    missing = set(loading["missing_keys"])
     lacking = sorted(name for name in missing if name.startswith(prefix))
     if lacking:
         raise DataError(f"checkpoint {name_or_path!r} lacks {lacking[0]}")
@@ -130,31 +130,32 @@ def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
     """ "weight" and "bias" of the dense layer over the first token's row; None without one."""
     from transformers import AutoModel
 
-    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
-        model, loading = _fetch(
-            name_or_path,
-            lambda name, **where: AutoModel.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32, **where
-            ),
-        )
+    model, missing = _load(AutoModel, name_or_path)
     pooler = getattr(model, "pooler", None)
-    if pooler is None or any(name.startswith("pooler.") for name in loading["missing_keys"]):
+    if pooler is None or any(name.startswith("pooler.") for name in missing):
         return None
     return {kind: tensor.clone() for kind, tensor in pooler.dense.state_dict().items()}
 
 
+def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
+    """The model in float32, and the names of weights that the checkpoint lacks."""
+    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
+        model, loading = _fetch(
+            name_or_path,
+            lambda name, **where: kind.from_pretrained(
+                name, output_loading_info=True, dtype=torch.float32, **where
+            ),
+        )
+    return model, set(loading["missing_keys"])
+
+
 def _encoder_weights(given: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    types = given["embeddings.token_type_embeddings.weight"]
+    weights = {ours: given[theirs] for ours, theirs in EMBEDDING_NAMES.items()}
     if "embeddings.task_type_embeddings.weight" in given:
-        types = types + given["embeddings.task_type_embeddings.weight"][0]
-    positions = given["embeddings.position_embeddings.weight"]
-    weights = {
-        "embeddings.words.weight": given["embeddings.word_embeddings.weight"],
-        "embeddings.positions.weight": positions[checkpoint.position_offset :],
-        "embeddings.types.weight": types,
-        "embeddings.norm.weight": given["embeddings.LayerNorm.weight"],
-        "embeddings.norm.bias": given["embeddings.LayerNorm.bias"],
-    }
+        task = given["embeddings.task_type_embeddings.weight"][0]
+        weights["embeddings.types.weight"] = weights["embeddings.types.weight"] + task
+    positions = weights["embeddings.positions.weight"]
+    weights["embeddings.positions.weight"] = positions[checkpoint.position_offset :]
     for layer in range(checkpoint.config.num_layers):
         theirs, ours = f"encoder.layer.{layer}.", f"layers.{layer}."
         for kind in ("weight", "bias"):
@@ -169,13 +170,13 @@ def _encoder_weights(given: Mapping[str, Tensor], checkpoint: Checkpoint) -> dic
 def _head_weights(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for dense, norm, bias in HEAD_NAMES:
         if bias in given:
-            return {
-                "head.dense.weight": given[f"{dense}.weight"],
-                "head.dense.bias": given[f"{dense}.bias"],
-                "head.norm.weight": given[f"{norm}.weight"],
-                "head.norm.bias": given[f"{norm}.bias"],
-                "head.bias": given[bias],
+            parts = {"head.dense": dense, "head.norm": norm}
+            weights = {
+                f"{ours}.{kind}": given[f"{theirs}.{kind}"]
+                for ours, theirs in parts.items()
+                for kind in ("weight", "bias")
             }
+            return weights | {"head.bias": given[bias]}
     raise AssertionError(f"no known head among {sorted(given)[:5]} …")
 
 
@@ -209,13 +210,7 @@ def export_electra(
 
 def _their_encoder(encoder: Encoder, prefix: str) -> dict[str, Tensor]:
     weights = encoder.state_dict()
-    theirs = {
-        f"{prefix}embeddings.word_embeddings.weight": weights["embeddings.words.weight"],
-        f"{prefix}embeddings.position_embeddings.weight": weights["embeddings.positions.weight"],
-        f"{prefix}embeddings.token_type_embeddings.weight": weights["embeddings.types.weight"],
-        f"{prefix}embeddings.LayerNorm.weight": weights["embeddings.norm.weight"],
-        f"{prefix}embeddings.LayerNorm.bias": weights["embeddings.norm.bias"],
-    }
+    theirs = {f"{prefix}{name}": weights[ours] for ours, name in EMBEDDING_NAMES.items()}
     for layer in range(encoder.config.num_layers):
         ours, into = f"layers.{layer}.", f"{prefix}encoder.layer.{layer}."
         for kind in ("weight", "bias"):

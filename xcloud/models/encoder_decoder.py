@@ -28,39 +28,42 @@ from xcloud.parallel.stage import Batch, Border, BorderField, Message, Stage, St
 SOURCE, TARGET = "source", "target"
 
 
-def check_stage(stage: int, num_stages: int, owner: str) -> None:
-    """Raise ConfigError unless there is an encoder side, a decoder side, and such a stage."""
-    if num_stages < 2:
-        raise ConfigError(
-            f"{owner} is cut into encoder | decoder, so it needs 2 stages or more, got "
-            f"{num_stages}; for one cloud put both stages there"
-        )
-    assert 0 <= stage < num_stages
+class EncoderDecoder:
+    """The cut of a SplitModel into encoder | decoder."""
 
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Stage 0 reads the source, the last stage the target, those between read nothing."""
+        self.check_stage(stage, num_stages)
+        if stage == 0:
+            return frozenset({SOURCE})
+        return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
 
-def fields_of(stage: int, num_stages: int) -> frozenset[str]:
-    """Stage 0 reads the source, the last stage the target, those between read nothing."""
-    if stage == 0:
-        return frozenset({SOURCE})
-    return frozenset({TARGET}) if stage == num_stages - 1 else frozenset()
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Parts whose weights a stage holds."""
+        self.check_stage(stage, num_stages)
+        if stage == num_stages - 1:
+            return frozenset({"target_embeddings", "decoder", "head"})
+        return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        """Token counts and the encoder's rows [R, H]: 4 * R * H bytes, and as many back."""
+        self.check_stage(stage, num_stages)
+        counts = BorderField("counts", (), torch.int16)
+        hidden = BorderField("hidden", (self.source_width(),), torch.float32, rows="counted")
+        return Border((counts, hidden), max_length)
 
-def parts_of(stage: int, num_stages: int) -> frozenset[str]:
-    """Parts whose weights a stage holds."""
-    if stage == num_stages - 1:
-        return frozenset({"target_embeddings", "decoder", "head"})
-    return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
+    def source_width(self) -> int:
+        """Features of the encoder's rows."""
+        raise NotImplementedError
 
-
-def border_of(hidden: int, max_length: int) -> Border:
-    """Token counts and the encoder's rows [R, H]: 4 * R * H bytes, and as many back."""
-    return Border(
-        fields=(
-            BorderField("counts", (), torch.int16),
-            BorderField("hidden", (hidden,), torch.float32, rows="counted"),
-        ),
-        max_rows_per_sample=max_length,
-    )
+    def check_stage(self, stage: int, num_stages: int) -> None:
+        """Raise ConfigError unless there is an encoder side, a decoder side, and such a stage."""
+        if num_stages < 2:
+            raise ConfigError(
+                f"{type(self).__name__} is cut into encoder | decoder, so it needs 2 stages or "
+                f"more, got {num_stages}; for one cloud put both stages there"
+            )
+        assert 0 <= stage < num_stages
 
 
 def check_layers_per_stage(name: str, given: object) -> None:

@@ -88,9 +88,9 @@ class LowRankSplit:
             check_public_text("LowRankSplit.public_text", self.public_text)
         elif self.split.needs_public_text:
             raise ConfigError(
-                f"split.method={self.split.method} with anchor {self.split.anchor_kind} and "
-                f"{self.split.warm_start_steps} warm-start steps is measured on public text: set "
-                "model.public_text, split.calibration=own, or split.method=svd"
+                f"split.method={self.split.method} with anchor {self.split.anchor_kind} is "
+                "measured on public text: set model.public_text, split.calibration=own, or "
+                "split.method=svd"
             )
         if isinstance(self.backbone, PublicBackbone):
             self._check_network(self.backbone.depth(), self.backbone.width())

@@ -50,8 +50,6 @@ class Split:
     calibration_texts: how many of these texts.
     calibration_pairs: whether public texts are joined to pairs, for a task of pairs. The owner's
         own samples are what they are.
-    warm_start_steps: after that, E, D and anchor are trained for so many steps on the same texts,
-        so that the last hidden rows are those of the unsplit model.
     head_rank: features of what crosses to the head where that is a stage of its own; null = all.
         The bottleneck is part of the model whatever the number of stages.
     """
@@ -66,7 +64,6 @@ class Split:
     calibration: Literal["own", "public"] = "own"
     calibration_texts: int = 2000
     calibration_pairs: bool = False
-    warm_start_steps: int = 0
     head_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,13 +79,11 @@ class Split:
             check_choice(f"split.{name}", getattr(self, name), (True, False))
         check_choice("split.calibration", self.calibration, ("own", "public"))
         check_int("split.calibration_texts", self.calibration_texts, 1)
-        check_int("split.warm_start_steps", self.warm_start_steps, 0)
         if self.method == "svd":
             self._refuse(
                 f"belongs to the methods {', '.join(METHODS[1:])}; svd has none: leave it out, or "
                 "choose one of them",
-                anchor=(None, "none"), whiten=(False,), warm_start_steps=(0,),
-                calibration=("own",),
+                anchor=(None, "none"), whiten=(False,), calibration=("own",),
             )  # fmt: skip
         elif self.linear != "feed_forward_output":
             raise ConfigError(
@@ -105,7 +100,7 @@ class Split:
             self._refuse(
                 "does nothing where all features cross (split.rank=null): leave it out",
                 linear=("feed_forward_output",), anchor=(None,), whiten=(False,),
-                warm_start_steps=(0,), calibration=("own",),
+                calibration=("own",),
             )  # fmt: skip
 
     def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
@@ -133,8 +128,7 @@ class Split:
         """Whether a basis or an anchor is measured before training."""
         if not self.is_low_rank:
             return False
-        measured = self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
-        return measured or self.warm_start_steps > 0
+        return self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
 
     @property
     def needs_public_text(self) -> bool:

@@ -26,22 +26,19 @@ from xcloud.models.encoder import check_heads
 from xcloud.models.encoder_decoder import (
     SOURCE,
     TARGET,
+    EncoderDecoder,
     LayerCache,
     SourceRows,
     SourceStage,
     TargetLayer,
     TargetSettings,
     TargetStage,
-    border_of,
     check_layers_per_stage,
-    check_stage,
-    fields_of,
     layers_of,
-    parts_of,
 )
 from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Border, Stage, TokenIds
+from xcloud.parallel.stage import Stage, TokenIds
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
@@ -156,7 +153,7 @@ class TiedHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class Transformer:
+class Transformer(EncoderDecoder):
     """Encoder | decoder from scratch; a SplitModel. Each side has its own words, since neither may
     see the other's; the target's are tied to the output.
 
@@ -188,17 +185,8 @@ class Transformer:
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
         return f"Transformer from scratch, {layers} x {self.hidden}"
 
-    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        check_stage(stage, num_stages, "Transformer")
-        return fields_of(stage, num_stages)
-
-    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        check_stage(stage, num_stages, "Transformer")
-        return parts_of(stage, num_stages)
-
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        check_stage(stage, num_stages, "Transformer")
-        return border_of(self.hidden, max_length)
+    def source_width(self) -> int:
+        return self.hidden
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         built = self._stage(
@@ -227,7 +215,7 @@ class Transformer:
         max_length: int,
         seed: int,
     ) -> Stage:
-        check_stage(stage, num_stages, "Transformer")
+        self.check_stage(stage, num_stages)
         shape = (self.hidden, self.num_heads, self.feed_forward, self.dropout)
         if stage == num_stages - 1:
             ids = vocabularies[TARGET]

@@ -6,32 +6,29 @@ Shapes: B samples, S positions, special ids included.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_int
 from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Batch, Head, TokenIds
+from xcloud.parallel.stage import Head
 from xcloud.project import project_root
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
-from xcloud.tasks.corpus.demo_labelled import DemoReviews, DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, LabelledCorpus, sampling_of
-from xcloud.tasks.corpus.labelled_files import LabelledFiles
-from xcloud.tasks.corpus.labelled_hub import LabelledHub
+from xcloud.tasks.corpus.demo_labelled import DemoReviews
+from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
+from xcloud.tasks.settings import COLUMNS, DEMO, FOLDER, HUB, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Answers, Split
-from xcloud.tasks.text_pairs import TextPairs
+from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -138,8 +135,8 @@ def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     return choice.prepare(texts, folder)
 
 
-class ClassificationData:
-    """One rank's view (TaskData): what may not be seen here was never kept."""
+class ClassificationData(TextData):
+    """One rank's view (TaskData)."""
 
     def __init__(
         self,
@@ -149,28 +146,26 @@ class ClassificationData:
         tokenizer: Tokenizer | None,
         answer: Answer | None,
     ) -> None:
-        self._task, self._fields, self._answer = task, fields, answer
-        self._corpus_name, self._remarks, self._agreed = (
-            corpus.name, corpus.remarks, corpus.agreed
-        )  # fmt: skip
-        self._rows = {split: corpus.splits[split].num_rows for split in SPLITS}
-        self.text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
-        self._tables: dict[Split, PairTable] = {}
-        self._labels: dict[Split, Tensor] = {}
+        self._task, self._answer = task, answer
+        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+        text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
+        tables: dict[Split, PairTable] = {}
+        labels: dict[Split, Tensor] = {}
         self._parts: dict[Split, Sequence[str]] = {}
         for split in SPLITS:
             columns = corpus.splits[split].texts
-            if self.text is not None:
-                self._tables[split] = self.text.table(columns["first"], columns.get("second"))
+            if text is not None:
+                tables[split] = text.table(columns["first"], columns.get("second"))
             if answer is not None:
                 where = f"{task.describe()}, {split}"
-                self._labels[split] = answer.parse(columns["label"], where)
+                labels[split] = answer.parse(columns["label"], where)
             if "part" in columns:
                 self._parts[split] = columns["part"]
+        rows = {split: corpus.splits[split].num_rows for split in SPLITS}
+        super().__init__(fields, rows, text, tables, labels)
 
     def describe(self) -> str:
-        rows = ", ".join(f"{count:,} {split}" for split, count in self._rows.items())
-        return ", ".join([f"{self._task.describe()}: {rows}", *self._remarks])
+        return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
 
     def fingerprint(self) -> str:
         """Of settings and sizes. A rank without files knows no file names, hence task.sizes."""
@@ -185,21 +180,11 @@ class ClassificationData:
             "rows": self._rows,
             "corpus": dict(self._agreed) if task.sizes is None else None,
         }
-        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
-
-    @property
-    def text_fields(self) -> frozenset[str]:
-        return self._fields & {"text"}
+        return digest_of(shared)
 
     @property
     def head(self) -> Head | None:
         return None if self._answer is None else self._answer.head
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return self._texts(field).tokenizer.token_ids
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""
@@ -210,19 +195,6 @@ class ClassificationData:
             texts += [table.second(i) for i in range(len(table))]
         return texts
 
-    def batch(self, split: Split, ids: Tensor) -> Batch:
-        batch = {"ids": ids}
-        if self._tables:
-            text, types = self._tables[split].padded(ids)
-            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
-        if self._labels:
-            batch["label"] = self._labels[split][ids]
-        return batch
-
-    def weight(self, ids: Tensor) -> float:
-        """The number of samples."""
-        return float(len(ids))
-
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """The task's metrics, in percent, of the samples in `predictions`.
 
@@ -230,10 +202,7 @@ class ClassificationData:
         part (accuracy, accuracy_en, accuracy_de …).
         """
         labels, answer = self._known_labels(split)
-        if not predictions:
-            raise ValueError(f"no predictions to score on {split}")
-        if outside := [i for i in predictions if not 0 <= i < len(labels)]:
-            raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(labels) - 1})")
+        check_predictions(predictions, split, len(labels), "sample")
         scores = self._task.scores
         pairs = {i: (float(labels[i]), answer.read(predictions[i])) for i in sorted(predictions)}
         if split not in self._parts:
@@ -274,20 +243,13 @@ class ClassificationData:
 
     def save_tokenizers(self, folder: Path) -> None:
         """text_tokenizer.json where text is seen, labels.json where labels are."""
-        if self.text is not None:
-            self.text.save(folder)
+        super().save_tokenizers(folder)
         if self._answer is not None:
             names = self._answer.names if isinstance(self._answer, Classes) else None
             content = {"kind": self._task.kind, "classes": names}
             path = folder / "labels.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def _texts(self, field: str) -> TextPairs:
-        if self.text is None or field not in self.text_fields:
-            visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
-        return self.text
 
     def _known_labels(self, split: Split) -> tuple[Tensor, Answer]:
         if self._answer is None:
@@ -300,91 +262,29 @@ def _scored(scores: Mapping[str, Score], pairs: Sequence[tuple[float, float]]) -
     return {name: round(score(right, predicted), 4) for name, score in scores.items()}
 
 
-def classification_from_demo(
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    num_train: int = 8_000,
-    num_dev: int = 500,
-    num_test: int = 1_000,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
+OWN = Group(Classification, ("corpus", "name"))
+
+
+@settings_of(DEMO, OWN, max_length=64)
+def classification_from_demo(**settings: Any) -> Classification:
     """The embedded film reviews."""
-    if kind != "classes":
+    if (kind := settings.get("kind", "classes")) != "classes":
         raise ConfigError(f"task.kind={kind}: the demo has classes; take profile=files for values")
-    return Classification(
-        DemoReviews(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "classification", kind,
-        classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+    return OWN.make(settings, corpus=DemoReviews(DEMO.make(settings)))
 
 
-def classification_from_files(
-    path: str = "",
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    language: str = "en",
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """Your own labelled texts in the folder `path`; see Classification and LabelledFiles."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    corpus = LabelledFiles(
-        path, train_file, dev_file, test_file,
-        ColumnChoice(text_columns, label_column, None, kind), language, sampling=sampling,
-    )  # fmt: skip
-    return Classification(
-        corpus, "classification", kind, classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+@settings_of(FOLDER, COLUMNS, SAMPLES, OWN)
+def classification_from_files(**settings: Any) -> Classification:
+    """Your own labelled texts in the folder `path`."""
+    return OWN.make(settings, corpus=_labelled(FOLDER, settings))
 
 
-def classification_from_hub(
-    path: str = "",
-    config: str | None = None,
-    kind: Kind = "classes",
-    classes: Sequence[str] | None = None,
-    metrics: Sequence[str] | None = None,
-    train: str | None = None,
-    dev: str | None = None,
-    test: str | None = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """A labelled data set of the hub, or a folder in the same form; see LabelledHub."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(text_columns, label_column, None, kind)
-    corpus = LabelledHub(
-        path, config, train, dev, test, columns, revision=revision, sampling=sampling
-    )
-    return Classification(
-        corpus, "classification", kind, classes, metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+@settings_of(HUB, COLUMNS, SAMPLES, OWN)
+def classification_from_hub(**settings: Any) -> Classification:
+    """A labelled data set of the hub, or a folder in the same form."""
+    return OWN.make(settings, corpus=_labelled(HUB, settings))
+
+
+def _labelled(source: Group[Any], settings: Mapping[str, Any]) -> Labelled:
+    sampling = SAMPLES.make(settings)
+    return Labelled(source.make(settings), COLUMNS.make(settings), sampling)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from xcloud.checks import check_choice
 from xcloud.errors import ConfigError
 from xcloud.tasks.classification import Classification
-from xcloud.tasks.corpus.by_language import FilesByLanguage, HubByLanguage
-from xcloud.tasks.corpus.demo_labelled import DemoInference, DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import ColumnChoice, LabelledCorpus, sampling_of
-from xcloud.tasks.sizes import Sizes
-from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
+from xcloud.tasks.corpus.demo_labelled import DemoInference
+from xcloud.tasks.corpus.folder import FolderByLanguage
+from xcloud.tasks.corpus.hub import HubByLanguage
+from xcloud.tasks.corpus.labelled import ColumnChoice, Labelled, LabelledCorpus
+from xcloud.tasks.settings import DEMO, Group, samples_without, settings_of
 
 
 @dataclass(frozen=True)
@@ -45,85 +45,49 @@ def _task(name: str) -> PairTask:
     return TASKS[name]
 
 
-def cross_lingual_from_demo(
-    name: str = "xnli",
-    train_language: str = "en",
-    languages: Sequence[str] | None = None,
-    num_train: int = 8_000,
-    num_dev: int = 500,
-    num_test: int = 1_000,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
+TEXT = Group(Classification, ("corpus", "name", "kind", "classes", "metrics"))
+LANGUAGES = Group(DemoInference, ("sizes",))
+FOLDER = Group(FolderByLanguage)
+COLUMNS = Group(ColumnChoice, ("num_texts", "kind"))
+FILE_SAMPLES = samples_without("test_share")
+HUB_SAMPLES = samples_without("dev_share", "test_share")
+
+
+@settings_of(LANGUAGES, DEMO, TEXT, max_length=64)
+def cross_lingual_from_demo(name: str = "xnli", **settings: Any) -> Classification:
     """Embedded inference pairs in English and Spanish; num_test pairs in each language."""
     if name != "xnli":
         raise ConfigError(f"task.name={name}: the demo has xnli only; take profile=files")
-    corpus = DemoInference(
-        DemoSizes(num_train, num_dev, num_test, corpus_seed), train_language, languages
-    )
-    return _built(name, corpus, tokenizer, max_length, sizes, cache_dir)
+    return _built(name, LANGUAGES.make(settings, sizes=DEMO.make(settings)), settings)
 
 
-def cross_lingual_from_files(
-    name: str = "xnli",
-    path: str = "",
-    train_language: str = "en",
-    languages: Sequence[str] | None = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    dev_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """The task from files in the folder `path`; see FilesByLanguage. max_eval_samples: of dev,
-    and of each language of the test."""
+@settings_of(FOLDER, COLUMNS, FILE_SAMPLES, TEXT)
+def cross_lingual_from_files(name: str = "xnli", **settings: Any) -> Classification:
+    """The task from files in the folder `path`. max_eval_samples: of dev, and of each language of
+    the test."""
     _task(name)
-    sampling = sampling_of(dev_share, 0.02, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(text_columns, label_column, 2)
-    corpus = FilesByLanguage(path, train_language, languages, columns, sampling)
-    return _built(name, corpus, tokenizer, max_length, sizes, cache_dir)
+    sampling, columns = FILE_SAMPLES.make(settings), COLUMNS.make(settings, num_texts=2)
+    return _built(name, Labelled(FOLDER.make(settings), columns, sampling), settings)
 
 
+@settings_of(HUB_SAMPLES, TEXT)
 def cross_lingual_from_hub(
     name: str = "xnli",
     path: str | None = None,
     train_language: str = "en",
     languages: Sequence[str] | None = None,
     revision: str | None = None,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
+    **settings: Any,
 ) -> Classification:
     """The task from the hub, in all its languages unless some are named."""
-    task = _task(name)
-    sampling = sampling_of(0.02, 0.02, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(list(task.columns), "label", 2)
+    task, sampling = _task(name), HUB_SAMPLES.make(settings)
     tested = task.languages if languages is None else languages
-    corpus = HubByLanguage(path or task.hub, train_language, tested, columns, revision, sampling)
-    return _built(name, corpus, tokenizer, max_length, sizes, cache_dir)
+    source = HubByLanguage(path or task.hub, train_language, tested, revision)
+    columns = ColumnChoice(list(task.columns), "label", 2)
+    return _built(name, Labelled(source, columns, sampling), settings)
 
 
-def _built(
-    name: str,
-    corpus: LabelledCorpus,
-    tokenizer: TokenizerChoice | None,
-    max_length: int,
-    sizes: Sizes,
-    cache_dir: str,
-) -> Classification:
-    return Classification(
-        corpus, name, "classes", _task(name).classes, ("accuracy",),
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
-    )  # fmt: skip
+def _built(name: str, corpus: LabelledCorpus, settings: Mapping[str, Any]) -> Classification:
+    return TEXT.make(
+        settings, corpus=corpus, name=name, classes=_task(name).classes, metrics=("accuracy",)
+    )

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from xcloud.checks import check_choice
 from xcloud.errors import ConfigError
 from xcloud.tasks.classification import Classification
-from xcloud.tasks.corpus.demo_labelled import DemoAnswers, DemoReviews, DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, LabelledCorpus, sampling_of
-from xcloud.tasks.corpus.labelled_files import LabelledFiles
-from xcloud.tasks.corpus.labelled_hub import LabelledHub
-from xcloud.tasks.sizes import Sizes
-from xcloud.tasks.task import Split
-from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
-
-HUB = "nyu-mll/glue"
+from xcloud.tasks.corpus.demo_labelled import DemoAnswers, DemoReviews
+from xcloud.tasks.corpus.hub import HubSet
+from xcloud.tasks.corpus.labelled import ColumnChoice, Kind, Labelled, LabelledCorpus
+from xcloud.tasks.corpus.source import OwnNames
+from xcloud.tasks.settings import DEMO, FOLDER, SAMPLES, Group, samples_without, settings_of
 
 
 @dataclass(frozen=True)
 class GlueTask:
     """classes: None for a value. columns: of the hub. files, hub_splits: sets that make up a
-    split, with the name of their part; see LabelledFiles and LabelledHub."""
+    split, with the name of their part; see LabelledFolder and HubSet."""
 
     classes: tuple[str, ...] | None
     metrics: tuple[str, ...]
     columns: tuple[str, ...]
-    files: Mapping[Split, Mapping[str, str]] = field(default_factory=dict)
-    hub_splits: Mapping[Split, Mapping[str, str]] = field(default_factory=dict)
+    files: OwnNames = field(default_factory=dict)
+    hub_splits: OwnNames = field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:
@@ -70,93 +66,50 @@ def glue_task(name: str) -> GlueTask:
     return TASKS[name]
 
 
-def glue_from_demo(
-    name: str = "sst2",
-    num_train: int = 8_000,
-    num_dev: int = 500,
-    num_test: int = 1_000,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
+TEXT = Group(Classification, ("corpus", "name", "kind", "classes", "metrics"))
+NAMED = Group(ColumnChoice, ("num_texts", "kind"))
+HUB_SAMPLES = samples_without("test_share")
+HUB_SET = Group(HubSet, ("config", "train", "dev", "test", "own_names", "hidden_test"))
+
+
+@settings_of(DEMO, TEXT, max_length=64)
+def glue_from_demo(name: str = "sst2", **settings: Any) -> Classification:
     """Embedded stand-ins for SST-2 (film reviews) and QNLI (does the sentence answer?)."""
-    task, sizes_ = glue_task(name), DemoSizes(num_train, num_dev, num_test, corpus_seed)
+    task, sizes = glue_task(name), DEMO.make(settings)
     corpora: Mapping[str, LabelledCorpus] = {
-        "sst2": DemoReviews(sizes_), "qnli": DemoAnswers(sizes_)
-    }  # fmt: skip
+        "sst2": DemoReviews(sizes),
+        "qnli": DemoAnswers(sizes),
+    }
     if name not in corpora:
         raise ConfigError(
             f"task.name={name}: the demo has {' and '.join(corpora)} only; for {name} take "
             "profile=files with task.path=DIR, or profile=paper"
         )
-    return _glue(name, task, corpora[name], tokenizer, max_length, sizes, cache_dir)
+    return _glue(name, task, corpora[name], settings)
 
 
-def glue_from_files(
-    name: str = "sst2",
-    path: str = "",
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    text_columns: Names = None,
-    label_column: str | None = None,
-    language: str = "en",
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
-    """A GLUE task from files in the folder `path`; see LabelledFiles and Sampling."""
-    task = glue_task(name)
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    columns = ColumnChoice(text_columns, label_column, len(task.columns), task.kind)
-    corpus = LabelledFiles(
-        path, train_file, dev_file, test_file, columns, language, task.files, sampling
-    )
-    return _glue(name, task, corpus, tokenizer, max_length, sizes, cache_dir)
+@settings_of(FOLDER, NAMED, SAMPLES, TEXT)
+def glue_from_files(name: str = "sst2", **settings: Any) -> Classification:
+    """A GLUE task from files in the folder `path`."""
+    task, sampling = glue_task(name), SAMPLES.make(settings)
+    columns = NAMED.make(settings, num_texts=len(task.columns), kind=task.kind)
+    source = FOLDER.make(settings, own_names=task.files)
+    return _glue(name, task, Labelled(source, columns, sampling), settings)
 
 
-def glue_from_hub(
-    name: str = "sst2",
-    path: str = HUB,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> Classification:
+@settings_of(HUB_SET, HUB_SAMPLES, TEXT, path="nyu-mll/glue")
+def glue_from_hub(name: str = "sst2", **settings: Any) -> Classification:
     """A GLUE task from the hub. Its dev set is the test; dev is held out of train."""
-    task = glue_task(name)
-    sampling = sampling_of(dev_share, 0.02, max_train_samples, max_eval_samples, split_seed)
+    task, sampling = glue_task(name), HUB_SAMPLES.make(settings)
     columns = ColumnChoice(list(task.columns), "label", len(task.columns), task.kind)
-    corpus = LabelledHub(
-        path, name, columns=columns, own_names=task.hub_splits, hidden_test=True,
-        revision=revision, sampling=sampling,
-    )  # fmt: skip
-    return _glue(name, task, corpus, tokenizer, max_length, sizes, cache_dir)
+    source = HUB_SET.make(settings, config=name, own_names=task.hub_splits, hidden_test=True)
+    return _glue(name, task, Labelled(source, columns, sampling), settings)
 
 
 def _glue(
-    name: str,
-    task: GlueTask,
-    corpus: LabelledCorpus,
-    tokenizer: TokenizerChoice | None,
-    max_length: int,
-    sizes: Sizes,
-    cache_dir: str,
+    name: str, task: GlueTask, corpus: LabelledCorpus, settings: Mapping[str, Any]
 ) -> Classification:
-    return Classification(
-        corpus, name, task.kind, task.classes, task.metrics,
-        tokenizer or PretrainedTokenizer("minilm"), max_length, sizes, cache_dir,
+    return TEXT.make(
+        settings, corpus=corpus, name=name, kind=task.kind, classes=task.classes,
+        metrics=task.metrics,
     )  # fmt: skip

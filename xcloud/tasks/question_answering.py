@@ -8,39 +8,35 @@ Shapes: B samples (windows), S positions, N windows of a split.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Batch, Head, TokenIds
+from xcloud.parallel.stage import Head
 from xcloud.tasks.answer_scores import exact_match, word_f1
 from xcloud.tasks.classification import check_fields, public_tokenizer
-from xcloud.tasks.corpus.demo_labelled import DemoSizes
-from xcloud.tasks.corpus.files import Names
-from xcloud.tasks.corpus.labelled import sampling_of
+from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.paragraphs import (
     DemoParagraphs,
     Paragraph,
     ParagraphCorpus,
-    ParagraphFiles,
-    ParagraphHub,
+    Paragraphs,
     Question,
     Reading,
     num_questions,
 )
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
+from xcloud.tasks.settings import DEMO, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
 from xcloud.tasks.task import Answers, Split
-from xcloud.tasks.text_pairs import TextPairs
+from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows
 
@@ -118,7 +114,7 @@ class QuestionAnswering:
         return Windows.of(paragraphs, tokenizer, self.max_length, self.max_question, self.stride)
 
 
-class QuestionAnsweringData:
+class QuestionAnsweringData(TextData):
     """One rank's view (TaskData): all of it, or without any field the sizes alone."""
 
     def __init__(
@@ -131,13 +127,12 @@ class QuestionAnsweringData:
         windows: dict[Split, Windows] | None = None,
     ) -> None:
         assert sizes is not None
-        self._task, self._fields, self._sizes = task, fields, dict(sizes)
+        self._task = task
         self._remarks = () if reading is None else reading.remarks
         self._agreed = {} if reading is None else dict(reading.agreed)
-        self.text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         self._windows = windows or {}
         self._paragraphs = reading.splits if windows and reading is not None else {}
-        self._labels: dict[Split, Tensor] = {}
+        labels: dict[Split, Tensor] = {}
         if "label" in fields:
             for split, found in self._windows.items():
                 asked = [q for p in self._paragraphs[split] for q in p.questions]
@@ -145,15 +140,16 @@ class QuestionAnsweringData:
                     found.label(window, asked[question].answers[0])
                     for window, question in enumerate(found.question_of)
                 ]
-                self._labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
+                labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
+        text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
+        tables = {split: found.table for split, found in self._windows.items()}
+        super().__init__(fields, sizes, text, tables, labels)
 
     def describe(self) -> str:
-        sizes = ", ".join(f"{count:,} {split}" for split, count in self._sizes.items())
-        parts = [f"{self._task.describe()}: windows {sizes}"]
+        parts = [f"{self._task.describe()}: windows {counted(self._rows)}"]
         if self._paragraphs:
             asked = {split: num_questions(found) for split, found in self._paragraphs.items()}
-            said = ", ".join(f"{count:,} {split}" for split, count in asked.items())
-            parts.append(f"questions {said}")
+            parts.append(f"questions {counted(asked)}")
         return "; ".join([*parts, *self._remarks])
 
     def fingerprint(self) -> str:
@@ -164,24 +160,14 @@ class QuestionAnsweringData:
             "max_question": task.max_question,
             "stride": task.stride,
             "tokenizer": repr(task.tokenizer),
-            "windows": self._sizes,
+            "windows": self._rows,
             "corpus": self._agreed if task.sizes is None else None,
         }
-        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
-
-    def num_samples(self, split: Split) -> int:
-        return self._sizes[split]
-
-    @property
-    def text_fields(self) -> frozenset[str]:
-        return self._fields & {"text"}
+        return digest_of(shared)
 
     @property
     def head(self) -> Head | None:
         return Head("span", 2) if "label" in self._fields else None
-
-    def vocabulary(self, field: str) -> TokenIds:
-        return self._texts(field).tokenizer.token_ids
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """The training questions and the pieces of paragraphs in their windows."""
@@ -190,25 +176,11 @@ class QuestionAnsweringData:
         questions = [list(tokens) for tokens in windows.table.firsts]
         return questions + [windows.table.second(i) for i in range(len(windows.table))]
 
-    def batch(self, split: Split, ids: Tensor) -> Batch:
-        batch = {"ids": ids}
-        if self._windows:
-            text, types = self._windows[split].table.padded(ids)
-            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
-        if self._labels:
-            batch["label"] = self._labels[split][ids]
-        return batch
-
-    def weight(self, ids: Tensor) -> float:
-        """The number of windows."""
-        return float(len(ids))
-
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """F1 and exact match in percent, of the questions that have a window in `predictions`."""
-        if not predictions:
-            raise ValueError(f"no predictions to score on {split}")
-        answers = self._answers(split, predictions)
         asked = self._questions(split)
+        check_predictions(predictions, split, self._rows[split], "window")
+        answers = self._answers(split, predictions)
         references = {i: [text for text, _ in asked[i].answers] for i in answers}
         f1 = sum(word_f1(text, references[i]) for i, text in answers.items())
         exact = sum(exact_match(text, references[i]) for i, text in answers.items())
@@ -232,17 +204,10 @@ class QuestionAnsweringData:
             lines.append(f"reference  {right}\noutput     {answer}\n")
         return "\n".join(lines)
 
-    def save_tokenizers(self, folder: Path) -> None:
-        if self.text is not None:
-            self.text.save(folder)
-
     def _answers(self, split: Split, predictions: dict[int, list[int]]) -> dict[int, str]:
         """Number of a question -> its best span over its windows, as text."""
         self._questions(split)
         windows = self._windows[split]
-        num_windows = self._sizes[split]
-        if outside := [i for i in predictions if not 0 <= i < num_windows]:
-            raise ValueError(f"window {outside[0]} is not in {split} (0..{num_windows - 1})")
         best: dict[int, int] = {}  # question -> window
         for window in sorted(predictions):
             question = windows.question_of[window]
@@ -261,79 +226,30 @@ class QuestionAnsweringData:
             raise DataError("labels may not be seen here, so nothing can be scored")
         return [q for paragraph in self._paragraphs[split] for q in paragraph.questions]
 
-    def _texts(self, field: str) -> TextPairs:
-        if self.text is None or field not in self.text_fields:
-            visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
-        return self.text
+
+OWN = Group(QuestionAnswering, ("corpus", "name"))
+FILES = Group(Folder)
+HUB_SET = Group(HubSet, ("train", "dev", "test", "own_names", "hidden_test"))
 
 
-def squad_from_demo(
-    num_train: int = 3_000,
-    num_dev: int = 300,
-    num_test: int = 900,
-    corpus_seed: int = 7,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    max_question: int = 32,
-    stride: int = 48,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
+@settings_of(
+    DEMO, OWN, num_train=3_000, num_dev=300, num_test=900, max_length=128, max_question=32,
+    stride=48,
+)  # fmt: skip
+def squad_from_demo(**settings: Any) -> QuestionAnswering:
     """Embedded stories with questions; sizes count questions."""
-    return QuestionAnswering(
-        DemoParagraphs(DemoSizes(num_train, num_dev, num_test, corpus_seed)), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+    return OWN.make(settings, corpus=DemoParagraphs(DEMO.make(settings)))
 
 
-def squad_from_files(
-    path: str = "",
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 384,
-    max_question: int = 64,
-    stride: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
-    """Paragraphs in the folder `path`; see ParagraphFiles. max_*_samples: of the questions."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    return QuestionAnswering(
-        ParagraphFiles(path, train_file, dev_file, test_file, sampling), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+@settings_of(FILES, SAMPLES, OWN)
+def squad_from_files(**settings: Any) -> QuestionAnswering:
+    """Paragraphs in the folder `path`. max_*_samples: of the questions."""
+    sampling = SAMPLES.make(settings)
+    return OWN.make(settings, corpus=Paragraphs(FILES.make(settings), sampling))
 
 
-def squad_from_hub(
-    path: str = "rajpurkar/squad",
-    config: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    split_seed: int = 0,
-    tokenizer: TokenizerChoice | None = None,
-    max_length: int = 384,
-    max_question: int = 64,
-    stride: int = 128,
-    sizes: Sizes = None,
-    cache_dir: str = ".cache",
-) -> QuestionAnswering:
-    """A data set of the hub in the form of SQuAD 1.1; see ParagraphHub."""
-    sampling = sampling_of(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
-    return QuestionAnswering(
-        ParagraphHub(path, config, revision, sampling), "squad",
-        tokenizer or PretrainedTokenizer("minilm"), max_length, max_question, stride, sizes,
-        cache_dir,
-    )  # fmt: skip
+@settings_of(HUB_SET, SAMPLES, OWN, path="rajpurkar/squad")
+def squad_from_hub(**settings: Any) -> QuestionAnswering:
+    """A data set of the hub in the form of SQuAD 1.1, one question a row."""
+    sampling = SAMPLES.make(settings)
+    return OWN.make(settings, corpus=Paragraphs(HUB_SET.make(settings), sampling))

@@ -1,14 +1,19 @@
-"""One text or two into token ids, as a model reads them. Needs no corpus, knows no labels."""
+"""One text or two into token ids, as a model reads them; and what the tasks that do so share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from xcloud.parallel.stage import Batch
+from xcloud.errors import DataError
+from xcloud.parallel.stage import Batch, TokenIds
 from xcloud.tasks.pair_table import PairTable
+from xcloud.tasks.task import Split
 from xcloud.tasks.tokenizer import Tokenizer
 
 
@@ -43,3 +48,73 @@ class TextPairs:
         ids = torch.arange(len(firsts))
         text, types = self.table(firsts, seconds).padded(ids)
         return {"ids": ids, "text": text, "types": types}
+
+
+class TextData:
+    """One rank's view of texts with labels (most of TaskData): what may not be seen here was
+    never kept. Without text there is no tokenizer and no table, without labels none of them."""
+
+    def __init__(
+        self,
+        fields: frozenset[str],
+        rows: Mapping[Split, int],
+        text: TextPairs | None,
+        tables: Mapping[Split, PairTable],
+        labels: Mapping[Split, Tensor],
+    ) -> None:
+        self._fields, self._rows, self.text = fields, dict(rows), text
+        self._tables, self._labels = tables, labels
+
+    def num_samples(self, split: Split) -> int:
+        return self._rows[split]
+
+    @property
+    def text_fields(self) -> frozenset[str]:
+        return self._fields & {"text"}
+
+    def vocabulary(self, field: str) -> TokenIds:
+        return self._texts(field).tokenizer.token_ids
+
+    def batch(self, split: Split, ids: Tensor) -> Batch:
+        batch = {"ids": ids}
+        if self._tables:
+            text, types = self._tables[split].padded(ids)
+            batch |= {k: v for k, v in (("text", text), ("types", types)) if k in self._fields}
+        if self._labels:
+            batch["label"] = self._labels[split][ids]
+        return batch
+
+    def weight(self, ids: Tensor) -> float:
+        """The number of samples."""
+        return float(len(ids))
+
+    def save_tokenizers(self, folder: Path) -> None:
+        """text_tokenizer.json where text is seen."""
+        if self.text is not None:
+            self.text.save(folder)
+
+    def _texts(self, field: str) -> TextPairs:
+        if self.text is None or field not in self.text_fields:
+            visible = ", ".join(sorted(self._fields)) or "none"
+            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
+        return self.text
+
+
+def digest_of(shared: Mapping[str, object]) -> str:
+    """Of what every cloud must agree on (TaskData.fingerprint)."""
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+
+
+def counted(counts: Mapping[Split, int]) -> str:
+    """ "1,000 train, 50 dev, 50 test"."""
+    return ", ".join(f"{count:,} {split}" for split, count in counts.items())
+
+
+def check_predictions(
+    predictions: Mapping[int, object], split: Split, num: int, what: str
+) -> None:
+    """Raise ValueError where there is none, or one of no sample of the split."""
+    if not predictions:
+        raise ValueError(f"no predictions to score on {split}")
+    if outside := [i for i in predictions if not 0 <= i < num]:
+        raise ValueError(f"{what} {outside[0]} is not in {split} (0..{num - 1})")

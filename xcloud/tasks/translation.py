@@ -6,8 +6,6 @@ Shapes: B samples, S source positions, T target positions, both with bos and eos
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,11 +20,13 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, TokenIds
 from xcloud.project import project_root
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
-from xcloud.tasks.corpus.files import Names, ParallelFiles
-from xcloud.tasks.corpus.hub import Hub
+from xcloud.tasks.corpus.folder import Folder
+from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import SPLITS, Corpus, Parallel, Sampling
 from xcloud.tasks.corpus.wit3 import Wit3
+from xcloud.tasks.settings import HUB, Group, settings_of
 from xcloud.tasks.task import Split
+from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
@@ -164,10 +164,9 @@ class TranslationData:
             self._references = {s: parallel.splits[s].texts[task.target] for s in evaluated}
 
     def describe(self) -> str:
-        rows = ", ".join(f"{count:,} {split}" for split, count in self._rows.items())
         parts = [
             f"{self._parallel_name} {self._task.source}→{self._task.target}",
-            f"{sum(self._rows.values()):,} pairs ({rows})",
+            f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})",
             *self._remarks,
         ]
         return ", ".join(parts)
@@ -182,7 +181,7 @@ class TranslationData:
             "rows": self._rows,
             "corpus": dict(self._agreed),
         }
-        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
+        return digest_of(shared)
 
     def num_samples(self, split: Split) -> int:
         return self._rows[split]
@@ -214,10 +213,7 @@ class TranslationData:
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """BLEU and chrF (0..100) of the samples in `predictions`, cased, by sacreBLEU."""
         references = self._reference_texts(split)
-        if not predictions:
-            raise ValueError(f"no predictions to score on {split}")
-        if outside := [i for i in predictions if not 0 <= i < len(references)]:
-            raise ValueError(f"sample {outside[0]} is not in {split} (0..{len(references) - 1})")
+        check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
         outputs = [self.text.decode(predictions[i]) for i in order]
         wanted = [[references[i] for i in order]]
@@ -270,120 +266,61 @@ def _signatures() -> dict[str, str]:
     return {name: str(metric.get_signature()) for name, metric in _metrics().items()}
 
 
-def translation_from_demo(
-    source: str = "es",
-    target: str = "en",
-    num_pairs: int = 24_000,
-    corpus_seed: int = 7,
-    source_tokenizer: TokenizerChoice | None = None,
-    target_tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    cache_dir: str = ".cache",
-) -> Translation:
+OWN = Group(Translation, ("corpus",))
+GRAMMAR = Group(DemoGrammar, ("num_dev", "num_test"), seed="corpus_seed")
+FILES = Group(Folder)
+ARCHIVE = Group(Wit3, ("sampling",))
+COLUMNS = Group(Pairs, ("source", "sampling"))
+SAMPLING = Group(Sampling, ("unit",), seed="split_seed")
+
+
+@settings_of(
+    GRAMMAR, OWN, source_tokenizer=TrainedTokenizer(2000), target_tokenizer=TrainedTokenizer(2000)
+)
+def translation_from_demo(**settings: Any) -> Translation:
     """The embedded Spanish-English corpus: no files, no network."""
-    return Translation(
-        DemoGrammar(num_pairs, corpus_seed),
-        source,
-        target,
-        source_tokenizer or TrainedTokenizer(2000),
-        target_tokenizer or TrainedTokenizer(2000),
-        max_length,
-        cache_dir,
-    )
+    return OWN.make(settings, corpus=GRAMMAR.make(settings))
 
 
-def translation_from_files(
-    path: str = "",
-    source: str = "es",
-    target: str = "en",
-    train_file: Names = None,
-    dev_file: Names = None,
-    test_file: Names = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_pairs: int | None = None,
-    max_eval_pairs: int | None = None,
-    split_seed: int = 0,
-    source_tokenizer: TokenizerChoice | None = None,
-    target_tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    cache_dir: str = ".cache",
-) -> Translation:
-    """Your own parallel corpus in the folder `path`; see ParallelFiles and Sampling."""
-    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
-    return Translation(
-        ParallelFiles(path, train_file, dev_file, test_file, sampling),
-        source,
-        target,
-        source_tokenizer or TrainedTokenizer(8000),
-        target_tokenizer or TrainedTokenizer(8000),
-        max_length,
-        cache_dir,
-    )
+@settings_of(
+    FILES,
+    SAMPLING,
+    OWN,
+    source_tokenizer=TrainedTokenizer(8000),
+    target_tokenizer=TrainedTokenizer(8000),
+)
+def translation_from_files(**settings: Any) -> Translation:
+    """Your own parallel corpus in the folder `path`."""
+    corpus = Pairs(FILES.make(settings), sampling=SAMPLING.make(settings))
+    return OWN.make(settings, corpus=corpus)
 
 
-def translation_from_paper(
-    path: str = "",
-    source: str = "es",
-    target: str = "en",
-    dev: Sequence[str] = ("dev2010",),
-    test: Sequence[str] = ("tst2010", "tst2011", "tst2012"),
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_pairs: int | None = None,
-    max_eval_pairs: int | None = None,
-    split_seed: int = 0,
-    source_tokenizer: TokenizerChoice | None = None,
-    target_tokenizer: TokenizerChoice | None = None,
-    max_length: int = 128,
-    cache_dir: str = ".cache",
-) -> Translation:
+@settings_of(
+    ARCHIVE,
+    SAMPLING,
+    OWN,
+    source_tokenizer=PretrainedTokenizer("FacebookAI/xlm-roberta-base"),
+    target_tokenizer=PretrainedTokenizer("google-bert/bert-base-cased"),
+    max_length=128,
+)
+def translation_from_paper(**settings: Any) -> Translation:
     """IWSLT'14 from its original archive in the folder `path`; see Wit3.
 
     The tokenizers are those of the recipe's pretrained models unless others are given.
     """
-    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
-    return Translation(
-        Wit3(path, dev, test, sampling),
-        source,
-        target,
-        source_tokenizer or PretrainedTokenizer("FacebookAI/xlm-roberta-base"),
-        target_tokenizer or PretrainedTokenizer("google-bert/bert-base-cased"),
-        max_length,
-        cache_dir,
-    )
+    return OWN.make(settings, corpus=ARCHIVE.make(settings, sampling=SAMPLING.make(settings)))
 
 
-def translation_from_hub(
-    path: str = "",
-    config: str | None = None,
-    source: str = "es",
-    target: str = "en",
-    train: str = "train",
-    dev: str | None = None,
-    test: str | None = None,
-    source_column: str | None = None,
-    target_column: str | None = None,
-    revision: str | None = None,
-    dev_share: int | float = 0.02,
-    test_share: int | float = 0.02,
-    max_train_pairs: int | None = None,
-    max_eval_pairs: int | None = None,
-    split_seed: int = 0,
-    source_tokenizer: TokenizerChoice | None = None,
-    target_tokenizer: TokenizerChoice | None = None,
-    max_length: int = 64,
-    cache_dir: str = ".cache",
-) -> Translation:
-    """A data set of the Hugging Face hub, or a folder in the same form; see Hub."""
-    sampling = Sampling(dev_share, test_share, max_train_pairs, max_eval_pairs, split_seed)
-    columns = (source_column, target_column)
-    return Translation(
-        Hub(path, config, train, dev, test, *columns, revision, sampling),
-        source,
-        target,
-        source_tokenizer or TrainedTokenizer(8000),
-        target_tokenizer or TrainedTokenizer(8000),
-        max_length,
-        cache_dir,
-    )
+@settings_of(
+    HUB,
+    COLUMNS,
+    SAMPLING,
+    OWN,
+    source_tokenizer=TrainedTokenizer(8000),
+    target_tokenizer=TrainedTokenizer(8000),
+)
+def translation_from_hub(**settings: Any) -> Translation:
+    """A data set of the Hugging Face hub, or a folder in the same form."""
+    sampling = SAMPLING.make(settings)
+    corpus = COLUMNS.make(settings, source=HUB.make(settings), sampling=sampling)
+    return OWN.make(settings, corpus=corpus)

@@ -1,94 +1,198 @@
-"""Other corpora through `datasets.load_dataset`: a hub id, or a local folder of parquet or jsonl.
+"""Data sets through `datasets` as sources: a hub id, or a local folder of parquet or jsonl.
 
-Rows are {"translation": {"es": …, "en": …}} or columns. Dataset scripts are gone from `datasets`.
+Rows are columns, or {"translation": {"es": …, "en": …}}. Dataset scripts are gone from `datasets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError, DataError
 from xcloud.hub_access import go_offline_if_unreachable
-from xcloud.tasks.corpus.files import DEV_NAMES
-from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows, Sampling
+from xcloud.tasks.corpus.folder import check_languages
+from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
+from xcloud.tasks.corpus.text import SPLITS, Rows
 from xcloud.tasks.task import Split
 
 BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class Hub:
+class HubTable:
+    """A Table: one split of a data set, map-style or streaming. Cells become text."""
+
+    dataset: Any
+    where: str
+
+    def columns(self) -> list[str]:
+        return list(self.dataset.column_names or next(iter(self.dataset), {}))
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Mapping[str, Sequence[Any]]]:
+        """Only these are loaded. Raises DataError where one is missing."""
+        yield from self.dataset.select_columns(list(columns)).iter(batch_size=BATCH_ROWS)
+
+    def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
+        """As in Table."""
+        there = self.columns()
+        nested = "translation" in there
+        if not nested and (missing := sorted(set(wanted.values()) - set(there))):
+            raise DataError(
+                f"{self.where}: no column {', '.join(missing)}; there are: {', '.join(there)}. "
+                f"Choose with {keys}"
+            )
+        # A rank that sees nothing counts the rows, of whichever column.
+        kept = ["translation"] if nested else sorted(set(wanted.values())) or there[:1]
+        texts: dict[str, list[str]] = {name: [] for name in wanted}
+        num_rows = 0
+        for batch in self.batches(kept):
+            rows = batch[kept[0]]
+            num_rows += len(rows)
+            for name, column in wanted.items():
+                if nested and rows and column not in rows[0]:
+                    raise DataError(
+                        f"{self.where}: no {column!r} in its translations, only: "
+                        f"{', '.join(rows[0])}. Choose with {keys}"
+                    )
+                cells = [row.get(column) for row in rows] if nested else batch[column]
+                texts[name].extend("" if cell is None else str(cell).strip() for cell in cells)
+        return Rows(num_rows, texts)
+
+
+@dataclass(frozen=True)
+class HubSet:
     """A data set of the Hugging Face hub, or a local folder in the same form.
 
-    name: "Helsinki-NLP/opus-100", say, or a folder. config: the data set's own, such as "en-es".
-    train, dev, test: split names; null: train, validation (valid, dev), test where there are any,
-    else held out of train by `sampling`. source_column, target_column: where the columns are
-    named otherwise than the languages.
+    path: "Helsinki-NLP/opus-100", say, or a folder. config: the data set's own, such as "en-es".
+    train, dev, test: split names; None: train, validation (valid, dev), test where there are any.
+    own_names: where several splits make up one. hidden_test: its test labels are kept back.
 
-    Of a local folder only the visible side is kept. A hub id is public, and `datasets` keeps
-    both sides in its cache on disk; a rank loads the visible one.
+    Of a local folder only the visible columns are kept. A hub id is public: `datasets` keeps all
+    columns in its cache on disk, and a rank loads the visible ones.
     """
 
-    name: str
+    path: str = ""
     config: str | None = None
-    train: str = "train"
+    train: str | None = None
     dev: str | None = None
     test: str | None = None
-    source_column: str | None = None
-    target_column: str | None = None
     revision: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    own_names: OwnNames = field(default_factory=dict)
+    hidden_test: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("task.path must be a hub id such as owner/name, or a folder")
+        check_name(self.path)
+
+    @property
+    def where(self) -> str:
+        return self.path
 
     def describe(self) -> str:
-        return Path(self.name).name if is_local(self.name) else self.name
+        name = Path(self.path).name if is_local(self.path) else self.path
+        return f"{name} {self.config}" if self.config else name
 
-    def check(self, source: str, target: str) -> None:
-        """The hub is asked when it is read, by the ranks."""
+    def check(self) -> bool:
+        check_hub(self.path, self.config, self.revision)
+        return False
 
-    def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
-        loaded = load_hub(self.name, self.config, self.revision)
-        columns = {source: self.source_column or source, target: self.target_column or target}
-        splits: dict[Split, Rows] = {}
-        for split, name in self._split_names(loaded).items():
-            wanted = {language: columns[language] for language in sorted(visible)}
-            splits[split] = _rows(loaded[name], wanted, f"{self.name}, split {name}")
-        splits, remarks = self.sampling.apply(splits, self.name)
-        agreed = {
-            "config": self.config,
-            "revision": self.revision,
-            "sampling": repr(self.sampling),
-        }
-        return Parallel(self.describe(), splits, remarks, agreed)
-
-    def _split_names(self, loaded: Mapping[str, Any]) -> dict[Split, str]:
-        there = list(loaded)
-        names: dict[Split, str] = {}
+    def find(self, form: Form) -> Found:
+        loaded: Mapping[str, Any] = load_hub(self.path, self.config, self.revision)
+        splits: dict[Split, Mapping[str, Sequence[HubTable]]] = {}
         for split in SPLITS:
-            asked: str | None = getattr(self, split)
-            usual: Sequence[str] = DEV_NAMES if split == "dev" else (split,)
-            found = asked or next((name for name in usual if name in there), None)
-            if found is None:
-                continue
-            if found not in there:
+            splits[split] = {
+                part: [HubTable(loaded[name], f"{self.path}, split {name}")]
+                for name, part in self._names(split, list(loaded)).items()
+            }
+        splits = {split: parts for split, parts in splits.items() if parts}
+        if "train" not in splits:
+            raise DataError(
+                f"{self.path}: no split train; there are: {', '.join(loaded)}. Another: task.train"
+            )
+        facts = {"config": self.config, "revision": self.revision}
+        return Found(splits, None if self.test is None else "task.test", facts)
+
+    def _names(self, split: Split, there: Sequence[str]) -> Mapping[str, str]:
+        """The data set's own splits that make up this one, each with its part."""
+        asked: str | None = getattr(self, split)
+        if asked is not None:
+            if asked not in there:
                 raise DataError(
-                    f"{self.name}: no split {found!r} for {split}; there are: {', '.join(there)}"
+                    f"{self.path}: no split {asked!r} for task.{split}; there are: "
+                    f"{', '.join(there)}"
                 )
-            names[split] = found
-        return names
+            return {asked: ""}
+        own = self.own_names.get(split, {})
+        if own and set(own) <= set(there):
+            return own
+        if split == "test" and self.hidden_test:
+            return {}
+        usual = DEV_NAMES if split == "dev" else (split,)
+        return {name: "" for name in [n for n in usual if n in there][:1]}
+
+
+@dataclass(frozen=True)
+class HubByLanguage:
+    """A data set with one config for each language, such as facebook/xnli: train and validation
+    are taken of train_language, test of every one of `languages`."""
+
+    path: str
+    train_language: str = "en"
+    languages: Sequence[str] = ()
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.path)
+        check_languages(self.train_language, self.languages)
+        if is_local(self.path):
+            raise ConfigError(
+                f"task.path={self.path} is a folder; the paper profile reads the hub. Take "
+                "profile=files for a folder"
+            )
+
+    @property
+    def where(self) -> str:
+        return self.path
+
+    def describe(self) -> str:
+        return self.path
+
+    def check(self) -> bool:
+        check_hub(self.path, self.train_language, self.revision)
+        return False
+
+    def find(self, form: Form) -> Found:
+        def table(language: str, split: str) -> Sequence[HubTable]:
+            loaded = load_hub(self.path, language, self.revision, split)
+            return [HubTable(loaded, f"{self.path} {language}, split {split}")]
+
+        here = self.train_language
+        splits: dict[Split, Mapping[str, Sequence[HubTable]]] = {
+            "train": {"": table(here, "train")},
+            "dev": {"": table(here, "validation")},
+            "test": {language: table(language, "test") for language in self.languages},
+        }
+        facts = {"revision": self.revision, "languages": list(self.languages)}
+        return Found(splits, "task.languages", facts)
+
+
+def check_name(path: object) -> None:
+    if not isinstance(path, str) or not path:
+        raise ConfigError("task.path must be a hub id such as owner/name, or a folder")
 
 
 def is_local(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
-def load_hub(name: str, config: str | None, revision: str | None, split: str | None = None) -> Any:
+def load_hub(
+    name: str,
+    config: str | None,
+    revision: str | None,
+    split: str | None = None,
+    streaming: bool | None = None,
+) -> Any:
     """Split name -> data set; or the one `split`. Raises DataError: missing, and how to get it."""
     local = is_local(name)
     # A rank must not ask the network about a folder that is there.
@@ -96,11 +200,14 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str | N
     import datasets
 
     path = str(Path(name).expanduser()) if local else name
+    # Streaming reads local files in place: no copy of the other side in a cache.
+    streaming = local if streaming is None else streaming
     try:
-        # Streaming reads local files in place: no copy of the other side in a cache.
-        return datasets.load_dataset(path, config, split=split, revision=revision, streaming=local)
+        return datasets.load_dataset(
+            path, config, split=split, revision=revision, streaming=streaming
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loaded(name, reached, error) from error
+        raise not_loaded(name, reached, error) from error
 
 
 def check_hub(name: str, config: str | None, revision: str | None) -> None:
@@ -112,46 +219,13 @@ def check_hub(name: str, config: str | None, revision: str | None) -> None:
     try:
         datasets.load_dataset_builder(name, config, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loaded(name, False, error) from error
+        raise not_loaded(name, False, error) from error
 
 
-def _not_loaded(name: str, reached: bool, error: Exception) -> DataError:
+def not_loaded(name: str, reached: bool, error: Exception) -> DataError:
     if reached:
         return DataError(f"{name}: {' '.join(str(error).split())[:300]}")
     return DataError(
         f"{name}: the hub cannot be reached and no copy is in the cache; load it "
         "once where there is network, or give a folder of parquet or jsonl files"
     )
-
-
-def _rows(dataset: Any, columns: Mapping[str, str], where: str) -> Rows:
-    """dataset: map-style or streaming. columns: visible language -> column."""
-    there: Sequence[str] = dataset.column_names or list(next(iter(dataset), {}))
-    nested = "translation" in there
-    if nested:
-        dataset = dataset.select_columns(["translation"])
-    elif missing := sorted(set(columns.values()) - set(there)):
-        raise DataError(
-            f"{where}: no column {', '.join(missing)}; there are: {', '.join(there)}. Choose with "
-            "task.source, task.target or task.source_column, task.target_column"
-        )
-    elif columns:
-        dataset = dataset.select_columns(sorted(columns.values()))
-    texts: dict[str, list[str]] = {language: [] for language in columns}
-    num_rows = 0
-    for batch in dataset.iter(batch_size=BATCH_ROWS):
-        cells = batch["translation"] if nested else next(iter(batch.values()), ())
-        num_rows += len(cells)
-        for language, column in columns.items():
-            texts[language].extend(_texts(batch, column, nested, where))
-    return Rows(num_rows, texts)
-
-
-def _texts(batch: Mapping[str, Any], column: str, nested: bool, where: str) -> Iterable[str]:
-    cells = [row.get(column) for row in batch["translation"]] if nested else batch[column]
-    if nested and cells and cells[0] is None and column not in batch["translation"][0]:
-        raise DataError(
-            f"{where}: no {column!r} in its translations, only: "
-            f"{', '.join(batch['translation'][0])}. Choose with task.source and task.target"
-        )
-    return ((cell or "").strip() for cell in cells)

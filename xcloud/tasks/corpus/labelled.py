@@ -1,4 +1,4 @@
-"""What a corpus of labelled texts gives back, and which of its columns are what. Reads no file.
+"""Labelled texts from any source of tables: which columns are what, and how sets are arranged.
 
 Rows (text.py) have the columns "first" and perhaps "second" where text may be seen, "label" where
 labels may be seen, and in splits made of several sets "part", the name of a row's set.
@@ -7,16 +7,19 @@ labels may be seen, and in splits made of several sets "part", the name of a row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from xcloud.checks import check_choice, check_int
+from xcloud.checks import check_choice
 from xcloud.errors import ConfigError, DataError
-from xcloud.tasks.corpus.files import Names, patterns_of
+from xcloud.tasks.corpus.folder import Names, is_usual_name, patterns_of
+from xcloud.tasks.corpus.source import Form, Found, Source, Table
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, limit
 from xcloud.tasks.task import Split
 
 Kind = Literal["classes", "value"]
+EXPECTED = "train.tsv (first line: column names) or train.jsonl"
+KEYS = "task.text_columns and task.label_column"
 
 PAIRS = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
@@ -107,23 +110,52 @@ class Columns:
         return f"{' + '.join(self.texts)} → {self.label}"
 
 
-def renamed(rows: Rows, columns: Mapping[str, str]) -> Rows:
-    """columns: new name -> the one that `rows` has."""
-    return Rows(rows.num_rows, {new: rows.texts[old] for new, old in columns.items()})
+@dataclass(frozen=True)
+class Labelled:
+    """A LabelledCorpus. A test set without labels is left out, unless it was asked for."""
 
+    source: Source
+    columns: ColumnChoice = field(default_factory=ColumnChoice)
+    sampling: Sampling = field(default_factory=Sampling)
 
-def sampling_of(
-    dev_share: int | float,
-    test_share: int | float,
-    max_train_samples: int | None,
-    max_eval_samples: int | None,
-    split_seed: int,
-) -> Sampling:
-    """Sampling, whose limits are called samples where the user sets them."""
-    for name, most in (("train", max_train_samples), ("eval", max_eval_samples)):
-        if most is not None:
-            check_int(f"task.max_{name}_samples", most, 1)
-    return Sampling(dev_share, test_share, max_train_samples, max_eval_samples, split_seed)
+    def describe(self) -> str:
+        return self.source.describe()
+
+    def check(self) -> None:
+        if self.source.check():
+            self._find()
+
+    def read(self, visible: frozenset[str]) -> Parallel:
+        found, tables, columns = self._find()
+        wanted = columns.visible(visible)
+        splits: dict[Split, Sets] = {
+            split: {
+                part: Rows.joined(table.read(wanted, KEYS, columns.label) for table in joined)
+                for part, joined in parts.items()
+            }
+            for split, parts in tables.items()
+        }
+        rows, remarks = arranged(splits, self.sampling, self.source.where)
+        agreed = {**found.facts, "columns": str(columns), "sampling": repr(self.sampling)}
+        remarks = [f"columns {columns}", *found.remarks, *remarks]
+        return Parallel(self.describe(), rows, remarks, agreed)
+
+    def _find(self) -> tuple[Found, dict[Split, Mapping[str, Sequence[Table]]], Columns]:
+        """What the source has, what of it is labelled, and the columns of the training set."""
+        found = self.source.find(Form(EXPECTED, is_usual_name, ("table", "json")))
+        tables, train = dict(found.splits), found.training
+        columns = self.columns.find(train.columns(), train.where)
+        test = [table for joined in tables.get("test", {}).values() for table in joined]
+        if hidden := [table for table in test if columns.label not in table.columns()]:
+            if found.test_key is not None:
+                raise DataError(
+                    f"{hidden[0].where}: no column {columns.label}, so nothing to score by; "
+                    f"choose another {found.test_key}"
+                )
+            del tables["test"]  # its labels are kept back, as GLUE's
+        if tables.get("dev") == tables.get("test"):
+            tables.pop("dev", None)  # task.test=validation: dev is then held out of train
+        return found, tables, columns
 
 
 Sets = Mapping[str, Rows]

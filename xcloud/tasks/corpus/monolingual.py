@@ -17,7 +17,7 @@ from xcloud.checks import check_int
 from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError, DataError
-from xcloud.hub_access import go_offline_if_unreachable
+from xcloud.tasks.corpus.hub import load_hub, not_loaded
 
 
 def languages_of(part: str) -> tuple[str, ...]:
@@ -154,23 +154,12 @@ class HubText:
         return None
 
     def _stream(self, name: str, config: str | None) -> Iterator[Mapping[str, Any]]:
-        local = _local(name)
-        reached = local is not None or go_offline_if_unreachable()
-        import datasets
-
         try:
-            rows = datasets.load_dataset(
-                str(local or name),
-                config, split=self.split, revision=self.revision, streaming=True,
-            )  # fmt: skip
-            yield from rows
+            yield from load_hub(name, config, self.revision, self.split, streaming=True)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, DataError):
                 raise
-            reason = " ".join(str(error).split())[:300]
-            if not reached:
-                reason = "the hub cannot be reached; give a folder of files (profile=files)"
-            raise DataError(f"{name}: {reason}") from error
+            raise not_loaded(name, True, error) from error
 
 
 def _local(name: str) -> Path | None:

@@ -16,19 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.errors import DataError
 from xcloud.tasks.corpus.demo_labelled import DemoSizes, demo_stories
-from xcloud.tasks.corpus.files import (
-    DEV_NAMES,
-    Names,
-    TextFile,
-    choose_files,
-    is_usual_name,
-    patterns_of,
-    read_lines,
-)
-from xcloud.tasks.corpus.hub import BATCH_ROWS, check_hub, is_local, load_hub
-from xcloud.tasks.corpus.labelled_files import list_tables
+from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
+from xcloud.tasks.corpus.folder import is_usual_name
+from xcloud.tasks.corpus.hub import HubTable
+from xcloud.tasks.corpus.source import Form, Found, Source, Table
 from xcloud.tasks.corpus.text import SPLITS, Sampling, chosen_rows
 from xcloud.tasks.task import Split
 
@@ -72,86 +65,34 @@ class ParagraphCorpus(Protocol):
 
 
 @dataclass(frozen=True)
-class ParagraphFiles:
-    """A folder with train, dev and test files, told by their names (dev-v1.1.json counts too).
+class Paragraphs:
+    """A ParagraphCorpus from a folder (dev-v1.1.json counts too) or a data set of the hub.
 
     sampling: shares are of paragraphs, so that no context is in two splits; limits are questions.
     """
 
-    path: str
-    train_file: Names = None
-    dev_file: Names = None
-    test_file: Names = None
+    source: Source
     sampling: Sampling = field(default_factory=Sampling)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or not self.path:
-            raise ConfigError("task.path must name the folder that holds the corpus")
-        for name in ("train_file", "dev_file", "test_file"):
-            patterns_of(getattr(self, name), f"task.{name}")
-
     def describe(self) -> str:
-        return f"files in {Path(self.path).expanduser().resolve().name}"
+        return self.source.describe()
 
     def check(self) -> None:
-        self._chosen()
+        if self.source.check():
+            self._find()
 
     def read(self) -> Reading:
-        chosen = self._chosen()
-        splits: dict[Split, Sequence[Paragraph]] = {}
-        for split, files in chosen.items():
-            splits[split] = [p for file in files for p in read_paragraphs(file.paths[""])]
-        found, remarks = arranged(splits, self.sampling, str(Path(self.path).expanduser()))
-        names = {split: [file.name for file in files] for split, files in chosen.items()}
-        return Reading(
-            self.describe(), found, remarks, {"files": names, "sampling": repr(self.sampling)}
-        )
-
-    def _chosen(self) -> dict[Split, list[TextFile]]:
-        folder = Path(self.path).expanduser()
-        asked: dict[Split, Names] = {
-            "train": self.train_file, "dev": self.dev_file, "test": self.test_file
-        }  # fmt: skip
-        files = [file for file in list_tables(folder, EXPECTED) if file.kind == "json"]
-        return choose_files(folder, files, asked, _is_usual, EXPECTED)
-
-
-@dataclass(frozen=True)
-class ParagraphHub:
-    """A data set in the hub's form of SQuAD: one question a row; see LabelledHub."""
-
-    name: str
-    config: str | None = None
-    revision: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("task.path must be a hub id such as owner/name, or a folder")
-
-    def describe(self) -> str:
-        return Path(self.name).name if is_local(self.name) else self.name
-
-    def check(self) -> None:
-        check_hub(self.name, self.config, self.revision)
-
-    def read(self) -> Reading:
-        loaded: Mapping[str, Any] = load_hub(self.name, self.config, self.revision)
-        splits: dict[Split, Sequence[Paragraph]] = {}
-        for split in SPLITS:
-            usual = DEV_NAMES if split == "dev" else (split,)
-            found = next((name for name in usual if name in loaded), None)
-            if found is not None:
-                splits[split] = _grouped(loaded[found], f"{self.name}, split {found}")
-        if "train" not in splits:
-            raise DataError(f"{self.name}: no split train; there are: {', '.join(loaded)}")
-        rows, remarks = arranged(splits, self.sampling, self.name)
-        agreed = {
-            "config": self.config,
-            "revision": self.revision,
-            "sampling": repr(self.sampling),
+        found = self._find()
+        splits: dict[Split, Sequence[Paragraph]] = {
+            split: [p for tables in parts.values() for t in tables for p in paragraphs_of(t)]
+            for split, parts in found.splits.items()
         }
+        rows, remarks = arranged(splits, self.sampling, self.source.where)
+        agreed = {**found.facts, "sampling": repr(self.sampling)}
         return Reading(self.describe(), rows, remarks, agreed)
+
+    def _find(self) -> Found:
+        return self.source.find(Form(EXPECTED, _is_usual, kinds=("json",)))
 
 
 @dataclass(frozen=True)
@@ -198,21 +139,12 @@ def arranged(
     train = found["train"]
     if not train:
         raise DataError(f"{where}: the training set has no paragraphs")
-    shares = {"dev": sampling.dev_share, "test": sampling.test_share}
-    for split in SPLITS:
-        if split in found:
-            continue
-        share = shares[split]
-        count = share if isinstance(share, int) else max(1, int(share * len(splits["train"])))
-        if count >= len(train):
-            raise DataError(
-                f"{where}: {split} needs {count} paragraphs, but train has {len(train)}; lower "
-                f"task.{split}_share"
+    for split, rows in sampling.held_out(found, len(train), where, "paragraphs").items():
+        found[split] = [train[row] for row in rows]
+        if split != "train":
+            remarks.append(
+                f"{split}: {len(rows)} paragraphs held out of train, seed {sampling.seed}"
             )
-        held = set(chosen_rows(len(train), count, sampling.seed))
-        found[split] = [paragraph for i, paragraph in enumerate(train) if i in held]
-        train = found["train"] = [p for i, p in enumerate(train) if i not in held]
-        remarks.append(f"{split}: {count} paragraphs held out of train, seed {sampling.seed}")
     for split in SPLITS:
         most = sampling.max_train_pairs if split == "train" else sampling.max_eval_pairs
         before = num_questions(found[split])
@@ -237,28 +169,26 @@ def _sampled(paragraphs: Sequence[Paragraph], there: int, most: int, seed: int) 
     return kept
 
 
+def paragraphs_of(table: Table) -> list[Paragraph]:
+    if isinstance(table, HubTable):
+        return _grouped(table)
+    assert isinstance(table, TextFile)
+    return read_paragraphs(table.path)
+
+
 def read_paragraphs(path: Path) -> list[Paragraph]:
     """Of a .jsonl or of an official .json file, plain or gzipped."""
-    found: list[Paragraph] = []
-    if path.name.removesuffix(".gz").endswith(".json"):
-        try:
-            whole = json.loads("\n".join(read_lines(path)))
-            rows = [row for article in whole["data"] for row in article["paragraphs"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
-                f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
-                "a file with one paragraph a line must be named .jsonl"
-            ) from error
-        return [_paragraph(row, f"{path}, paragraph {i}") for i, row in enumerate(rows, start=1)]
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error.msg})") from error
-        found.append(_paragraph(row, f"{path}, line {number}"))
-    return found
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        return [_paragraph(row, f"{path}, line {number}") for number, row in json_rows(path)]
+    try:
+        whole = json.loads("\n".join(read_lines(path)))
+        rows = [row for article in whole["data"] for row in article["paragraphs"]]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise DataError(
+            f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
+            "a file with one paragraph a line must be named .jsonl"
+        ) from error
+    return [_paragraph(row, f"{path}, paragraph {i}") for i, row in enumerate(rows, start=1)]
 
 
 def _paragraph(row: Any, where: str) -> Paragraph:
@@ -297,20 +227,21 @@ def _place(context: str, answer: Any) -> tuple[str, int] | None:
     return (text, at) if text and at >= 0 else None
 
 
-def _grouped(dataset: Any, where: str) -> list[Paragraph]:
+def _grouped(table: HubTable) -> list[Paragraph]:
     """Rows of one question each; neighbours with the same context are one paragraph."""
+    names = ("id", "context", "question", "answers")
     found: list[tuple[str, list[Question]]] = []
     try:
-        for batch in dataset.iter(batch_size=BATCH_ROWS):
-            columns = (batch[name] for name in ("id", "context", "question", "answers"))
+        for batch in table.batches(names):
+            columns = (batch[name] for name in names)
             for ident, context, asked, answers in zip(*columns, strict=True):
                 pairs = zip(answers["text"], answers["answer_start"], strict=True)
                 if not found or found[-1][0] != context:
                     found.append((context, []))
                 found[-1][1].append(Question(ident, asked, tuple(pairs)))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{where}: expected the columns id, context, question and answers (text, "
+            f"{table.where}: expected the columns id, context, question and answers (text, "
             f"answer_start), but {error!r}"
         ) from error
     return [Paragraph(context, tuple(questions)) for context, questions in found]

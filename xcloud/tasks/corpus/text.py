@@ -6,9 +6,9 @@ A row number means the same pair in every cloud, so no rule here may look at one
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
@@ -91,6 +91,7 @@ class Sampling:
     max_train_pairs: int | None = None
     max_eval_pairs: int | None = None
     seed: int = 0
+    unit: Literal["pairs", "samples"] = "pairs"  # what users call a row
 
     def __post_init__(self) -> None:
         for name in ("dev_share", "test_share"):
@@ -101,16 +102,20 @@ class Sampling:
                     f"task.{name} must be a row count such as 500 or a share above 0 and below "
                     f"0.5 such as 0.02, got {share!r}"
                 )
-        for name in ("max_train_pairs", "max_eval_pairs"):
-            if getattr(self, name) is not None:
-                check_int(f"task.{name}", getattr(self, name), 1)
+        for part, most in (("train", self.max_train_pairs), ("eval", self.max_eval_pairs)):
+            if most is not None:
+                check_int(f"task.max_{part}_{self.unit}", most, 1)
         check_int("task.split_seed", self.seed, 0)
 
     def apply(
         self, splits: Mapping[Split, Rows], where: str
     ) -> tuple[dict[Split, Rows], list[str]]:
         """All three splits, and a remark for each that was held out of train or cut short."""
-        result, remarks = self._hold_out(splits, where)
+        result, remarks, train = dict(splits), [], splits["train"]
+        for split, rows in self.held_out(splits, train.num_rows, where).items():
+            result[split] = train.take(rows)
+            if split != "train":
+                remarks.append(f"{split} held out of train, seed {self.seed}")
         for split in SPLITS:
             most = self.max_train_pairs if split == "train" else self.max_eval_pairs
             before = result[split].num_rows
@@ -119,27 +124,28 @@ class Sampling:
                 remarks.append(f"{split}: a sample of its {before:,} rows, seed {self.seed}")
         return result, remarks
 
-    def _hold_out(
-        self, splits: Mapping[Split, Rows], where: str
-    ) -> tuple[dict[Split, Rows], list[str]]:
-        result, train, remarks = dict(splits), splits["train"], []
-        num_rows = train.num_rows
-        wanted: dict[Split, int] = {}
-        for split, share in (("dev", self.dev_share), ("test", self.test_share)):
-            if split not in splits:
-                rows = share if isinstance(share, int) else max(1, int(share * num_rows))
-                wanted[split] = rows  # type: ignore[index]  # mypy widens the literals of the loop
+    def held_out(
+        self, there: Container[Split], num_rows: int, where: str, unit: str = "rows"
+    ) -> dict[Split, list[int]]:
+        """Row numbers of train for each split that is not there, and last what is left to train;
+        nothing where all are. Raises DataError where that is too few."""
+        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
+        wanted = {
+            split: share if isinstance(share, int) else max(1, int(share * num_rows))
+            for split, share in shares.items()
+            if split not in there
+        }
+        if not wanted:
+            return {}
         if sum(wanted.values()) >= num_rows:
             raise DataError(
-                f"{where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train "
+                f"{where}: {' and '.join(wanted)} need {sum(wanted.values()):,} {unit}, but train "
                 f"has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
             )
+        result: dict[Split, list[int]] = {}
         left = list(range(num_rows))
         for split, count in wanted.items():
             positions = set(chosen_rows(len(left), count, self.seed))
-            result[split] = train.take([row for i, row in enumerate(left) if i in positions])
+            result[split] = [row for i, row in enumerate(left) if i in positions]
             left = [row for i, row in enumerate(left) if i not in positions]
-            remarks.append(f"{split} held out of train, seed {self.seed}")
-        if wanted:
-            result["train"] = train.take(left)
-        return result, remarks
+        return {**result, "train": left}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from xcloud.errors import ConfigError, DataError
-from xcloud.tasks.corpus.files import DEV_NAMES, TextFile, list_corpus_files, read_lines
+from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines, table_rows
+from xcloud.tasks.corpus.folder import is_usual_name, list_files
 from xcloud.tasks.corpus.monolingual import languages_of, stamp
+from xcloud.tasks.corpus.source import DEV_NAMES, Form
 
 HELD_OUT = (*DEV_NAMES, "test")
 Row = tuple[str, ...]
@@ -86,7 +87,7 @@ class FolderText:
         found: list[Found] = []
         for path in _files(folder):
             *names, ending = path.name.removesuffix(".gz").split(".")
-            if ending == "tsv" and {"lang", "text"} <= set(_header(path)):
+            if ending == "tsv" and {"lang", "text"} <= set(_table(path).columns()):
                 found.append(((path,), partial(_rows_of, path, language, ("text",))))
             elif ending == "jsonl" and language in names:
                 found.append(((path,), partial(self._json_texts, path)))
@@ -95,29 +96,24 @@ class FolderText:
         return found
 
     def _json_texts(self, path: Path) -> Iterator[Row]:
-        for number, line in enumerate(read_lines(path), start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[self.text_key]
-            except (json.JSONDecodeError, TypeError, KeyError) as error:
-                raise DataError(
-                    f"{path}, line {number}: no JSON object with {self.text_key!r} "
-                    "(text.source.text_key)"
-                ) from error
+        for number, row in json_rows(path):
+            text = row.get(self.text_key) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise DataError(f"{path}, line {number}: {self.text_key!r} is no text")
+                raise DataError(
+                    f"{path}, line {number}: no JSON object with {self.text_key!r}, or no text "
+                    "there (text.source.text_key)"
+                )
             yield (text,)
 
 
 def _of_pair(folder: Path, a: str, b: str) -> list[Found]:
     found: list[Found] = []
-    for file in list_corpus_files(folder, a, b):
-        paths = tuple(file.paths.values())
-        path = paths[0]
+    form = Form("", is_usual_name, languages=(a, b))
+    for file in list_files(folder, form):
+        paths, path = tuple(file.paths.values()), file.path
         if _is_held_out(path):
             continue
-        columns = set(_header(path)) if file.kind == "table" else set()
+        columns = set(file.columns()) if file.kind == "table" else set()
         if file.kind == "lines" and len(file.paths) == 2:
             found.append((paths, partial(_line_pairs, file, a, b)))
         elif {a, b} <= columns:
@@ -137,8 +133,8 @@ def _is_held_out(path: Path) -> bool:
     return path.name.split(".")[0] in HELD_OUT
 
 
-def _header(path: Path) -> list[str]:
-    return next(read_lines(path), "").split("\t")
+def _table(path: Path) -> TextFile:
+    return TextFile(path.name, "table", {"": path})
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -155,15 +151,8 @@ def _line_pairs(file: TextFile, a: str, b: str) -> Iterator[Row]:
 
 def _rows_of(path: Path, language: str | None, columns: Sequence[str]) -> Iterator[Row]:
     """These columns of a table; only the rows whose `lang` is `language`, if that is given."""
-    lines = read_lines(path)
-    header = next(lines, "").split("\t")
+    header = _table(path).columns()
     places = [header.index(column) for column in columns]
-    for number, line in enumerate(lines, start=2):
-        cells = line.split("\t")
-        if len(cells) != len(header):
-            raise DataError(
-                f"{path}, line {number}: {len(cells)} columns, but the first line names "
-                f"{len(header)}; a text may hold no tab"
-            )
+    for cells in table_rows(path):
         if language is None or cells[header.index("lang")] == language:
             yield tuple(cells[place] for place in places)

@@ -36,7 +36,7 @@ class Wit3:
     every 23rd training row as dev and dev2010 + tst2010..2012 as test, so its BLEU is not ours.
     """
 
-    path: str
+    path: str = ""
     dev: Sequence[str] = ("dev2010",)
     test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
     sampling: Sampling = field(default_factory=Sampling)

@@ -1,0 +1,216 @@
+"""MultilingualElectra: what is pre-trained on what, as configured. Builds a rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from xcloud.checks import check_choice
+from xcloud.comm.id_packing import IdPacking
+from xcloud.electra.config import DiscriminatorSettings, Generator
+from xcloud.electra.discriminator import DISCRIMINATOR_DIR, DiscriminatorRank
+from xcloud.electra.generator import GeneratorRank
+from xcloud.errors import ConfigError
+from xcloud.models.backbone import Backbone, PretrainedBackbone
+from xcloud.models.electra import Discriminator
+from xcloud.models.encoder import Encoder
+from xcloud.models.public_backbone import PublicBackbone
+from xcloud.models.seeding import seed_of, seeded
+from xcloud.models.split import BuildContext
+from xcloud.parallel.feed_parts import FeedContext
+from xcloud.project import MODEL_DIR
+from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.multilingual_text import MultilingualText, TextStream
+from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
+from xcloud.training.settings import autocast_for
+
+MAX_VOCABULARY = 2**20  # for the longest message, before a tokenizer is there
+
+
+@dataclass(frozen=True)
+class MultilingualElectra:
+    """Generators by the name of their cloud, and the discriminator that they feed (FeedModel).
+
+    Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1; Clark et al.,
+    arXiv:2003.10555. coding: of the ids on the wire, see IdPacking.
+    """
+
+    text: MultilingualText
+    generators: Mapping[str, Generator]
+    discriminator: DiscriminatorSettings = field(default_factory=DiscriminatorSettings)
+    coding: Literal["smallest", "fixed"] = "smallest"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, MultilingualText):
+            raise ConfigError(f"model.text must be a MultilingualText, got {self.text!r}")
+        if not isinstance(self.generators, Mapping) or not self.generators:
+            raise ConfigError("model.generators must name a generator for each cloud that feeds")
+        for name, generator in self.generators.items():
+            if not isinstance(generator, Generator):
+                raise ConfigError(f"model.generators.{name} must be a Generator")
+        if not isinstance(self.discriminator, DiscriminatorSettings):
+            raise ConfigError("model.discriminator must be a DiscriminatorSettings")
+        networks = [generator.backbone for generator in self.generators.values()]
+        for backbone in (*networks, self.discriminator.backbone):
+            text = backbone.text if isinstance(backbone, PublicBackbone) else None
+            if isinstance(text, MultilingualText) and text.source.public_texts() is None:
+                raise ConfigError(
+                    "a PublicBackbone is pretrained on public text in every cloud, and "
+                    f"{text.describe()} is not public; take a SeededBackbone or a "
+                    "PretrainedBackbone"
+                )
+        check_choice("model.coding", self.coding, ("smallest", "fixed"))
+
+    @property
+    def max_payload_bytes(self) -> int:
+        if isinstance(self.text.tokenizer, TrainedTokenizer):
+            return self._packing(self.text.tokenizer.vocab_size, 0).max_bytes
+        return self._packing(MAX_VOCABULARY, 0).max_bytes
+
+    @property
+    def max_positions(self) -> int | None:
+        """Of the discriminator; None where only its checkpoint knows."""
+        from_here = not isinstance(self.discriminator.backbone, PretrainedBackbone)
+        return self.text.max_length if from_here else None
+
+    def describe(self) -> str:
+        generators = ", ".join(
+            f"{name} ({'+'.join(generator.parts)}; {generator.backbone.describe()}"
+            f"{', frozen' if generator.frozen else ''})"
+            for name, generator in self.generators.items()
+        )
+        size = self.discriminator.backbone.describe()
+        return f"{self.text.describe()}; generators {generators} → discriminator {size}"
+
+    def check(self, producers: Sequence[str]) -> None:
+        if set(producers) != set(self.generators):
+            raise ConfigError(
+                f"the clouds that feed are {', '.join(producers)}, but model.generators has "
+                f"{', '.join(self.generators)}; there must be one for each"
+            )
+        for generator in self.generators.values():
+            self.text.of(generator.source).check(generator.parts)
+
+    def producer(
+        self, index: int, cloud: str, lane: int, num_lanes: int, context: FeedContext
+    ) -> GeneratorRank:
+        settings = self.generators[cloud]
+        text = self.text.of(settings.source)
+        tokenizer = self._tokenizer(context)
+        special = tokenizer.token_ids
+        report = context.report if lane == 0 else _nothing
+        tables = {
+            part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
+        }
+        # All lanes of a cloud deal one order; two clouds with one language draw different ones.
+        seed = seed_of(context.seed, "texts", cloud)
+        stream = TextStream(
+            tables, special, text.language_power, seed, settings.batch_size, lane, num_lanes
+        )
+        report(f"texts: {stream.describe()}")
+        encoder = _encoder(settings.backbone, "generator", special, text, context, lane, True)
+        return GeneratorRank(
+            encoder.to(context.device),
+            stream,
+            tokenizer,
+            self._packing(special.size, tokenizer.digest),
+            settings,
+            cloud,
+            lane,
+            context,
+            autocast_for(settings.precision, context.device),
+        )
+
+    def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> DiscriminatorRank:
+        settings = self.discriminator
+        tokenizer = self._tokenizer(context)
+        special = tokenizer.token_ids
+        encoder = _encoder(
+            settings.backbone, "discriminator", special, self.text, context, lane, False
+        )
+        if encoder.config.activation != "gelu":
+            raise ConfigError(
+                f"discriminator.backbone {settings.backbone.describe()} uses "
+                f"{encoder.config.activation!r}; a discriminator is exported with gelu only"
+            )
+        with seeded(context.seed, "replaced-token head"):
+            network = Discriminator(encoder.config)
+        network.encoder = encoder
+        return DiscriminatorRank(
+            network.to(context.device),
+            tokenizer,
+            self._packing(special.size, tokenizer.digest),
+            settings,
+            context,
+            autocast_for(settings.precision, context.device),
+        )
+
+    def leaves(self, run_dir: Path) -> dict[str, str]:
+        """The encoder of a task, and its tokenizer."""
+        return {"task.tokenizer.name_or_path": str(run_dir / MODEL_DIR / DISCRIMINATOR_DIR)}
+
+    def next_command(self, run_dir: Path) -> str:
+        """Fine-tunes the discriminator; the files of the inference pairs are the user's."""
+        encoder = " ".join(f"{key}={value}" for key, value in self.leaves(run_dir).items())
+        files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
+        return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
+
+    def _tokenizer(self, context: FeedContext) -> Tokenizer:
+        tokenizer = self.text.load_tokenizer(context.cache_dir)
+        if tokenizer.token_ids.size > MAX_VOCABULARY:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.token_ids.size:,} ids, most are {MAX_VOCABULARY:,}"
+            )
+        return tokenizer
+
+    def _packing(self, vocab_size: int, digest: int) -> IdPacking:
+        most = max(generator.batch_size for generator in self.generators.values())
+        return IdPacking(vocab_size, most, self.text.max_length - 2, digest, self.coding)
+
+
+def _encoder(
+    backbone: Backbone,
+    name: str,
+    special: object,
+    text: MultilingualText,
+    context: FeedContext,
+    lane: int,
+    head: bool,
+) -> Encoder:
+    """With its start weights: the same in all ranks of its cloud."""
+
+    def report(line: str) -> None:
+        """Without folders: it may be read in another cloud."""
+        if isinstance(backbone, PretrainedBackbone):
+            line = line.replace(backbone.name_or_path, Path(backbone.name_or_path).name)
+        context.report(line.replace(f"{context.cache_dir}/", ""))
+
+    build = BuildContext(
+        seed=context.seed,
+        device=context.device,
+        cache_dir=context.cache_dir,
+        vocabularies={name: special},  # type: ignore[dict-item]
+        sentences=lambda field: (),
+        max_length=text.max_length,
+        lane=lane,
+        barrier=context.barrier,
+        report=report,
+    )
+    weights = backbone.weights(name, build)
+    assert weights.tensors is not None
+    if head and not weights.have_head:
+        raise ConfigError(
+            f"{name}.backbone {backbone.describe()} has no masked-language head to fill with; "
+            "take a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
+            "PublicBackbone"
+        )
+    with seeded(context.seed, name):
+        encoder = Encoder(weights.config, head=head)
+    encoder.load_part(weights.tensors)
+    return encoder
+
+
+def _nothing(line: str) -> None:
+    """Only the first rank of a cloud reports."""
