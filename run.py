@@ -20,8 +20,8 @@ def main(config: DictConfig) -> None:
     global composed
     composed = True
     from xcloud.errors import XcloudError
-    from xcloud.follow_up import compose_follow_up
-    from xcloud.local_run import run
+    from xcloud.job.follow_up import compose_follow_up
+    from xcloud.run.local import run
 
     sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
@@ -48,7 +48,7 @@ if __name__ == "__main__":
         main()
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has said which key, not which there are
-            from xcloud.unknown_keys import hints
+            from xcloud.job.unknown_keys import hints
 
             for line in hints([word for word in sys.argv[1:] if not word.startswith("-")], CONF):
                 print(f"xcloud: {line}", file=sys.stderr, flush=True)

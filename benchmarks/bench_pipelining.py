@@ -135,8 +135,8 @@ def ours(rank: int, schedule_name: str):
     from xcloud.parallel.pipeline import Pipeline
     from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
     from xcloud.parallel.stage import Stage, StageOutput
+    from xcloud.run.wiring import wire
     from xcloud.training.batch_plan import cut
-    from xcloud.wiring import wire
 
     class Layers(Stage):
         def __init__(self) -> None:

@@ -31,8 +31,8 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import Batch, Stage, StageOutput
+from xcloud.run.wiring import wire
 from xcloud.training.batch_plan import cut
-from xcloud.wiring import wire
 
 BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.local_run import run
+from xcloud.run.local import run
 
 
 def main() -> None:

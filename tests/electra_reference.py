@@ -13,7 +13,7 @@ from xcloud.electra.generator import GeneratorRank
 from xcloud.electra.model import MultilingualElectra
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.data_parallel import GradientBuffer
-from xcloud.parallel.feed_parts import FeedContext
+from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import TrainedTokenizer
@@ -22,7 +22,7 @@ from xcloud.training.optimizer import Optimizer
 FAST = Optimizer(4e-3, warmup_steps=20, decay="constant", weight_decay=0.01, clip_norm=1.0)
 
 
-def feed_context(cache_dir: Path, **changes: Any) -> FeedContext:
+def feed_context(cache_dir: Path, **changes: Any) -> OneWayContext:
     settings: dict[str, Any] = {
         "seed": 1,
         "num_steps": 100,
@@ -31,7 +31,7 @@ def feed_context(cache_dir: Path, **changes: Any) -> FeedContext:
         "barrier": lambda: None,
         "report": lambda line: None,
     }
-    return FeedContext(**(settings | changes))
+    return OneWayContext(**(settings | changes))
 
 
 def small_electra(**changes: Any) -> MultilingualElectra:
@@ -54,7 +54,7 @@ def small_electra(**changes: Any) -> MultilingualElectra:
 class Reference:
     """step(): a batch of each generator, one update of the discriminator from all of them."""
 
-    def __init__(self, model: MultilingualElectra, context: FeedContext) -> None:
+    def __init__(self, model: MultilingualElectra, context: OneWayContext) -> None:
         names = list(model.generators)
         model.check(names)
         self.producers: list[GeneratorRank] = [

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from tests.toy import toy_config
-from xcloud import experiment as experiments
 from xcloud.errors import ConfigError, RunFailed
+from xcloud.job import experiment as experiments
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
 from xcloud.sweep.runner import Sweep

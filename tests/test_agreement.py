@@ -15,14 +15,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.feed_toy import cloud, feed_config
+from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from xcloud.agreement import Verdict, decode_table, encode_table, exchange
 from xcloud.cluster.link import InProcessLink
-from xcloud.compared import MAX_VALUE, PATH, compared_settings, make_table
 from xcloud.errors import ConfigError, FrameError
-from xcloud.experiment import job_from_config
-from xcloud.job import Job
+from xcloud.job.experiment import job_from_config
+from xcloud.job.job import Job
+from xcloud.run.agreement import Verdict, decode_table, encode_table, exchange
+from xcloud.run.compared import MAX_VALUE, PATH, compared_settings, make_table
 
 ROOT = Path(__file__).parent.parent
 Refused = Callable[[frozenset[int]], frozenset[int]]
@@ -253,7 +253,7 @@ def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], f
         with open(run_dir / "log", "w") as log:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "xcloud.worker", str(run_dir)],
+                    [sys.executable, "-m", "xcloud.run.worker", str(run_dir)],
                     cwd=ROOT,
                     env=environment,
                     stdout=log,

@@ -9,7 +9,7 @@ from tests.toy import toy_config
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
 from xcloud.errors import ConfigError
-from xcloud.experiment import Experiment, from_config
+from xcloud.job.experiment import Experiment, from_config
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan, cut
 
 

@@ -14,6 +14,7 @@ from tests.test_compressors import COMPRESSORS
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
+from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
 from xcloud.comm.draws import ChannelId
@@ -23,7 +24,8 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
-from xcloud.wiring import Wiring, _Builder
+from xcloud.parallel.schedule import GPipe
+from xcloud.run.wiring import Wiring, _Builder
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]
@@ -210,10 +212,10 @@ class Wired(_Builder):
 
     links: dict[object, InProcessLink]
 
-    def _out(self, group, peer, capacity, border):  # type: ignore[no-untyped-def]
+    def _out(self, group, peer, capacity, border, window):  # type: ignore[no-untyped-def]
         return self.links.setdefault((group, self.rank, peer), InProcessLink())
 
-    def _in(self, group, peer, capacity, border, handlers=None):  # type: ignore[no-untyped-def]
+    def _in(self, group, peer, capacity, border, window, handlers=None):  # type: ignore[no-untyped-def]
         return self.links.setdefault((group, peer, self.rank), InProcessLink())
 
 
@@ -224,11 +226,13 @@ def wired(layout: ClusterLayout, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for rank in range(layout.num_ranks):
         groups = iter(range(100))
-        monkeypatch.setattr("xcloud.wiring.dist.new_group", lambda *a, g=groups, **k: next(g))
-        builder = Wired(rank, layout, None, Wiring(), None, seed)  # type: ignore[arg-type]
+        monkeypatch.setattr("xcloud.run.wiring.dist.new_group", lambda *a, g=groups, **k: next(g))
+        builder = Wired(rank, layout, None, Wiring(DEFAULT_LIVENESS), None, {}, seed)  # type: ignore[arg-type]
         builder.links = links
         for stage in range(layout.num_stages - 1):
-            builder.join_border(stage, border, compression, 4, torch.device("cpu"), StepClock())
+            builder.join_border(
+                stage, border, compression, 4, torch.device("cpu"), StepClock(), GPipe(4)
+            )
         found.append(builder.wiring)
     return found
 

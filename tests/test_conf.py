@@ -7,10 +7,10 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from xcloud import experiment as experiments
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError
-from xcloud.experiment import Experiment
+from xcloud.job import experiment as experiments
+from xcloud.job.experiment import Experiment
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -80,23 +80,23 @@ def test_electra_builds_in_every_profile(profile: str) -> None:
 @pytest.mark.parametrize("group", ["cluster", "cluster/wan", "compression", "schedule", "tracker"])
 def test_every_option_of_a_group_builds(group: str) -> None:
     for option in options(group):
-        if option == "feed":  # of one-way jobs, below
+        if option == "one_way":  # of one-way jobs, below
             continue
         of_three = option in ("three_clouds", "low_rank_few_bits_u_shape")
         needs = ["cluster=three_clouds"] if of_three else []
         build("+exp=abnet_iwslt", f"{group}={option}", *needs)
 
 
-@pytest.mark.parametrize("cluster", ["feed", "one_cloud", "local"])
+@pytest.mark.parametrize("cluster", ["one_way", "one_cloud", "local"])
 def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     """Its experiment lies beside the tests, for its parts are toys."""
     toys = f"hydra.searchpath=[file://{Path(__file__).parent / 'conf'}]"
-    config = composed(toys, "+exp=toy_feed", f"cluster={cluster}")
+    config = composed(toys, "+exp=toy_one_way", f"cluster={cluster}")
     found = experiments.job_from_config(config)
 
     assert "one (1 rank, 50 %), two (1 rank, 50 %) feed discriminator" in found.headline
-    assert found.cluster.crosses_clouds == (cluster == "feed")
-    with pytest.raises(ConfigError, match="describes a FeedExperiment"):
+    assert found.cluster.crosses_clouds == (cluster == "one_way")
+    with pytest.raises(ConfigError, match="describes a OneWayExperiment"):
         experiments.from_config(config)
 
 

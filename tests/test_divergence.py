@@ -13,21 +13,23 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from tests.feed_toy import cloud, feed_config
+from tests.one_way_toy import cloud, feed_config
 from tests.pipelines import in_threads, pipelines, samples
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
+from xcloud.cluster.liveness import PeerLife
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.local_run import run
 from xcloud.parallel.control import Control
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import StageOutput
+from xcloud.run.local import run
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
-from xcloud.training.trainer import Lanes, StepReport, Trainer
+from xcloud.training.trainer import StepReport, Trainer
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -45,8 +47,11 @@ def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
     made = []
     for rank, pipeline in enumerate(ranks):
         out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
-        control = Control(rank, layout.leaders, out, incoming, 20) if len(ranks) > 1 else None
-        lanes = {stage: Lanes(None, rank) for stage in pipeline.stages}
+        control = None
+        if len(ranks) > 1:
+            lives = {peer: PeerLife() for peer in incoming}
+            control = Control(rank, layout.leaders, out, incoming, 20, lives)
+        lanes = {stage: RankGroup.alone(rank) for stage in pipeline.stages}
         weight: Callable[[Any], float] | None = None
         if last in pipeline.stages:
             weight = lambda ids: float(len(ids))  # noqa: E731

@@ -19,7 +19,7 @@ from xcloud.models.electra import with_ends
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.parallel.data_parallel import GradientBuffer
-from xcloud.parallel.feed_parts import Fed
+from xcloud.parallel.one_way.parts import Fed
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.multilingual_text import MultilingualText

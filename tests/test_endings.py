@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.feed_toy import cloud as feed_cloud
-from tests.feed_toy import feed_config
+from tests.one_way_toy import cloud as feed_cloud
+from tests.one_way_toy import feed_config
 from tests.test_run import cloud, layout, losses, no_workers, start, weights
 from tests.toy import toy_config
 from xcloud.errors import RunFailed

@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from tests.toy import toy_config
-from xcloud import experiment as experiments
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import RunFailed
-from xcloud.export import export_stage
-from xcloud.local_run import run
-from xcloud.monitor import Monitor
+from xcloud.job import experiment as experiments
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
-from xcloud.reporter import EventFile, Reporter
+from xcloud.record.reporter import EventFile, Reporter
+from xcloud.run.export import export_stage
+from xcloud.run.local import run
+from xcloud.run.monitor import Monitor
+from xcloud.run.worker import EXIT_FAILED, _write_failure
 from xcloud.security.wire_audit import write_rank_audit
-from xcloud.worker import EXIT_FAILED, _write_failure
 
 full_device = pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has"

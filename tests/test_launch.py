@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xcloud.errors import FrameError, LinkClosed, RunFailed
-from xcloud.launch import LocalRanks, failure_of, ready_file
-from xcloud.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
+from xcloud.run.launch import LocalRanks, failure_of, ready_file
+from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(

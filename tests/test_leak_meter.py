@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.toy_text import text_config
 from xcloud.errors import DataError
-from xcloud.local_run import run
 from xcloud.record.tracked_values import final_metrics
+from xcloud.run.local import run
 from xcloud.security.leak_meter import FIGURES, main, measure
 from xcloud.security.observer import OBSERVATIONS_DIR, LeakMeter, Observer, Stream
 

@@ -15,7 +15,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.control import Control, note_ages
-from xcloud.worker import _await_monitor
+from xcloud.run.worker import _await_monitor
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.test_conf import build
 from xcloud.errors import ConfigError, DataError
-from xcloud.experiment import Experiment
-from xcloud.loading import load
+from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import compare_facts
+from xcloud.run.loading import load
 
 
 class Line:

@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 
 from tests.test_timeline import timeline, two_ranks
 from tests.toy import toy_config
-from xcloud import experiment as experiments
-from xcloud.monitor import Monitor
+from xcloud.job import experiment as experiments
 from xcloud.record.curves import RunCurves
 from xcloud.record.events import Event, StepCollector
 from xcloud.record.timeline import Box, Lane, Timeline
 from xcloud.report.picture_style import COLOURS, ink_on, wrapped
 from xcloud.report.pictures import running_mean, short, write_loss, write_pictures, write_step_time
 from xcloud.report.timeline_picture import KINDS, write_timeline
+from xcloud.run.monitor import Monitor
 
 PACKAGE = Path(__file__).parent.parent / "xcloud"
 TITLE = "toy, gpipe m=4, link: emulated 2 Mbit/s, compression: int8"
@@ -192,7 +192,7 @@ def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(
 
 def test_no_worker_imports_what_draws() -> None:
     """Half a second and 50 MB that no rank should pay for."""
-    reached, to_read = set(), ["worker"]
+    reached, to_read = set(), ["run.worker"]
     while to_read:
         name = to_read.pop()
         file = PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
@@ -208,6 +208,6 @@ def test_no_worker_imports_what_draws() -> None:
             for module in modules:
                 assert not module.startswith("matplotlib"), f"{file} imports {module}"
                 to_read += [module.removeprefix("xcloud.")] if module.startswith("xcloud.") else []
-    assert {"comm.step_clock", "record.typical_step", "reporter"} <= reached
-    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "monitor"}
+    assert {"comm.step_clock", "run.typical_step", "record.reporter"} <= reached
+    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "run.monitor"}
     assert not reached & drawing

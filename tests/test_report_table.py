@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from xcloud.record.summary import RunStatistics
-from xcloud.report.report_table import human_bytes, human_seconds, print_report
+from xcloud.report.table import human_bytes, human_seconds, print_report
 
 SUMMARY: dict[str, Any] = {
     "name": "abnet [iwslt]",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.toy import toy_config
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.local_run import run
+from xcloud.run.local import run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -188,7 +188,7 @@ def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: 
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     script = (
         "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
-        "from xcloud.local_run import run; folder = Path(sys.argv[1]);"
+        "from xcloud.run.local import run; folder = Path(sys.argv[1]);"
         "run(OmegaConf.load(folder / 'config.yaml'), folder)"
     )
     command = subprocess.Popen(

@@ -147,7 +147,7 @@ def test_link_of_unknown_bandwidth_is_judged_by_the_time_it_was_busy() -> None:
     assert summarise(statistics)["link_utilisation"] == {"forward": 0.8, "backward": 0.0}
 
 
-def test_feed_returns_the_totals_of_a_completed_step() -> None:
+def test_one_way_returns_the_totals_of_a_completed_step() -> None:
     statistics = RunStatistics(num_ranks=1)
     event = {"event": "step", "rank": 0, "cloud": "a", "step": 7, "step_s": 1.0}
     totals = statistics.feed(event)

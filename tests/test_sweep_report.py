@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.sweep_runs import compose, write_run
 from xcloud.errors import ConfigError
-from xcloud.experiment import flatten
+from xcloud.job.experiment import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.tracking import MlflowTracker, NullTracker
 from xcloud.report import ui

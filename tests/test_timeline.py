@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.local_run import run
-from xcloud.monitor import TRACE_FILE
 from xcloud.record.events import Event, EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
+from xcloud.run.local import run
+from xcloud.run.monitor import TRACE_FILE
 
 MS = 1000
 

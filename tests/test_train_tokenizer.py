@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import train_tokenizer
+from xcloud.tasks import train_tokenizer
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TrainedTokenizer
 

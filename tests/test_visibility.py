@@ -9,11 +9,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
-from xcloud import experiment as experiments
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.experiment import Experiment
-from xcloud.local_run import run
+from xcloud.job import experiment as experiments
+from xcloud.job.experiment import Experiment
+from xcloud.run.local import run
 
 CONF = Path(__file__).parent.parent / "conf"
 FITTING = [

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
-from xcloud.cluster.feed_layout import FeedCloud, FeedLayout
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError, FrameError
-from xcloud.feed_wiring import CloudGroup, ConsumerWiring, _arrived
-from xcloud.local_run import run
-from xcloud.parallel.feed_inbox import FeedInbox
-from xcloud.parallel.feed_plan import Source
+from xcloud.parallel.one_way.inbox import Inbox
+from xcloud.parallel.one_way.plan import Source
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.local import run
+from xcloud.run.one_way.wiring import ConsumerWiring, _arrived
 from xcloud.security.wire_audit import compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 
@@ -177,9 +178,9 @@ def test_no_value_of_a_message_is_kept() -> None:
 
 def test_a_refused_frame_is_not_in_the_record(tmp_path: Path) -> None:
     """Its parts have no names, with which no record could be written."""
-    layout = FeedLayout({"a": FeedCloud(1, 1.0), "d": FeedCloud()})
+    layout = OneWayLayout({"a": OneWayCloud(1, 1.0), "d": OneWayCloud()})
     source, record, part = Source(0, 0), LinkRecord("d", 0, None), torch.zeros(3)
-    wiring = ConsumerWiring(CloudGroup(None, 0, 0), FeedInbox([source], 100))
+    wiring = ConsumerWiring(RankGroup.alone(), Inbox([source], 100))
     for kind, parts in ((Kind.REPORT, (part, part)), (Kind.BATCH, (part,)), (Kind.READY, (part,))):
         with pytest.raises(FrameError):
             frame = Frame(MessageKey(kind, 1), parts, 0, 0.0, 50)

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from tests.test_backbone import saved
 from tests.test_conf import CONF, composed
 from xcloud.errors import ConfigError
-from xcloud.follow_up import compose_follow_up
-from xcloud.local_run import run
+from xcloud.job.follow_up import compose_follow_up
+from xcloud.run.local import run
 
 SMALL = ("tracker=none", "cluster=local")
 TEXTS = ("model.text.source.num_texts=400", "model.text.tokenizer.vocab_size=400")

@@ -188,7 +188,7 @@ class ToyStage(Stage):
 def toy_config(
     cluster: str | dict[str, object], overrides: list[str] | None = None
 ) -> dict[str, object]:
-    """For xcloud.local_run: a config as Hydra would compose it, with the toy task and model."""
+    """For xcloud.run.local: a config as Hydra would compose it, with the toy task and model."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 

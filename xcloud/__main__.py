@@ -33,12 +33,12 @@ COMMANDS = {
         "report table2 other_sweep",
     ),
     "translate": Command(
-        "xcloud.translate",
+        "xcloud.run.translate",
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
     ),
     "train-tokenizer": Command(
-        "xcloud.train_tokenizer",
+        "xcloud.tasks.train_tokenizer",
         "make the tokenizer that the clouds of a one-way job share",
         "train-tokenizer FOLDER --languages es en --out tokenizer.json",
     ),

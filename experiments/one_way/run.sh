@@ -9,19 +9,19 @@ seeded='{_target_: xcloud.models.backbone.SeededBackbone, hidden: 128, num_layer
 demo="+exp=electra_multilingual tracker=none follow_up=[]"
 
 # Throughput across clouds over one cloud, sides in turn; parts of fixed speed, then the demo's own.
-python -m benchmarks.bench_feed --steps 100 --rounds 3 --json "$out/paced.json" \
+python -m benchmarks.bench_one_way --steps 100 --rounds 3 --json "$out/paced.json" \
     model.work=0 model.rows=700 model.step_s=0.15 'model.batch_s={one: 0.1, two: 0.1}'
-python -m benchmarks.bench_feed --exp electra_multilingual --steps 100 --rounds 3 \
+python -m benchmarks.bench_one_way --exp electra_multilingual --steps 100 --rounds 3 \
     --json "$out/electra.json"
 
 # Loss curves of one cloud and three: equal in every digit.
-python run.py -m +exp=electra_multilingual cluster=one_cloud,feed seed=1,2,3 sweep=curves \
+python run.py -m +exp=electra_multilingual cluster=one_cloud,one_way seed=1,2,3 sweep=curves \
     training.max_steps=30 tracker=none
 
 # More ranks of the discriminator: by simulation, and parts of fixed speed.
-python -m benchmarks.feed_scaling --inside-gbit 10 25 100
+python -m benchmarks.one_way_scaling --inside-gbit 10 25 100
 for ranks in 1 2 4; do
-    python -m benchmarks.bench_feed --mbit 100 --steps 40 --rounds 3 --json "$out/ranks_$ranks.json" \
+    python -m benchmarks.bench_one_way --mbit 100 --steps 40 --rounds 3 --json "$out/ranks_$ranks.json" \
         model.work=0 model.rows=700 model.step_s=0.3 'model.batch_s={one: 0.2, two: 0.2}' \
         cluster.clouds.consumer.num_ranks=$ranks cluster.clouds.one.num_ranks=$ranks \
         cluster.clouds.two.num_ranks=$ranks training.batches_per_step=$((2 * ranks))

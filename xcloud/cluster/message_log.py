@@ -60,7 +60,10 @@ class MessageLog:
     def wants(self, key: MessageKey) -> bool:
         if key.kind is Kind.REPORT:
             return self.is_open
-        return key.step >= self.from_step and key.kind is not Kind.EVALUATION
+        return key.step >= self.from_step and key.kind not in _OF_NO_STEP
+
+
+_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, tell_replaced
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.parallel.feed_parts import FeedContext
+from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class DiscriminatorRank:
         tokenizer: Tokenizer,
         packing: IdPacking,
         settings: DiscriminatorSettings,
-        context: FeedContext,
+        context: OneWayContext,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing

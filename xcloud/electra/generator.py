@@ -21,7 +21,7 @@ from xcloud.models.checkpoint import export_bert
 from xcloud.models.electra import choose_masked, corrupt, inner_rows
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.parallel.feed_parts import Fed, FeedContext
+from xcloud.parallel.one_way.parts import Fed, OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class GeneratorRank:
         settings: Generator,
         cloud: str,
         lane: int,
-        context: FeedContext,
+        context: OneWayContext,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._encoder, self._stream, self._tokenizer = encoder, stream, tokenizer

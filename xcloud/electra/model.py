@@ -19,7 +19,7 @@ from xcloud.models.encoder import Encoder
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.models.split import BuildContext
-from xcloud.parallel.feed_parts import FeedContext
+from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
@@ -31,7 +31,7 @@ MAX_VOCABULARY = 2**20  # for the longest message, before a tokenizer is there
 
 @dataclass(frozen=True)
 class MultilingualElectra:
-    """Generators by the name of their cloud, and the discriminator that they feed (FeedModel).
+    """Generators by the name of their cloud, and the discriminator that they feed (OneWayModel).
 
     Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1; Clark et al.,
     arXiv:2003.10555. coding: of the ids on the wire, see IdPacking.
@@ -94,7 +94,7 @@ class MultilingualElectra:
             self.text.of(generator.source).check(generator.parts)
 
     def producer(
-        self, index: int, cloud: str, lane: int, num_lanes: int, context: FeedContext
+        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
     ) -> GeneratorRank:
         settings = self.generators[cloud]
         text = self.text.of(settings.source)
@@ -123,7 +123,7 @@ class MultilingualElectra:
             autocast_for(settings.precision, context.device),
         )
 
-    def consumer(self, lane: int, num_lanes: int, context: FeedContext) -> DiscriminatorRank:
+    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> DiscriminatorRank:
         settings = self.discriminator
         tokenizer = self._tokenizer(context)
         special = tokenizer.token_ids
@@ -157,7 +157,7 @@ class MultilingualElectra:
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
         return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
 
-    def _tokenizer(self, context: FeedContext) -> Tokenizer:
+    def _tokenizer(self, context: OneWayContext) -> Tokenizer:
         tokenizer = self.text.load_tokenizer(context.cache_dir)
         if tokenizer.token_ids.size > MAX_VOCABULARY:
             raise ConfigError(
@@ -175,7 +175,7 @@ def _encoder(
     name: str,
     special: object,
     text: MultilingualText,
-    context: FeedContext,
+    context: OneWayContext,
     lane: int,
     head: bool,
 ) -> Encoder:

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcloud.cluster.feed_layout import FeedLayout
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 
@@ -49,7 +49,7 @@ UNFRAMED_IN_FEED = UNFRAMED[:3]
 def write_rank_audit(
     run_dir: Path,
     rank: int,
-    layout: ClusterLayout | FeedLayout,
+    layout: ClusterLayout | OneWayLayout,
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
@@ -72,7 +72,7 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": UNFRAMED_IN_FEED if isinstance(layout, FeedLayout) else UNFRAMED,
+        "unframed": UNFRAMED_IN_FEED if isinstance(layout, OneWayLayout) else UNFRAMED,
         "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
         if crosses
         else {},

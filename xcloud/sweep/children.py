@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xcloud.errors import XcloudError
-from xcloud.experiment import EXPERIMENT_FILE, read_config
+from xcloud.job.experiment import EXPERIMENT_FILE, read_config
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
 
@@ -86,7 +86,7 @@ def main() -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
         if os.getppid() != arguments.parent:
             return 1
-    from xcloud.local_run import run
+    from xcloud.run.local import run
 
     try:
         run(read_config(arguments.run_dir / EXPERIMENT_FILE), arguments.run_dir)

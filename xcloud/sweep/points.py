@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.experiment import flatten, job_from_config
-from xcloud.job import Job
+from xcloud.job.experiment import flatten, job_from_config
+from xcloud.job.job import Job
 
 Settings = Mapping[str, object]
 Overrides = tuple[str, ...]

@@ -19,11 +19,11 @@ from typing import Any
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, XcloudError
-from xcloud.experiment import EXPERIMENT_FILE, write
-from xcloud.local_run import sigterm_as_interrupt
+from xcloud.job.experiment import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
 from xcloud.report.progress import human_duration
-from xcloud.report.report_table import human_seconds
+from xcloud.report.table import human_seconds
+from xcloud.run.local import sigterm_as_interrupt
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from xcloud.record.scores import score_name, score_text, shown_scores
 from xcloud.record.tracked_values import final_metrics
-from xcloud.report.report_table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
+from xcloud.report.table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
 from xcloud.sweep.points import identity, varying
 from xcloud.sweep.published import Published, published_for
 from xcloud.sweep.results import Result, Row, Spread

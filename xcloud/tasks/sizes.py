@@ -12,7 +12,7 @@ from xcloud.tasks.task import Split, Task
 
 Sizes = Mapping[Split, int] | None
 """task.sizes: samples of train, dev and test. A rank that sees no field opens no file: where they
-are not given, rank 0 tells them (xcloud/loading.py). In one process alone they are counted."""
+are not given, rank 0 tells them (xcloud/run/loading.py). In one process alone they are counted."""
 
 
 def asks_for_sizes(task: Task) -> bool:

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError, DataError
-from xcloud.packaged_checkpoint import resolve
+from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.word_starts import begins_word
 
@@ -315,7 +315,7 @@ class PretrainedTokenizer:
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
         from transformers import AutoTokenizer
 
-        from xcloud.hub_access import go_offline_if_unreachable
+        from xcloud.hub.access import go_offline_if_unreachable
 
         name = resolve(self.name_or_path)
         local = Path(name).expanduser().is_dir()

@@ -14,6 +14,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Control
 from xcloud.parallel.data_parallel import GradientBuffer
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.stage import Batch
 from xcloud.training.batch_plan import BatchPlan, cut
@@ -38,14 +39,6 @@ class StepReport:
 
 
 @dataclass
-class Lanes:
-    """The ranks that share a stage of this rank. group is None where the rank is alone."""
-
-    group: dist.ProcessGroup | None
-    leader: int
-
-
-@dataclass
 class Trainer:
     """fetch(ids) gives the visible fields of samples; weight(ids) their weight in the loss, and is
     None in ranks that do not hold the last stage."""
@@ -55,7 +48,7 @@ class Trainer:
     schedule: Schedule
     training: Training
     plan: BatchPlan
-    lanes: Mapping[int, Lanes]
+    lanes: Mapping[int, RankGroup]
     control: Control | None
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
@@ -137,7 +130,7 @@ class Trainer:
                 summed = buffer.sum_over(
                     lanes.group, loss if stage == last else torch.zeros_like(loss)
                 )
-                if stage == last and lanes.leader == self.rank:
+                if stage == last and lanes.leads:
                     total = float(summed)
         return total
 
@@ -155,7 +148,7 @@ class Trainer:
             squares = {
                 stage: self._squared_norm(buffer)
                 for stage, buffer in self._buffers.items()
-                if self.lanes[stage].leader == self.rank
+                if self.lanes[stage].leads
             }
         with clock.during("wait"):
             total = math.nan

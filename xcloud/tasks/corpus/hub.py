@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError, DataError
-from xcloud.hub_access import go_offline_if_unreachable
+from xcloud.hub.access import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import check_languages
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
 from xcloud.tasks.corpus.text import SPLITS, Rows

@@ -1,0 +1,228 @@
+"""Parts of a one-way job that train in milliseconds: each producer makes rows of numbers, changes
+some as its own weights say, and the consumer learns to find the changed ones.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.one_way.parts import Fed, OneWayContext
+
+ROWS, WIDTH = 8, 6
+
+
+@dataclass(frozen=True)
+class ToyFeed:
+    """batch_s, step_s: how long a batch of each producer and a step of the consumer takes; of one
+    producer `late_s` is how long it takes to load. fail_*: producer `fail_cloud` fails (kill,
+    raise) or sleeps for pause_s (sleep) at its batch fail_at, or fails as it loads (load).
+    frozen: producers learn nothing. nan_at: number of a batch whose gradient is not finite in
+    every producer, and of a step whose loss is not in the consumer (0: none).
+    evaluate_s, export_s: how long the consumer evaluates, and each producer exports.
+    """
+
+    batch_s: dict[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    late_s: dict[str, float] = field(default_factory=dict)
+    fail_cloud: str | None = None
+    fail_at: int = 4
+    fail_how: str = "kill"
+    pause_s: float = 0.0
+    frozen: bool = False
+    nan_at: int = 0
+    evaluate_s: float = 0.0
+    fail_evaluation: bool = False
+    export_s: dict[str, float] = field(default_factory=dict)
+    rows: int = ROWS
+    work: int = 0
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.rows * (WIDTH + 1)
+
+    def describe(self) -> str:
+        return "toy feed"
+
+    def check(self, producers: Sequence[str]) -> None:
+        if self.fail_cloud is not None and self.fail_cloud not in producers:
+            raise ConfigError(f"model.fail_cloud must be one of {', '.join(producers)}")
+
+    def producer(
+        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+    ) -> ToyProducer:
+        time.sleep(self.late_s.get(cloud, 0.0))
+        if self.fail_how == "load" and self.fail_cloud == cloud:
+            raise DataError("the toy producer finds no data")
+        return ToyProducer(self, index, cloud, lane, context)
+
+    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> ToyConsumer:
+        return ToyConsumer(self, context)
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        return {}
+
+    def next_command(self, run_dir: Path) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class ToyFeedThatNeverMeets(ToyFeed):
+    """Rank 2 is killed while it starts."""
+
+    def __post_init__(self) -> None:
+        if os.environ.get("LOCAL_RANK") == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ToyProducer:
+    def __init__(
+        self, model: ToyFeed, index: int, cloud: str, lane: int, context: OneWayContext
+    ) -> None:
+        self.model, self.cloud, self.lane = model, cloud, lane
+        self.seed = 1000 * context.seed + 100 * index
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.net = nn.Linear(WIDTH, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
+        self.num_steps = context.num_steps
+
+    @property
+    def parameters_module(self) -> nn.Module | None:
+        return None if self.model.frozen else self.net
+
+    def produce(self, number: int) -> Fed:
+        self._fail_if_asked(number)
+        time.sleep(self.model.batch_s.get(self.cloud, 0.0))
+        busy(self.model.work)
+        generator = torch.Generator().manual_seed(self.seed + 10 * number + self.lane)
+        values = torch.randint(0, 50, (self.model.rows, WIDTH), generator=generator)
+        loss = (self.net(values / 50) - values.float().mean(1, keepdim=True) / 50).pow(2).mean()
+        if not self.model.frozen:
+            (loss * (torch.nan if number == self.model.nan_at else 1)).backward()
+        # What leaves depends on the producer's own weights, as a generator's samples do.
+        changed = (self.net(values / 50) > 0).flatten() & (values[:, 0] > 25)
+        values[changed, 0] += 100
+        payload = torch.cat([values, changed[:, None]], 1).to(torch.uint8).flatten()
+        return Fed(payload, self.model.rows, self.model.rows * WIDTH, float(loss.detach()))
+
+    def replan(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def update(self, number: int) -> None:
+        self.optimizer.step()
+
+    def finish(self, run_dir: Path, lane: int) -> None:
+        time.sleep(self.model.export_s.get(self.cloud, 0.0))
+        if lane == 0:
+            (run_dir / "model").mkdir(exist_ok=True)
+            save_file(self.net.state_dict(), run_dir / "model" / f"{self.cloud}.safetensors")
+
+    def _fail_if_asked(self, number: int) -> None:
+        model = self.model
+        if model.fail_cloud != self.cloud or number != model.fail_at or self.lane:
+            return
+        if model.fail_how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if model.fail_how == "sleep":
+            return time.sleep(model.pause_s)
+        raise RuntimeError("the toy producer was asked to fail")
+
+
+class ToyConsumer:
+    def __init__(self, model: ToyFeed, context: OneWayContext) -> None:
+        self.model = model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(context.seed)
+            self.module = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.Adam(self.module.parameters(), 0.01)
+        self.num_consumed = 0
+
+    def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
+        time.sleep(self.model.step_s)
+        busy(self.model.work)
+        sums = dict.fromkeys(("loss_sum", "weight", "samples", "tokens"), 0.0)
+        sums |= dict.fromkeys(("true_positives", "false_positives", "false_negatives"), 0.0)
+        self.num_consumed += 1
+        for _, payload in payloads:
+            rows = payload.view(-1, WIDTH + 1).float()
+            found = self.module(rows[:, :-1] / 50).flatten()
+            target = rows[:, -1]
+            loss = F.binary_cross_entropy_with_logits(found, target, reduction="sum")
+            if self.num_consumed == self.model.nan_at:
+                loss = loss * torch.nan
+            loss.backward()
+            called = found > 0
+            sums["loss_sum"] += float(loss)
+            sums["weight"] += len(rows)
+            sums["samples"] += len(rows)
+            sums["tokens"] += len(rows) * WIDTH
+            sums["true_positives"] += float((called & (target > 0)).sum())
+            sums["false_positives"] += float((called & (target == 0)).sum())
+            sums["false_negatives"] += float((~called & (target > 0)).sum())
+        return sums
+
+    def update(self, step: int, weight: float) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad /= weight
+        self.optimizer.step()
+
+    def skip(self, step: int) -> None:
+        pass
+
+    def export(self, run_dir: Path, lane: int) -> None:
+        if lane == 0:
+            (run_dir / "model").mkdir(exist_ok=True)
+            save_file(self.module.state_dict(), run_dir / "model" / "consumer.safetensors")
+
+    def evaluate(self, lane: int) -> dict[str, float]:
+        time.sleep(self.model.evaluate_s)
+        if self.model.fail_evaluation:
+            raise RuntimeError("the toy consumer was asked to fail")
+        return {"accuracy": 0.5}
+
+
+def busy(work: int) -> None:
+    """The time of a real network: `work` products of 256 x 256 matrices."""
+    x = torch.ones(256, 256)
+    for _ in range(work):
+        x = x @ x / 256
+
+
+def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
+    return {
+        "_target_": "xcloud.cluster.one_way_layout.OneWayCloud",
+        "num_ranks": num_ranks, "share": share,
+    }  # fmt: skip
+
+
+def feed_config(
+    clouds: dict[str, object], form: str = "clouds", wan: object = "free", **groups: dict
+) -> dict[str, object]:
+    """For xcloud.run.local. groups: model, feed, training, and plain settings under `more`."""
+    return {
+        "_target_": "xcloud.job.one_way.OneWayExperiment",
+        "name": "toy_one_way",
+        "model": {"_target_": "tests.one_way_toy.ToyFeed", **groups.get("model", {})},
+        "cluster": {
+            "_target_": "xcloud.cluster.one_way_layout.OneWayLayout",
+            "clouds": clouds, "form": form, "wan": wan,
+        },
+        "training": {
+            "_target_": "xcloud.job.one_way.OneWayTraining",
+            "max_steps": 12, "batches_per_step": 2, **groups.get("training", {}),
+        },
+        "feed": {"_target_": "xcloud.parallel.one_way.plan.Feed", **groups.get("feed", {})},
+        "tracker": {"_target_": "xcloud.record.tracking.NullTracker"},
+        **groups.get("more", {}),
+    }  # fmt: skip

@@ -1,0 +1,326 @@
+"""Whole one-way jobs of real processes with toy parts: equality, unequal clouds, lost ones."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from tests.one_way_toy import cloud, feed_config
+from tests.test_run import losses, no_workers, read, wait_for
+from xcloud.errors import ConfigError, RunFailed
+from xcloud.run.local import run
+from xcloud.security.wire_audit import compact
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+
+ONE = {"disc": cloud(1), "one": cloud(1, 1.0)}
+TWO = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(1, 1.0)}
+WIDE = {"disc": cloud(2), "one": cloud(2, 1.0), "two": cloud(1, 1.0)}
+
+
+def start(run_dir: Path, clouds: dict[str, object], *form: str, **groups: dict) -> dict:
+    return run(OmegaConf.create(feed_config(clouds, *form, **groups)), run_dir)
+
+
+def events(run_dir: Path, kind: str) -> list[dict]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+def states(run_dir: Path) -> list[tuple[str, str]]:
+    return [(e["producer"], e["state"]) for e in events(run_dir, "producer")]
+
+
+def notes(run_dir: Path) -> str:
+    return "\n".join(e["text"] for e in events(run_dir, "note"))
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.stem}.{name}": value
+        for path in (run_dir / "model").glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def made_up(audit: dict) -> set[tuple[str, str, str, tuple[str, ...]]]:
+    """Every kind of message: from, to, kind, dtype and number of axes of its parts."""
+    return {
+        (m["from"], m["to"], m["kind"],
+         tuple(f"{part['dtype']} {len(part['shape'])}" for part in m["parts"]))
+        for m in audit["messages"]
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    start(folder, TWO)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("clouds", "other"), [(TWO, "local"), (WIDE, "one_cloud")], ids=["1+1 to 1", "2+1 to 2"]
+)
+def test_clouds_train_the_same_bits_as_one(
+    clouds: dict[str, object], other: str, two: Path, tmp_path: Path
+) -> None:
+    """All parts learn; order fixed by shares, whatever arrives first."""
+    folder = two
+    if clouds is not TWO:
+        folder = tmp_path / "clouds"
+        start(folder, clouds, "clouds", model={"late_s": {"one": 0.5}})
+    summary = json.loads((folder / "summary.json").read_text())
+    alone = start(tmp_path / "other", clouds, other)
+
+    assert losses(folder) == losses(tmp_path / "other")
+    assert len(losses(folder)) == 12
+    ours, theirs = weights(folder), weights(tmp_path / "other")
+    # A producer runs ahead as far as the timing of the end lets it: only the consumer's weights
+    # and the losses, which follow from the producers' weights, must be equal.
+    for name in (name for name in theirs if name.startswith("consumer")):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert summary["feed"]["num_batches"] == 24 and summary["feed"]["num_skipped"] == 0
+    assert summary["wan_bytes_per_step"]["forward"] > 0
+    assert alone["wan_bytes_per_step"]["forward"] == 0
+    assert alone["wire"] == {}
+
+
+def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> None:
+    summary = json.loads((two / "summary.json").read_text())
+    feed = summary["feed"]
+    audit = json.loads((two / "wire_audit.json").read_text())
+    kinds = made_up(audit)
+
+    forth = {(n, "disc", kind, parts) for n in ("one", "two")
+             for kind, parts in (("batch", ("uint8 1",)), ("ready", ()),
+                                 ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+    back = {("disc", n, kind, parts) for n in ("one", "two")
+            for kind, parts in (("order", ("int32 2",)), ("stop", ("int32 1",)),
+                                ("agreement", ("uint8 1",)), ("goodbye", ()))}  # fmt: skip
+    reports = {(n, "disc", "report", ("uint8 1",)) for n in ("one", "two")}
+    assert kinds == forth | back | reports
+    assert audit["missing_ranks"] == [] and summary["wire"] == compact(audit)
+    assert all(p["carries"] != "unnamed" for m in audit["messages"] for p in m["parts"])
+    # 16 of 24 batches by share, each of 8 x 7 bytes, with a frame's header of 40 + 6.
+    assert feed["producers"]["one"]["num_batches"] == 16
+    assert feed["producers"]["one"]["share_taken"] == pytest.approx(2 / 3, abs=1e-3)
+    assert feed["bytes_per_token"] == pytest.approx((8 * 7 + 46) / (8 * 6), abs=1e-3)
+    assert summary["wan_bytes_per_step"]["forward"] == 2 * (8 * 7 + 46)
+    back = [summary["wire"][f"disc -> {name}"]["order"] for name in ("one", "two")]
+    assert sum(order["bytes"] for order in back) < 24 * 100
+    forth = [summary["wire"][f"{name} -> disc"]["batch"] for name in ("one", "two")]
+    # What is on its way when the last step ends crosses, but is not used: up to run_ahead a rank.
+    assert 24 <= sum(batch["messages"] for batch in forth) <= 24 + 2 * 8
+    assert all(batch["bytes"] == batch["messages"] * (8 * 7 + 46) for batch in forth)
+    assert 0 <= feed["recall"] <= 1
+    assert summary["quality"] == {"accuracy": 0.5}
+    made = {name: found["num_made"] for name, found in feed["producers"].items()}
+    assert all(made[n] >= feed["producers"][n]["num_batches"] for n in made)
+    assert all(made[n] <= feed["producers"][n]["num_batches"] + 8 for n in made)  # run_ahead
+
+
+def test_whoever_is_ready_is_taken_by_order_of_arrival(tmp_path: Path) -> None:
+    summary = start(
+        tmp_path, WIDE, feed={"order": "arrival", "on_slow": "redistribute"},
+        model={"batch_s": {"two": 0.05}}, training={"max_steps": 30},
+    )  # fmt: skip
+    producers = summary["feed"]["producers"]
+
+    assert summary["num_steps"] == 30 and summary["feed"]["num_batches"] == 60
+    assert producers["one"]["share_taken"] > 0.5 > producers["two"]["share_taken"] > 0
+
+
+def test_the_others_take_over_from_a_dead_producer(tmp_path: Path) -> None:
+    clouds = {"disc": cloud(2), "one": cloud(1, 1.0), "two": cloud(2, 1.0)}
+    summary = start(
+        tmp_path, clouds, training={"max_steps": 40}, feed={"run_ahead": 4},
+        model={"fail_cloud": "two", "batch_s": {"two": 0.01}, "step_s": 0.01},
+    )  # fmt: skip
+    feed = summary["feed"]
+
+    assert summary["status"] == "finished" and summary["num_steps"] == 40
+    assert feed["producers"]["two"]["num_dead"] == 1
+    assert feed["producers"]["two"]["state"] == "dead"
+    assert feed["num_batches"] + feed["num_skipped"] >= 80
+    assert ("two", "dead") in states(tmp_path)
+    assert "producer two is gone" in notes(tmp_path)
+    assert "one take over its share" in notes(tmp_path)
+    audit = json.loads((tmp_path / "wire_audit.json").read_text())
+    assert audit["missing_ranks"]  # killed: what it sent is known from who got it
+    assert ("two", "disc", "batch", ("uint8 1",)) in made_up(audit)
+    assert no_workers(tmp_path)
+
+
+def test_a_dead_producer_stops_the_run_where_it_must(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"of cloud 'two'.*SIGKILL"):
+        start(
+            tmp_path, TWO, training={"max_steps": 10_000}, feed={"on_dead": "stop"},
+            model={"fail_cloud": "two", "step_s": 0.01},
+        )  # fmt: skip
+
+    assert no_workers(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_producer_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> None:
+    model = {"_target_": "tests.one_way_toy.ToyFeedThatNeverMeets"}
+    with pytest.raises(RunFailed, match=r"rank 2 of cloud 'two': was ended by signal 9"):
+        start(tmp_path, TWO, model=model)
+    assert no_workers(tmp_path)
+
+
+def test_a_producer_that_fails_while_it_loads_ends_the_run_with_its_own_words(
+    tmp_path: Path,
+) -> None:
+    """Long after rank 0 has begun, though on_dead lets the others go on without it."""
+    model = {"fail_cloud": "two", "fail_how": "load", "late_s": {"two": 1.0}}
+    with pytest.raises(RunFailed, match=r"rank 2 of cloud 'two': the toy producer finds no data"):
+        start(tmp_path, TWO, model=model)
+    assert no_workers(tmp_path)
+
+
+def test_the_run_fails_when_nobody_is_left_to_feed(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"SIGKILL|no producer is left"):
+        start(
+            tmp_path, ONE, training={"max_steps": 10_000},
+            model={"fail_cloud": "one", "step_s": 0.01},
+        )  # fmt: skip
+
+    assert no_workers(tmp_path)
+
+
+def test_a_dead_producer_pauses_the_run_until_the_user_says_so(tmp_path: Path) -> None:
+    outcome: dict = {}
+
+    def work() -> None:
+        outcome.update(
+            start(
+                tmp_path, TWO, training={"max_steps": 30}, feed={"on_dead": "pause"},
+                model={"fail_cloud": "two", "fail_how": "raise", "step_s": 0.01},
+            )
+        )  # fmt: skip
+
+    thread = Thread(target=work)
+    thread.start()
+    wait_for(lambda: "paused at step" in read(tmp_path / "events.jsonl"))
+    before = len(losses(tmp_path))
+    time.sleep(0.5)
+    assert len(losses(tmp_path)) == before
+    (tmp_path / "go_on").touch()
+    thread.join(180)
+
+    assert outcome["status"] == "finished" and outcome["num_steps"] == 30
+    producers = outcome["feed"]["producers"]
+    assert {name: found["finished"] for name, found in producers.items()} == {
+        "one": True, "two": False
+    }  # fmt: skip
+    assert "two is gone (RuntimeError: the toy producer was asked to fail)" in notes(tmp_path)
+    assert "producer two did not come to its end" in notes(tmp_path)
+
+
+def test_a_slow_producer_is_waited_for_and_said_to_be(two: Path, tmp_path: Path) -> None:
+    model = {"fail_cloud": "two", "fail_how": "sleep", "pause_s": 6.0}
+    summary = start(tmp_path / "slow", TWO, model=model, feed={"slow_after_s": 3.0})
+
+    assert losses(tmp_path / "slow") == losses(two)
+    assert summary["feed"]["producers"]["two"]["num_slow"] == 1
+    assert "waiting for it (feed.on_slow=wait)" in notes(tmp_path / "slow")
+    assert "sends again" in notes(tmp_path / "slow")
+
+
+def test_the_others_take_over_from_a_slow_producer_until_it_is_back(tmp_path: Path) -> None:
+    summary = start(
+        tmp_path, WIDE, training={"max_steps": 150},
+        feed={"slow_after_s": 2.0, "on_slow": "redistribute", "run_ahead": 4},
+        model={"fail_cloud": "two", "fail_how": "sleep", "pause_s": 4.0, "step_s": 0.05},
+    )  # fmt: skip
+    two = summary["feed"]["producers"]["two"]
+
+    assert summary["num_steps"] == 150
+    assert states(tmp_path)[2:] == [("two", "slow"), ("two", "active")]
+    assert two["num_slow"] == 1 and two["state"] == "active"
+    assert 0.2 < two["share_taken"] < 0.49
+    assert summary["feed"]["num_skipped"] <= 8
+    assert "has caught up" in notes(tmp_path)
+
+
+def test_who_comes_late_joins_the_others(tmp_path: Path) -> None:
+    summary = start(
+        tmp_path, TWO, training={"max_steps": 200}, feed={"min_producers": 1},
+        model={"late_s": {"two": 4.0}, "step_s": 0.05},
+    )  # fmt: skip
+    joined = {e["producer"]: e["step"] for e in events(tmp_path, "producer")}
+
+    assert joined["one"] == 1 < joined["two"] < 200
+    assert 0 < summary["feed"]["producers"]["two"]["share_taken"] < 0.33
+
+
+def test_nobody_waits_for_a_link_that_only_takes_long(tmp_path: Path) -> None:
+    """300 ms round trip, steps of 50 ms: run-ahead covers what the link takes; the same bits."""
+    link = {"_target_": "xcloud.cluster.link_profile.LinkProfile",
+            "bandwidth_bits_per_s": 1e7, "latency_s": 0.15}  # fmt: skip
+    training = {"max_steps": 40, "batches_per_step": 1}
+    summary = start(
+        tmp_path / "far", ONE, "clouds", link, training=training, feed={"run_ahead": 16},
+        model={"step_s": 0.05},
+    )  # fmt: skip
+    start(tmp_path / "near", ONE, "local", training=training)
+
+    assert losses(tmp_path / "far") == losses(tmp_path / "near")
+
+    # Were the link waited for, a step would take 0.3 s; the rest is room for a busy machine.
+    assert summary["waiting_s"]["disc"] < 0.1
+    assert summary["step_time_s"]["median"] < 0.15
+    assert 0 < summary["link_utilisation"]["forward"] < 0.1
+
+
+def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
+    config = feed_config(TWO, training={"max_steps": 100_000}, model={"step_s": 0.01})
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    script = (
+        "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
+        "from xcloud.run.local import run; folder = Path(sys.argv[1]);"
+        "run(OmegaConf.load(folder / 'config.yaml'), folder)"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    wait_for(lambda: '"step"' in read(tmp_path / "events.jsonl"))
+
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=120)
+
+    wait_for(lambda: no_workers(tmp_path), 60)
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"training": {"batches_per_step": 3}}, "make it a multiple of 2"),
+        ({"feed": {"run_ahead": 1}}, "feed.run_ahead is 1"),
+        ({"feed": {"order": "any"}}, "feed.order must be one of fixed, arrival"),
+        ({"feed": {"min_producers": 3}}, "feed.min_producers is 3, but only 2 clouds feed"),
+        ({"feed": {"on_ded": "stop"}}, "did you mean 'on_dead'"),
+        ({"model": {"fail_cloud": "x"}}, "model.fail_cloud must be one of one, two"),
+        ({"model": {"_target_": "tests.toy.ToyModel"}}, "a ToyModel cannot feed"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_starts(
+    groups: dict[str, dict], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        start(tmp_path / "run", WIDE, **groups)
+
+    assert not (tmp_path / "run").exists()

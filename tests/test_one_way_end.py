@@ -1,0 +1,108 @@
+"""The end of a one-way job, and its live line; no processes."""
+
+import io
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from tests.one_way_toy import ToyFeed, ToyProducer
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.errors import LinkError, LinkTimeout
+from xcloud.parallel.one_way.inbox import Inbox
+from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
+from xcloud.parallel.one_way.parts import OneWayContext
+from xcloud.parallel.one_way.plan import Source
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.record.events import StepTotals
+from xcloud.record.reporter import Reporter
+from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.run.one_way.producer import ProducerRun, feed
+from xcloud.run.one_way.wiring import ConsumerWiring, ProducerWiring
+from xcloud.training.divergence import DivergenceGuard
+
+
+def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
+    book = OrderBook()
+    rows = torch.tensor([[1, 0, 9], [2, 1, 9]], dtype=torch.int32)
+    book.take_orders(frame(Kind.ORDER, rows))
+    assert book.next(may_drop=True) == Ordered(1, 0, 9)
+    book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
+
+    assert book.next(may_drop=False) == Ordered(2, 1, 9)
+    assert book.next(may_drop=False) == Ordered(3, NOBODY, 9)
+    assert book.next(may_drop=False) is None
+
+    book.take_orders(frame(Kind.ORDER, rows))
+    assert book.next(may_drop=True) is None
+
+
+def frame(kind: Kind, *parts: torch.Tensor) -> Frame:
+    return Frame(MessageKey(kind), parts, 0, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "frozen", "made"), [(1, False, 0), (2, False, 3), (2, True, 0)]
+)
+def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
+    num_lanes: int, frozen: bool, made: int
+) -> None:
+    book, lines = OrderBook(), []
+    context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
+    part, cloud = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context), RankGroup.alone()
+    reporter = Reporter(1, "a", lines.append)
+    wiring = ProducerWiring(cloud, [], [], cast(GlooOutLink, None), book, [])
+    rows = torch.tensor([[1, NOBODY, 7], [2, NOBODY, 7]], dtype=torch.int32)
+    book.take_orders(frame(Kind.ORDER, rows))
+    book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
+
+    feed(ProducerRun(part, cloud, num_lanes, "a", reporter, DivergenceGuard()), wiring)
+    reporter.flush()
+    told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
+    assert sum(event["num_batches"] for event in told) == made
+    assert part.num_steps == (7 if made else 9)
+
+
+class ClosingLink:
+    """Ends with a goodbye or with an error, in an order that the test sees."""
+
+    def __init__(self, closed: list[str], name: str, error: LinkError | None = None) -> None:
+        self.said_goodbye, self._closed, self._name, self._error = False, closed, name, error
+
+    def close(self, timeout_s: float) -> None:
+        self._closed.append(self._name)
+        if self._error is not None:
+            raise self._error
+        self.said_goodbye = True
+
+
+def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> None:
+    """A producer waits for no evaluation, and one that is lost is no error at the end."""
+    one, two = Source(0, 0), Source(1, 0)
+    wiring = ConsumerWiring(RankGroup.alone(), Inbox([one, two], 100))
+    closed: list[str] = []
+    lost = LinkTimeout("gave no sign of life")
+    for source, error in ((one, lost), (two, None)):
+        name = str(source.producer)
+        wiring.out[source] = cast(GlooOutLink, ClosingLink(closed, f"to {name}"))
+        wiring.ins[source] = cast(GlooInLink, ClosingLink(closed, f"from {name}", error))
+
+    assert wiring.close_producers(60.0) == {0: "gave no sign of life"}
+    assert closed == ["to 0", "to 1", "from 0", "from 1"]
+
+
+def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
+    line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
+    event = {
+        "event": "step", "rank": 0, "cloud": "d", "step": 1, "step_s": 2.0, "taken": {"a": 1},
+        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
+    }  # fmt: skip
+    line.show(event)
+    line.show(event | {"rank": 1, "line_s": {"b": 0.9}})
+    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
+    line.close()
+
+    assert "link 50 %" in stream.getvalue()

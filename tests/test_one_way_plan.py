@@ -1,0 +1,243 @@
+"""The plan of a one-way job: shares, bounds, slow and lost producers; no processes."""
+
+from collections import Counter
+
+import pytest
+
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.errors import ConfigError
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, Round, Source, State
+from xcloud.training.optimizer import Optimizer
+
+
+def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> ConsumptionPlan:
+    plan = ConsumptionPlan(shares, lanes, consumers, batches, Feed(**feed), num_batches)
+    come(plan, *range(len(shares)))
+    return plan
+
+
+def come(plan: ConsumptionPlan, *producers: int, **also) -> None:
+    ready = [plan.num_consumers * (p in producers) for p in range(len(plan.shares))]
+    end(plan, ready=ready)
+
+
+def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=None, slow=(), dead=()):
+    num = len(plan.shares)
+    flags = [[plan.num_consumers * (p in some) for p in range(num)] for some in (slow, dead)]
+    return plan.end_step(Round(Counter(consumed), Counter(skipped), ready or [0] * num, *flags))
+
+
+def run_steps(
+    plan: ConsumptionPlan, num_steps: int
+) -> tuple[list[Order], list[list[list[Source]]]]:
+    """All orders, and what each rank of the consumer takes in each step."""
+    orders, taken = [], []
+    for _ in range(num_steps):
+        orders += plan.orders()
+        slots = [plan.step_slots(c) for c in range(plan.num_consumers)]
+        taken.append(slots)
+        end(plan, consumed=[(s, c) for c, some in enumerate(slots) for s in some])
+    return orders, taken
+
+
+def test_shares_are_kept_in_every_stretch() -> None:
+    _, taken = run_steps(plan_of([0.5, 0.3, 0.2], [1, 1, 1]), 50)
+    order = [slot.producer for (slots,) in taken for slot in slots]
+
+    assert Counter(order) == {0: 50, 1: 30, 2: 20}
+    for first in range(0, 90, 10):
+        assert 4 <= order[first : first + 10].count(0) <= 6
+
+
+def test_numbers_go_up_by_one_for_every_source_and_are_dealt_to_ranks_in_turn() -> None:
+    orders, taken = run_steps(plan_of([0.5, 0.5], [2, 1], consumers=2, batches=4), 20)
+
+    for source in (Source(0, 0), Source(0, 1), Source(1, 0)):
+        numbers = [order.number for order in orders if order.source == source]
+        assert numbers == list(range(1, len(numbers) + 1))
+    for c in (0, 1):
+        sent = [order.source for order in orders if order.consumer == c]
+        used = [source for step in taken for source in step[c]]
+        assert sent[: len(used)] == used
+        assert all(len(step[c]) == 2 for step in taken)
+
+
+@pytest.mark.parametrize("order", ["fixed", "arrival"])
+def test_nobody_runs_further_ahead_than_allowed(order: str) -> None:
+    plan = plan_of([0.7, 0.3], [1, 2], consumers=2, batches=4, run_ahead=5, order=order)
+    orders = plan.orders()
+    counts = Counter(order.source for order in orders)
+
+    assert max(counts.values()) == 5
+    assert plan.orders() == []
+    assert len({order.consumer for order in orders}) == 2
+
+
+def test_nothing_is_ordered_before_enough_are_ready() -> None:
+    plan = ConsumptionPlan([0.5, 0.5], [1, 1], 1, 2, Feed())
+    come(plan, 0)
+    assert plan.orders() == [] and not plan.has_started
+    come(plan, 1)
+    assert {order.source.producer for order in plan.orders()} == {0, 1}
+
+    early = ConsumptionPlan([0.5, 0.5], [1, 1], 1, 2, Feed(min_producers=1))
+    come(early, 0)
+    assert {order.source.producer for order in early.orders()} == {0}
+    come(early, 1)
+    _, taken = run_steps(early, 40)
+    late = sum(slot.producer == 1 for (slots,) in taken for slot in slots)
+    assert 30 <= late <= 40  # its share from now on, not what it missed
+
+
+def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_missed() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
+    plan.orders()
+    assert end(plan, dead=[1])[1] == (State.ACTIVE, State.DEAD)
+    _, taken = run_steps(plan, 20)
+
+    producers = [slot.producer for (slots,) in taken for slot in slots]
+    assert producers.count(1) <= 4 and set(producers[10:]) == {0}
+    assert all(len(slots) == 2 for (slots,) in taken)
+    assert end(plan, dead=[0])[0][1] is State.DEAD
+    assert plan.is_exhausted
+
+
+def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_used() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], run_ahead=4)
+    plan.orders()
+    one = Source(1, 0)
+    skips = 0
+    for number in range(6):
+        slots = plan.step_slots(0)
+        skips += slots.count(one)
+        end(
+            plan,
+            consumed=[(s, 0) for s in slots if s != one],
+            skipped=[(s, 0) for s in slots if s == one],
+            slow=[1] if number == 0 else [],
+        )
+        assert plan.state[1] is State.SLOW
+        assert all(order.source != one for order in plan.orders())
+    assert 0 < skips <= 4
+    ordered = plan.numbers(one)
+
+    end(plan, ready=[0, 1])
+    assert plan.state[1] is State.ACTIVE
+    orders, taken = run_steps(plan, 10)
+    used = sum(slot == one for (slots,) in taken for slot in slots)
+    new = [order for order in orders if order.source == one]
+    assert new[0].number == ordered + 1
+    assert used + plan._planned[one] == len(new) + skips  # the late ones fill its first slots
+
+
+def test_by_arrival_the_share_decides_among_the_ready_and_a_bound_holds_if_asked() -> None:
+    free = plan_of([0.8, 0.2], [1, 1], order="arrival", on_slow="redistribute")
+    bound = plan_of([0.8, 0.2], [1, 1], order="arrival", on_slow="wait", run_ahead=4)
+
+    assert free.choose([0, 1], {}) == 0
+    assert free.choose([0, 1], {0: 8, 1: 1}) == 1
+    assert free.choose([1], {1: 100}) == 1
+    assert free.choose([], {}) is None
+    assert bound.choose([1], {0: 0, 1: 2}) == 1
+    assert bound.choose([1], {0: 0, 1: 10}) is None
+
+
+def test_the_consumer_comes_first_whatever_the_order() -> None:
+    layout = OneWayLayout(
+        {"a": OneWayCloud(2, 3.0), "d": OneWayCloud(2), "b": OneWayCloud(1, 1.0)}, "free"
+    )
+
+    assert [layout.placement(rank).cloud for rank in range(5)] == ["d", "d", "a", "a", "b"]
+    assert layout.placement(3).producer == 0 and layout.placement(3).lane == 1
+    assert layout.shares == (0.75, 0.25) and layout.num_lanes == (2, 1)
+    assert "a (2 ranks, 75 %), b (1 rank, 25 %) feed d (2 ranks)" in layout.describe()
+    assert layout.wan_between(0, 2) == "free" and layout.wan_between(0, 1) is None
+    alone = OneWayLayout(layout.clouds, "free", form="one_cloud")
+    assert alone.wan_between(0, 2) is None and not alone.crosses_clouds
+
+
+@pytest.mark.parametrize(
+    ("clouds", "more", "named"),
+    [
+        ({"a": OneWayCloud(1, 1.0)}, {}, "exactly one cloud that is fed"),
+        ({"a": OneWayCloud(), "b": OneWayCloud()}, {}, "got a, b of a, b"),
+        ({"a": OneWayCloud()}, {}, "no cloud that feeds"),
+        ({"a": OneWayCloud(), "b": OneWayCloud(2, 1.0)}, {"form": "local"}, "num_ranks of every"),
+        (
+            {"a": OneWayCloud(), "b": OneWayCloud(1, 1.0)},
+            {"form": "x"},
+            "cluster.form must be one of",
+        ),
+        ({"a": OneWayCloud(), "b": OneWayCloud(1, 1.0)}, {"wan": "x"}, "cluster/wan=x"),
+        ({"a": OneWayCloud(), "b": OneWayCloud(1, 1.0)}, {"links": {"b-c": "free"}}, "one of b-a"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(clouds, more, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        OneWayLayout(clouds, **more)
+
+
+def test_a_link_of_its_own_is_named_either_way_round() -> None:
+    clouds = {"en-us": OneWayCloud(1, 1.0), "disc": OneWayCloud()}
+
+    for key in ("en-us-disc", "disc-en-us"):
+        assert OneWayLayout(clouds, links={key: "free"}).wan_between(0, 1) == "free"
+
+
+def test_each_producer_is_told_its_share_of_the_batches_as_long_as_all_feed() -> None:
+    plan = plan_of([0.5, 0.3, 0.2], [2, 1, 1], num_batches=100)
+    orders, _ = run_steps(plan, 50)
+
+    told = {p: {o.num_planned for o in orders if o.source.producer == p} for p in range(3)}
+    assert told == {0: {25}, 1: {30}, 2: {20}}
+
+
+def test_who_takes_over_a_share_is_told_how_much_longer_it_goes_on() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], num_batches=100, run_ahead=4)
+    run_steps(plan, 20)
+    end(plan, dead=[1])
+    orders, taken = run_steps(plan, 30)
+
+    assert {order.num_planned for order in orders} == {80}
+    made = sum(slot.producer == 0 for (slots,) in taken for slot in slots)
+    assert 20 + made <= 80
+    by_end = max(order.number for order in orders)
+    assert Optimizer(1.0, 5, "linear").learning_rate_at(20 + made, 80) > 0 and by_end <= 84
+
+
+@pytest.mark.parametrize("lost_at", range(20, 28))
+def test_all_ranks_of_a_cloud_hear_the_same_of_the_same_batch(lost_at: int) -> None:
+    """Also of one that was ordered of some of them before the plan changed."""
+    plan = plan_of([0.5, 0.5], [2, 2], num_batches=100, run_ahead=3, batches=1)
+    orders = []
+    for step in range(60):
+        orders += plan.orders()
+        (slot,) = plan.step_slots(0)
+        end(plan, consumed=[(slot, 0)], dead=[1] if step == lost_at else [])
+    told: dict[tuple[int, int], set[int]] = {}
+    for order in orders:
+        told.setdefault((order.source.producer, order.number), set()).add(order.num_planned)
+
+    assert all(len(plans) == 1 for plans in told.values())
+    assert len({n for plans in told.values() for n in plans}) == 2
+
+
+def test_by_arrival_the_plan_follows_what_each_really_gives() -> None:
+    plan = plan_of([0.5, 0.5], [1, 1], num_batches=100, order="arrival", on_slow="redistribute")
+    orders = []
+    for _ in range(50):
+        orders += plan.orders()
+        end(plan, consumed={(Source(0, 0), 0): 2})
+    told = [order.num_planned for order in orders if order.source == Source(0, 0)]
+
+    assert told[0] == 50 and told[-1] == 99 and told == sorted(told)
+
+
+def test_links_of_their_own_are_described() -> None:
+    clouds = {"a": OneWayCloud(1, 1.0), "b": OneWayCloud(1, 1.0), "d": OneWayCloud()}
+    layout = OneWayLayout(clouds, links={"a-d": LinkProfile(1e9)})
+
+    assert layout.describe_link() == (
+        f"the network as it is; a-d emulated {LinkProfile(1e9).describe()}"
+    )

@@ -1,0 +1,1 @@
+"""Where pretrained checkpoints and public data sets come from."""

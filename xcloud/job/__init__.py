@@ -1,0 +1,1 @@
+"""Layer "management and scheduling": what is to run, as one frozen object."""

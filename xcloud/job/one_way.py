@@ -1,0 +1,172 @@
+"""OneWayExperiment: the one frozen object that describes a one-way job, in which several clouds
+feed one with integers. Its file is read and checked like any experiment's (config.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from xcloud.checks import check_int
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.errors import ConfigError
+from xcloud.parallel.one_way.parts import OneWayModel
+from xcloud.parallel.one_way.plan import Feed
+from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.record.tracking import Tracker
+from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.training.divergence import OnDivergence, check_divergence_settings
+
+
+@dataclass(frozen=True)
+class OneWayTraining:
+    """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
+    all ranks of the consumer; how large a batch is, the model says.
+    on_divergence, max_skips_in_a_row: as of a pipeline's Training, for the consumer's updates and
+    each producer's own. A producer whose forward is not finite has no batch to send: it stops."""
+
+    max_steps: int
+    batches_per_step: int
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: int = 10
+
+    def __post_init__(self) -> None:
+        check_int("training.max_steps", self.max_steps, 1)
+        check_int("training.batches_per_step", self.batches_per_step, 1)
+        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
+
+
+@dataclass(frozen=True)
+class OneWayExperiment:
+    """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
+    do not fit together. profile, sweep, label: as in Experiment.
+
+    follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
+    its run folder; none if empty. Points of a sweep have none.
+    """
+
+    name: str
+    model: OneWayModel
+    cluster: OneWayLayout
+    training: OneWayTraining
+    tracker: Tracker
+    feed: Feed = field(default_factory=Feed)
+    seed: int = 1
+    profile: str = "demo"
+    sweep: str | None = None
+    label: str | None = None
+    cache_dir: str = ".cache"
+    follow_up: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if (
+            not isinstance(self.follow_up, Sequence)
+            or isinstance(self.follow_up, str)
+            or not all(isinstance(word, str) for word in self.follow_up)
+        ):
+            raise ConfigError(
+                "follow_up must be a list of overrides such as ['+exp=xnli_zero_shot'], or [] for "
+                f"none, got {self.follow_up!r}"
+            )
+        check_int("seed", self.seed, 0)
+        for name, kind in (
+            ("cluster", OneWayLayout),
+            ("training", OneWayTraining),
+            ("feed", Feed),
+        ):
+            found = getattr(self, name)
+            if not isinstance(found, kind):
+                raise ConfigError(
+                    f"{name} of a one-way job must be a {kind.__name__}, got a "
+                    f"{type(found).__name__}"
+                )
+        if not hasattr(self.model, "max_payload_bytes"):
+            raise ConfigError(
+                f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
+                "OneWayModel (xcloud/parallel/one_way/parts.py)"
+            )
+        layout = self.cluster
+        if self.feed.run_ahead is None:
+            usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
+            object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
+        self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+
+    @property
+    def compression_in_force(self) -> str:
+        """Nothing is compressed: only packed integers cross."""
+        return "ids" if self.cluster.crosses_clouds else "off"
+
+    @property
+    def run_name(self) -> str:
+        """Tells runs apart: "electra clouds fixed s1"."""
+        return f"{self.label or f'{self.name} {self.cluster.name} {self.feed.order}'} s{self.seed}"
+
+    @property
+    def headline(self) -> str:
+        """What this run is, in one line."""
+        return (
+            f"{self.name} [{self.profile}]: {self.model.describe()}; {self.cluster.describe()}; "
+            f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
+        )
+
+    @property
+    def defences_in_force(self) -> str:
+        """Ids cross as they are: a defence would have to change the text itself."""
+        return "none"
+
+    @property
+    def leak_meter(self) -> None:
+        """What the ids tell is no matter of measuring: see docs/one-way-jobs.md."""
+        return None
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {
+            "schedule": f"order {self.feed.order}, run-ahead {self.feed.run_ahead}",
+            "link": self.cluster.describe_link(),
+            "compression": self.compression_in_force,
+        }
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        if self.feed.on_dead == "stop":
+            return frozenset(range(self.cluster.num_ranks))
+        return frozenset(self.cluster.ranks_of(self.cluster.consumer))
+
+    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Whole producers, where feed.min_producers says that the others suffice."""
+        layout, wanted = self.cluster, self.feed.min_producers
+        if self.feed.on_dead == "stop" or wanted is None:
+            return frozenset()
+        if ranks & set(layout.ranks_of(layout.consumer)):
+            return frozenset()
+        lost = [name for name in layout.producers if ranks & set(layout.ranks_of(name))]
+        if len(layout.producers) - len(lost) < wanted:
+            return frozenset()
+        return frozenset(rank for name in lost for rank in layout.ranks_of(name))
+
+    def check(self) -> None:
+        self.model.check(self.cluster.producers)
+
+    def next_command(self, run_dir: Path) -> str | None:
+        return None if self.follow_up else self.model.next_command(run_dir)
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        return self.model.leaves(run_dir)
+
+    @property
+    def _bandwidth_bits_per_s(self) -> float | None:
+        wan = self.cluster.wan
+        emulated = self.cluster.crosses_clouds and isinstance(wan, LinkProfile)
+        return wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
+
+    def new_statistics(self) -> OneWayStatistics:
+        num_consumers = 1 if self.cluster.form == "local" else self.cluster.num_consumers
+        shares = dict(zip(self.cluster.producers, self.cluster.shares, strict=True))
+        lanes = dict(zip(self.cluster.producers, self.cluster.num_lanes, strict=True))
+        return OneWayStatistics(num_consumers, shares, lanes, self._bandwidth_bits_per_s)
+
+    def new_progress(self) -> OneWayProgressLine:
+        return OneWayProgressLine(self.training.max_steps, self._bandwidth_bits_per_s)

@@ -1,0 +1,1 @@
+"""One-way jobs: clouds that feed one other with integers."""

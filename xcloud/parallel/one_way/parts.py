@@ -1,0 +1,138 @@
+"""The contract between a one-way job's parts and whoever runs them: producers make batches of
+integers from their own data, one consumer learns from them. No network, no schedule.
+
+A part is one rank's: of the `num_lanes` ranks of its cloud it is number `lane`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+SUMS = (
+    "loss_sum",
+    "weight",
+    "samples",
+    "tokens",
+    "true_positives",
+    "false_positives",
+    "false_negatives",
+)
+"""What `Consumer.consume` may sum up. `weight` divides `loss_sum` and the gradients; the last
+three give precision and recall. What is left out counts as 0."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One batch for one rank of the consumer.
+
+    payload: uint8 [N], packed, all that the consumer gets to know.
+    loss: the producer's own mean loss of this batch; it is reported, not sent to the consumer.
+    """
+
+    payload: Tensor
+    num_samples: int
+    num_tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class OneWayContext:
+    """What a rank hands to a model that builds its part.
+
+    barrier: waits for the other ranks of the same cloud. report: one line for the user.
+    num_steps: updates that this part will make, as far as is known beforehand; of a producer its
+    share of the batches, until `Producer.replan` says otherwise. Only learning rates that fall to
+    zero need it.
+    producers: names of the clouds that feed, for messages.
+    """
+
+    seed: int
+    device: torch.device
+    cache_dir: Path
+    barrier: Callable[[], None]
+    report: Callable[[str], None]
+    num_steps: int
+    producers: Sequence[str] = ()
+
+
+class Producer(Protocol):
+    """One rank of a cloud that feeds."""
+
+    @property
+    def parameters_module(self) -> nn.Module | None:
+        """What is trained, its gradients averaged over the cloud's ranks. None: nothing is."""
+
+    def produce(self, number: int) -> Fed:
+        """Batch `number` (from 1) of this rank's own stream; adds the gradients of its own mean
+        loss to `.grad`. The same seed and number give the same batch whatever other clouds do.
+        Called for every number in turn."""
+
+    def replan(self, num_steps: int) -> None:
+        """Updates that this part will make in all, as planned now: more than its share when it
+        takes over from another. In all ranks of a cloud before the update of the same number."""
+
+    def update(self, number: int) -> None:
+        """Optimizer step, once the gradients of batch `number` are averaged."""
+
+    def finish(self, run_dir: Path, lane: int) -> None:
+        """After the last batch: export what is worth keeping (lane 0)."""
+
+
+class Consumer(Protocol):
+    """One rank of the cloud that is fed."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
+        """Forward and backward of (number of the producer, payload) pairs. Adds gradients of the
+        SUM of the losses to `.grad`; returns sums by the names of SUMS. Raises FrameError naming
+        the producer whose payload cannot be used."""
+
+    def update(self, step: int, weight: float) -> None:
+        """Divide the gradients, summed over the cloud's ranks, by `weight`; optimizer step."""
+
+    def skip(self, step: int) -> None:
+        """In place of `update`: the step's loss or gradient is not finite in some rank. Forget
+        what `consume` noted of it; parameters stay."""
+
+    def export(self, run_dir: Path, lane: int) -> None:
+        """After the last step, in every rank: write what was trained (lane 0)."""
+
+    def evaluate(self, lane: int) -> Mapping[str, float]:
+        """Last of all, in every rank, when nobody feeds any more. Lane 0's quality counts; an
+        empty one is not reported."""
+
+
+class OneWayModel(Protocol):
+    """The parts as configured."""
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The longest payload of any producer."""
+
+    def describe(self) -> str:
+        """Which parts and which data, in a few words; known without reading anything."""
+
+    def check(self, producers: Sequence[str]) -> None:
+        """Raise ConfigError if there is no part for one of these clouds, or one too many, and
+        DataError if data are missing, as far as that is seen at once."""
+
+    def producer(
+        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+    ) -> Producer:
+        """index: position among the clouds that feed."""
+
+    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> Consumer: ...
+
+    def leaves(self, run_dir: Path) -> Mapping[str, str]:
+        """Settings of another experiment that make it read what a finished run left."""
+
+    def next_command(self, run_dir: Path) -> str | None:
+        """What to do with what a finished run left, to be copied; None: nothing in particular."""

@@ -1,0 +1,331 @@
+"""Whose batch is consumed when: the plan of a one-way job. Pure arithmetic: no torch, no network.
+
+Every rank of the consumer keeps the same plan and tells it the same things after every step, so
+they agree without another message; the first one sends the orders to the producers. A *source* is
+one rank of a producer: (producer, lane). A *slot* is the place of one batch in a step.
+
+Bounded run-ahead: of a source at most `run_ahead` batches are ordered and not yet consumed. A
+producer makes nothing that was not ordered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from xcloud.checks import check_choice, check_int, check_number
+from xcloud.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Feed:
+    """How a consumer takes from its producers.
+
+    run_ahead: batches of one rank of a producer that may be ordered and not yet consumed. It must
+        cover what one step takes and what the round trip of the link takes meanwhile. null = twice
+        what one producer alone would have to give for a step, at least 8.
+    order: fixed = in turn by share, the same in every run of the same seed (bit-equal in one cloud
+        and across clouds as long as no producer is slow or lost); arrival = whoever has a batch
+        ready, nearest to the shares.
+    on_slow: what to do about a producer that is silent for slow_after_s. wait = wait for it (with
+        order=arrival: no producer may get more than run_ahead batches ahead of its share);
+        redistribute = the others take over its share until it has caught up.
+    on_dead: redistribute = the others take over its share; pause = wait for the user, who goes on
+        without it or ends the run; stop = the run fails.
+    min_producers: start as soon as so many are ready, the others join later; null = all.
+    """
+
+    run_ahead: int | None = None
+    order: Literal["fixed", "arrival"] = "fixed"
+    on_slow: Literal["wait", "redistribute"] = "wait"
+    slow_after_s: float = 30.0
+    on_dead: Literal["redistribute", "pause", "stop"] = "redistribute"
+    min_producers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.run_ahead is not None:
+            check_int("feed.run_ahead", self.run_ahead, 1, 4096)
+        check_choice("feed.order", self.order, ("fixed", "arrival"))
+        check_choice("feed.on_slow", self.on_slow, ("wait", "redistribute"))
+        check_number("feed.slow_after_s", self.slow_after_s, 0.0, above=True)
+        check_choice("feed.on_dead", self.on_dead, ("redistribute", "pause", "stop"))
+        if self.min_producers is not None:
+            check_int("feed.min_producers", self.min_producers, 1)
+
+    @property
+    def most_ahead(self) -> int:
+        """run_ahead as a number; OneWayExperiment replaces null by what is usual for its job."""
+        return 8 if self.run_ahead is None else self.run_ahead
+
+    @staticmethod
+    def usual_run_ahead(num_lanes: Sequence[int], batches_per_step: int) -> int:
+        return max(8, 2 * _needed(num_lanes, batches_per_step))
+
+    def check(self, num_lanes: Sequence[int], num_consumers: int, batches_per_step: int) -> None:
+        """Raises ConfigError if these cannot work together."""
+        if batches_per_step % num_consumers:
+            raise ConfigError(
+                f"training.batches_per_step is {batches_per_step}, which cannot be dealt evenly "
+                f"to the consumer's {num_consumers} ranks; make it a multiple of {num_consumers}"
+            )
+        needed = _needed(num_lanes, batches_per_step)
+        if self.run_ahead is not None and self.run_ahead < needed:
+            raise ConfigError(
+                f"feed.run_ahead is {self.run_ahead}, but one producer alone may have to give the "
+                f"{batches_per_step} batches of a step with {min(num_lanes)} ranks; set it to at "
+                f"least {needed}, better {2 * needed}"
+            )
+        if self.min_producers is not None and self.min_producers > len(num_lanes):
+            raise ConfigError(
+                f"feed.min_producers is {self.min_producers}, but only {len(num_lanes)} clouds "
+                "feed"
+            )
+
+
+def _needed(num_lanes: Sequence[int], batches_per_step: int) -> int:
+    """Batches of each rank of the smallest producer, if it alone had to fill a step."""
+    fewest = min(num_lanes)
+    return -(-(batches_per_step + fewest - 1) // fewest)
+
+
+class State(Enum):
+    """Of a producer, in the plan of every rank of the consumer."""
+
+    ABSENT = "absent"  # not ready yet
+    ACTIVE = "active"
+    SLOW = "slow"  # silent for too long
+    DEAD = "dead"
+
+
+class Source(NamedTuple):
+    producer: int
+    lane: int
+
+
+class Order(NamedTuple):
+    """Make batch `number` and send it to rank `consumer` of the consumer.
+
+    num_planned: batches that each rank of the producer will make in all, as planned now; the same
+    for all that make this number.
+    """
+
+    source: Source
+    number: int
+    consumer: int
+    num_planned: int
+
+
+@dataclass
+class Round:
+    """What all ranks of the consumer agreed on after a step; flags as sums over these ranks.
+
+    skipped, consumed: batches, by (source, rank of the consumer).
+    ready: in how many ranks the producer is there, or is no longer behind. slow, dead: likewise.
+    """
+
+    consumed: Mapping[tuple[Source, int], int]
+    skipped: Mapping[tuple[Source, int], int]
+    ready: Sequence[int]
+    slow: Sequence[int]
+    dead: Sequence[int]
+
+
+@dataclass
+class ConsumptionPlan:
+    """num_batches: that the consumer will use in all; only Order.num_planned needs it."""
+
+    shares: Sequence[float]
+    num_lanes: Sequence[int]
+    num_consumers: int
+    batches_per_step: int
+    feed: Feed
+    num_batches: int = 0
+    state: list[State] = field(init=False)
+    ordered: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    consumed: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    _slots: list[deque[Source]] = field(init=False)
+    _planned: Counter[Source] = field(default_factory=Counter)
+    _surplus: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    _turn: list[float] = field(init=False)
+    _next_slot: int = 0
+    _started: bool = False
+    _num_left: int = field(init=False)  # when the shares were last dealt anew
+    _used_before: Counter[int] = field(default_factory=Counter)  # that, by producer
+    _num_skipped: int = 0
+    _told: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._num_left = self.num_batches
+        self.state = [State.ABSENT] * len(self.shares)
+        self._turn = [0.0] * len(self.shares)
+        self._slots = [deque() for _ in range(self.num_consumers)]
+
+    @property
+    def per_consumer(self) -> int:
+        """Batches of a step in each rank of the consumer."""
+        return self.batches_per_step // self.num_consumers
+
+    @property
+    def sources(self) -> list[Source]:
+        return [Source(p, lane) for p, n in enumerate(self.num_lanes) for lane in range(n)]
+
+    @property
+    def active(self) -> list[int]:
+        return [p for p, state in enumerate(self.state) if state is State.ACTIVE]
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Nobody is left who could ever feed again."""
+        return all(state is State.DEAD for state in self.state)
+
+    def numbers(self, source: Source) -> int:
+        """Batches ordered of a source so far; they are numbered from 1."""
+        return sum(self.ordered[source, c] for c in range(self.num_consumers))
+
+    def step_slots(self, consumer: int) -> list[Source]:
+        """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
+        only if no producer is active: then there is nothing to do but wait."""
+        return list(self._slots[consumer])[: self.per_consumer]
+
+    @property
+    def has_started(self) -> bool:
+        """Enough producers were ready. From then on the run does not wait for those to come."""
+        return self._started
+
+    def choose(self, ready: Iterable[int], taken: Mapping[int, int]) -> int | None:
+        """order=arrival: the producer to take from, of those with a batch ready; None = better
+        wait. taken: batches this rank took since a producer last came or went, by producer."""
+        able = [p for p, s in enumerate(self.state) if s in (State.ACTIVE, State.SLOW)]
+        whole = sum(self.shares[p] for p in able) or 1.0
+        total = sum(taken.get(p, 0) for p in able) + 1
+        ahead = {p: taken.get(p, 0) + 1 - total * self.shares[p] / whole for p in ready}
+        if self.feed.on_slow == "wait" and len(able) > 1:
+            ahead = {p: a for p, a in ahead.items() if a <= self.feed.most_ahead or p not in able}
+        return min(ahead, key=lambda p: (ahead[p], p), default=None)
+
+    def orders(self) -> list[Order]:
+        """What to order now, so that the producers never idle and never run too far ahead."""
+        if not self._started:
+            alive = sum(state is not State.DEAD for state in self.state)
+            wanted = self.feed.min_producers or len(self.shares)
+            if not self.active or len(self.active) < min(wanted, alive):
+                return []
+            self._started = True
+        return self._orders_in_turn() if self.feed.order == "fixed" else self._orders_by_need()
+
+    def _orders_in_turn(self) -> list[Order]:
+        orders: list[Order] = []
+        while active := self.active:
+            whole = sum(self.shares[p] for p in active)
+            chosen = max(active, key=lambda p: (self._turn[p] + self.shares[p] / whole, -p))
+            consumer = self._next_slot % self.num_consumers
+            source = self._left_over(chosen, consumer)
+            is_new = source is None
+            if source is None:
+                total = sum(self.numbers(Source(chosen, n)) for n in range(self.num_lanes[chosen]))
+                source = Source(chosen, total % self.num_lanes[chosen])
+            enough = all(len(slots) >= self.per_consumer for slots in self._slots)
+            if enough and self._planned[source] >= self.feed.most_ahead:
+                return orders
+            for p in active:
+                self._turn[p] += self.shares[p] / whole
+            self._turn[chosen] -= 1.0
+            self._next_slot += 1
+            self._planned[source] += 1
+            self._slots[consumer].append(source)
+            if is_new:
+                orders.append(self._order(source, consumer))
+            else:
+                self._surplus[source, consumer] -= 1
+        return orders
+
+    def _left_over(self, producer: int, consumer: int) -> Source | None:
+        """A source whose batch came too late for its slot and still waits to be used."""
+        for lane in range(self.num_lanes[producer]):
+            if self._surplus[Source(producer, lane), consumer] > 0:
+                return Source(producer, lane)
+        return None
+
+    def _orders_by_need(self) -> list[Order]:
+        orders = []
+        sources = [s for s in self.sources if self.state[s.producer] is State.ACTIVE]
+        open_ = {
+            (source, c): self.ordered[source, c] - self.consumed[source, c]
+            for source in sources
+            for c in range(self.num_consumers)
+        }
+        by_consumer = [sum(open_[s, c] for s in sources) for c in range(self.num_consumers)]
+        room = {
+            s: self.feed.most_ahead - sum(open_[s, c] for c in range(self.num_consumers))
+            for s in sources
+        }
+        # One each in turn, to the rank with the least to come, so that none runs dry.
+        while any(left > 0 for left in room.values()):
+            for source in sources:
+                if room[source] > 0:
+                    consumer = min(
+                        range(self.num_consumers),
+                        key=lambda c: (by_consumer[c], open_[source, c], c),
+                    )
+                    room[source] -= 1
+                    by_consumer[consumer] += 1
+                    open_[source, consumer] += 1
+                    orders.append(self._order(source, consumer))
+        return orders
+
+    def _order(self, source: Source, consumer: int) -> Order:
+        self.ordered[source, consumer] += 1
+        p, number = source.producer, self.numbers(source)
+        # Ranks that average gradients need one learning rate, whenever each is told the number.
+        num_planned = self._told.setdefault((p, number), self.expected(p))
+        if all(self.numbers(Source(p, n)) >= number for n in range(self.num_lanes[p])):
+            del self._told[p, number]
+        return Order(source, number, consumer, num_planned)
+
+    def expected(self, p: int) -> int:
+        """Batches that each rank of an active producer will have made at the end: what it gave,
+        and its share of what is left among those that feed. order=fixed: worked out anew when a
+        producer comes or goes; arrival: after every step, as shares are not kept there."""
+        is_whole = len(self.active) == len(self.shares)
+        together = 1.0 if is_whole else sum(self.shares[q] for q in self.active)
+        to_come = self._num_left * self.shares[p] / together
+        return max(1, math.ceil((self._used_before[p] + to_come) / self.num_lanes[p]))
+
+    def end_step(self, agreed: Round) -> dict[int, tuple[State, State]]:
+        """Take in what happened in a step. Returns the producers whose state changed: (before,
+        now)."""
+        self.consumed.update(agreed.consumed)
+        self._num_skipped += sum(agreed.skipped.values())
+        if self.feed.order == "fixed":
+            for slots in self._slots:
+                for _ in range(min(self.per_consumer, len(slots))):
+                    self._planned[slots.popleft()] -= 1
+            self._surplus.update(agreed.skipped)
+        changes = {}
+        for p, before in enumerate(self.state):
+            now = self._next_state(p, agreed)
+            if now is not before:
+                self.state[p] = now
+                self._turn[p] = 0.0  # who comes back does not claim what it missed
+                changes[p] = (before, now)
+        if changes or self.feed.order == "arrival":
+            self._used_before = Counter()
+            for (source, _), num in self.consumed.items():
+                self._used_before[source.producer] += num
+            used = self._used_before.total() + self._num_skipped
+            self._num_left = max(0, self.num_batches - used)
+        return changes
+
+    def _next_state(self, p: int, agreed: Round) -> State:
+        state = self.state[p]
+        if state is State.DEAD or agreed.dead[p]:
+            return State.DEAD
+        if agreed.slow[p] and state is State.ACTIVE:
+            return State.SLOW
+        if agreed.ready[p] == self.num_consumers and state in (State.ABSENT, State.SLOW):
+            return State.ACTIVE
+        return state

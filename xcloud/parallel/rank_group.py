@@ -1,0 +1,55 @@
+"""Ranks that share one part of the work: the lanes of a stage, the ranks of a cloud."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """`rank` is this rank, one of `ranks`, which are in the order of their lanes. group: what
+    joins them; None where the rank is alone, and then every method returns at once."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def alone(rank: int = 0) -> RankGroup:
+        return RankGroup(rank, (rank,))
+
+    @property
+    def lane(self) -> int:
+        return self.ranks.index(self.rank)
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for the group."""
+        return self.ranks[0]
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.leader
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def from_leader(self, values: Tensor) -> Tensor:
+        """Broadcast in place."""
+        if self.group is not None:
+            dist.broadcast(values, self.leader, self.group)
+        return values

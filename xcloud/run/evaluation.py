@@ -1,0 +1,91 @@
+"""Scores a split through the pipeline, and so through the compressed link. Trains nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.stage import Batch
+from xcloud.record.reporter import Reporter
+from xcloud.tasks.task import Split, TaskData
+from xcloud.training.settings import Training
+
+SAMPLES_FILE = "samples.txt"
+
+
+class Evaluator:
+    """Scores a split through the pipeline. All ranks take part; the last stage's leader tells the
+    scores to rank 0 and writes samples, which are text, beside its own run only."""
+
+    def __init__(
+        self,
+        training: Training,
+        rank: int,
+        pipeline: Pipeline,
+        lanes: Mapping[int, RankGroup],
+        data: TaskData,
+        fetch: Callable[[Split, Tensor], Batch],
+        reporter: Reporter,
+        run_dir: Path,
+    ) -> None:
+        self._samples_file = run_dir / SAMPLES_FILE
+        self._training, self._rank, self._pipeline = training, rank, pipeline
+        self._lanes, self._data, self._fetch, self._reporter = lanes, data, fetch, reporter
+
+    def evaluate(self, split: Split, step: int) -> None:
+        started = time.perf_counter()
+        count = self._data.num_samples(split)
+        if self._training.eval_samples is not None:
+            count = min(count, self._training.eval_samples)
+        pieces = list(torch.split(torch.arange(count), self._training.eval_batch_size))
+        predictions = self._pipeline.predict(pieces, lambda ids: self._fetch(split, ids), step)
+        last = self._pipeline.num_stages - 1
+        if last not in self._pipeline.stages:
+            return
+        lanes = self._lanes[last]
+        if lanes.group is not None:
+            predictions = gather_predictions(predictions, lanes.group)
+        if lanes.leads:
+            values = self._data.score(split, predictions)
+            samples = self._data.sample_outputs(split, predictions, 5)
+            with self._reporter.may_lose(SAMPLES_FILE):
+                self._samples_file.write_text(samples, encoding="utf-8")
+            self._reporter.event(
+                "quality",
+                now=True,
+                split=split,
+                step=step,
+                values=values,
+                signature=self._data.signature(),
+                evaluation_s=round(time.perf_counter() - started, 3),
+            )
+
+
+def gather_predictions(
+    mine: Mapping[int, list[int]], group: dist.ProcessGroup
+) -> dict[int, list[int]]:
+    """Predictions of all ranks of a stage, as one flat integer tensor from each (no pickle)."""
+    flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
+    size = torch.tensor([len(flat)])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=torch.int64)
+    padded[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
+    everyone = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded, group=group)
+    found: dict[int, list[int]] = {}
+    for length, numbers in zip(sizes, everyone, strict=True):
+        values = numbers[: int(length)].tolist()
+        while values:
+            ident, count = values[0], values[1]
+            found[ident] = values[2 : 2 + count]
+            values = values[2 + count :]
+    return found

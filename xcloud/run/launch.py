@@ -1,0 +1,186 @@
+"""Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
+
+Ranks are child commands: that works plain, in a sweep, under any launcher, and leaves no orphans
+(each child asks the kernel to end it with its parent).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xcloud.errors import RunFailed
+
+POLL_EVERY_S = 0.1
+END_WITHIN_S = 5.0
+LATE_S = 15.0  # how long a rank that may be lost may take to end behind the others
+_LAST_WORDS_S = 3.0  # how long after a failure the others may take to tell their last steps
+_SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+_MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
+    "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),  # tensors from the heap, which is not given back
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
+
+def ready_file(run_dir: Path, rank: int) -> Path:
+    """Made by a rank that may be lost from then on."""
+    return run_dir / f"rank{rank}.ready"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """worker.py writes it in a rank that fails."""
+    return run_dir / f"rank{rank}.error.json"
+
+
+def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """What a rank that failed on this machine has said: message, peer_lost, expected."""
+    try:
+        return dict(json.loads(error_file(run_dir, rank).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+class LocalRanks:
+    """The worker processes of one run. essential: the run fails with any of these; the others may
+    be lost once they are ready, which the ranks that stay tell. None: every rank is."""
+
+    def __init__(
+        self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
+    ) -> None:
+        self.run_dir, self.clouds = run_dir, cloud_of_rank
+        everyone = frozenset(range(len(cloud_of_rank)))
+        self.essential = everyone if essential is None else essential
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        num_ranks = len(self.clouds)
+        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        environment = {
+            **_MEMORY,
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **os.environ,
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        for rank in range(num_ranks):
+            command = [sys.executable, "-m", "xcloud.run.worker", str(self.run_dir)]
+            command += ["--rank", str(rank), "--parent", str(os.getpid())]
+            with open(self.log(rank), "wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**environment, "LOCAL_RANK": str(rank)},
+                        start_new_session=True,  # Ctrl+C reaches the parent alone
+                    )
+                )
+
+    def log(self, rank: int) -> Path:
+        return self.run_dir / f"rank{rank}.log"
+
+    def wait(self, meanwhile: Callable[[], bool]) -> None:
+        """Until all ranks are done, calling `meanwhile` often. It returns whether the ranks have
+        met: before that every one is essential, for the others would wait for it.
+
+        Raises RunFailed naming the first cause when an essential rank fails. The others see that
+        it is gone, report what they had not yet and end; what does not is ended, as all ranks are
+        on any other exception (Ctrl+C).
+        """
+        done_at_s = 0.0
+        try:
+            while True:
+                codes = [process.poll() for process in self.processes]
+                met = meanwhile()
+                needed = [codes[rank] for rank in self.essential]
+                if any(codes) and (not met or self._lost_before_ready()):
+                    raise RunFailed(self._first_cause())
+                if any(code not in (None, 0) for code in needed):
+                    cause = self._first_cause()
+                    self._hear_last_words()
+                    raise RunFailed(cause)
+                if all(code == 0 for code in needed):
+                    done_at_s = done_at_s or time.monotonic()
+                    if None not in codes or time.monotonic() - done_at_s > LATE_S:
+                        return
+                time.sleep(POLL_EVERY_S)
+        finally:
+            self.end()
+
+    def _lost_before_ready(self) -> bool:
+        return any(
+            process.poll() and not ready_file(self.run_dir, rank).exists()
+            for rank, process in enumerate(self.processes)
+            if rank not in self.essential
+        )
+
+    def _hear_last_words(self) -> None:
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
+            time.sleep(POLL_EVERY_S)
+
+    def end(self) -> None:
+        """Terminate what still runs; kill what does not obey."""
+        deadline = time.monotonic() + END_WITHIN_S
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process hears nothing else
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        # How the ranks met; of no use any more.
+        for name in ("rendezvous", "link-*.clock", "rank*.ready"):
+            for path in self.run_dir.glob(name):
+                path.unlink(missing_ok=True)
+
+    def _first_cause(self) -> str:
+        """A rank that lost its peer fails too, often before the peer's own end is seen; wait a
+        moment and name the rank with a cause of its own."""
+        settled = time.monotonic() + _SETTLE_S
+        while time.monotonic() < settled and not self._own_failures():
+            time.sleep(0.05)
+        failed = [r for r, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        rank = (self._own_failures() or failed)[0]
+        code = self.processes[rank].poll()
+        assert code is not None
+        failure = failure_of(self.run_dir, rank)
+        if failure is not None:
+            what = failure["message"]
+        elif code < 0:
+            what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        else:
+            what = f"ended with exit code {code}: {self._last_line(rank)}"
+        return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"
+
+    def _own_failures(self) -> list[int]:
+        """Ranks whose failure is not just the loss of another rank."""
+        found = []
+        for rank, process in enumerate(self.processes):
+            code = process.poll()
+            if code in (None, 0):
+                continue
+            failure = failure_of(self.run_dir, rank)
+            if failure is None or not failure["peer_lost"]:
+                found.append(rank)
+        return found
+
+    def _last_line(self, rank: int) -> str:
+        lines = self.log(rank).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "its log is empty"

@@ -1,0 +1,54 @@
+"""Loads what this rank's cloud may see, and makes sure that all clouds speak of the same data."""
+
+from __future__ import annotations
+
+import torch
+
+from xcloud.errors import DataError
+from xcloud.job.experiment import Experiment
+from xcloud.parallel.control import Control
+from xcloud.tasks.corpus.text import SPLITS
+from xcloud.tasks.sizes import asks_for_sizes, told_sizes
+from xcloud.tasks.task import TaskData
+
+
+def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData:
+    """The fields that this rank's stages read, and nothing else: a rank that reads none opens no
+    file where the task can be told its sizes, but hears them from rank 0, which reads the text.
+
+    Raises DataError: what is missing, or more than was asked for. ConfigError where ranks differ.
+    """
+    task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
+    unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
+    told = control is not None and 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    if told and rank in unseeing:
+        assert control is not None
+        task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(), strict=True)))
+    data = task.load(fields, seed)
+    _check_fields(data, fields)
+    if data.head is not None:
+        experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
+
+    if control is None:
+        return data
+    facts = {"the task's data": data.fingerprint()} if fields or not told else {}
+    if told:
+        sizes = {split: data.num_samples(split) for split in SPLITS}
+        if rank == 0:
+            control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
+        unread = told_sizes(task, sizes).load(frozenset(), seed)
+        facts["the task's settings and sizes"] = unread.fingerprint()
+    control.agree(facts)
+    return data
+
+
+def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
+    """Before anything is computed: a task that reads more than it was asked for is refused."""
+    if data.num_samples("train"):
+        extra = data.batch("train", torch.zeros(1, dtype=torch.int64)).keys() - fields - {"ids"}
+        if extra:
+            raise DataError(
+                f"the task gave {', '.join(sorted(extra))}, which no stage of this rank reads; "
+                "its load() must keep to the fields it is given: "
+                f"{', '.join(sorted(fields)) or 'none'}"
+            )

@@ -1,0 +1,253 @@
+"""Follows a run from outside its ranks: progress line, tracker, summary.json, the final table.
+
+On one machine the process that started the ranks does this; on several, rank 0's machine starts
+it as a command of its own (python -m xcloud.run.monitor RUN_DIR --parent PID). Both read its
+events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from xcloud.errors import XcloudError
+from xcloud.job.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.job import Job
+from xcloud.project import MODEL_DIR, commit
+from xcloud.record.curves import RunCurves
+from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
+from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.record.timeline import timeline_of, write_trace
+from xcloud.record.tracking import TrackedRun
+from xcloud.report.mlflow_view import places_of, prepared_view
+from xcloud.report.table import print_report
+from xcloud.run.evaluation import SAMPLES_FILE
+from xcloud.security import leak_meter
+from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
+
+TRACE_FILE = "timeline.json"
+RECORD_WITHIN_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """`start()`, `poll()` often, `finish()` once. Nothing here can stop the training."""
+
+    def __init__(self, experiment: Job, params: dict[str, object], run_dir: Path) -> None:
+        self.experiment, self.params, self.run_dir = experiment, params, run_dir
+        self._reader = EventReader(run_dir / EVENTS_FILE)
+        self._heard = False
+        self._statistics = experiment.new_statistics()
+        self._progress = experiment.new_progress()
+        self._curves = RunCurves()
+        self._commit = commit()
+        self._num_malformed = 0
+        self._shows = True
+        self.finished_ranks: set[int] = set()
+
+    def start(self) -> None:
+        for stale in self.run_dir.glob("rank*.wire.json"):  # of an earlier run in this folder
+            stale.unlink()
+        experiment = self.experiment
+        tags = {
+            "profile": experiment.profile,
+            "commit": self._commit,
+            "seed": str(experiment.seed),
+        }
+        if experiment.sweep is not None:
+            tags["sweep"] = experiment.sweep
+        # A reader and statistics of its own: it may fall behind while its store is down.
+        run = TrackedRun(
+            experiment.run_name, self.params, tags, self.run_dir, experiment.new_statistics(),
+            prepared_view(),
+        )  # fmt: skip
+        experiment.tracker.start(run)
+        experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
+
+    def poll(self) -> bool:
+        """Take in what the ranks have said since the last time. Returns whether they have ever
+        said anything, which they do once all have met."""
+        for event in self._reader.poll():
+            try:
+                self._take(event)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # Another cloud wrote it, or half of it was lost: it must not end this run.
+                self._num_malformed += 1
+                if self._num_malformed == 1:
+                    log.warning("passed over a malformed event (%r): %.200r", error, event)
+            self._heard = True
+        return self._heard
+
+    def _take(self, event: Event) -> None:
+        if event["event"] == "quality":
+            # Never in the event: a report may leave the cloud that the samples belong to.
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+        totals = self._statistics.feed(event)
+        self._curves.feed(event, totals)
+        if event["event"] == "finish":
+            self.finished_ranks.add(event["rank"])
+        if self._shows:
+            try:
+                self._progress.show(event)
+                if totals is not None:
+                    self._progress.update(totals)
+            except OSError as error:
+                self._shows = False
+                log.warning("the progress cannot be shown any more: %s", error)
+
+    def lost_lines(self) -> int:
+        """Event lines that could not be written. Ranks whose "finish" was one have finished."""
+        try:
+            lost = json.loads((self.run_dir / LOST_LINES_FILE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return 0
+        self.finished_ranks.update(lost["finished_ranks"])
+        return int(lost["lines"])
+
+    def finish(self, cause: str | None) -> dict[str, Any]:
+        """Write summary.json, end the tracker's run, print the table. cause: why it failed."""
+        self.poll()
+        with contextlib.suppress(OSError):
+            self._progress.close()
+        experiment, tracker = self.experiment, self.experiment.tracker
+        pictures = self._draw()
+        summary = self._statistics.summary(
+            name=experiment.name,
+            status="finished" if cause is None else "failed",
+            seed=experiment.seed,
+            profile=experiment.profile,
+            commit=self._commit,
+            cause=cause,
+        )
+        summary["compression"] = experiment.compression_in_force
+        summary["link"] = experiment.cluster.describe()
+        summary["defences"] = experiment.defences_in_force
+        summary["lost_event_lines"] = self.lost_lines() + self._num_malformed
+        summary |= self._audit_wire()
+        if cause is None:
+            summary |= self._measure_leaks()
+        summary_path = self.run_dir / SUMMARY_FILE
+        try:
+            write_summary(summary_path, summary)
+        except OSError as error:
+            log.error("%s could not be written: %s", summary_path, error)
+        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE)
+        kept = [self.run_dir / name for name in files] + pictures
+        for path in kept:
+            if path.exists():
+                tracker.artifact(path)
+        tracker.finish("finished" if cause is None else "failed", summary)
+        places: dict[str, object] = {"run folder": self.run_dir}
+        if (self.run_dir / MODEL_DIR).is_dir():
+            places["model"] = self.run_dir / MODEL_DIR
+            if cause is None and (command := experiment.next_command(self.run_dir)) is not None:
+                places["next"] = command
+        print_report(summary, {**places, **places_of(tracker.recorded())})
+        return summary
+
+    def _audit_wire(self) -> dict[str, Any]:
+        """What left each cloud, of the ranks whose record lies here (all, on one machine)."""
+        try:
+            return {"wire": compact(join_audit(self.run_dir))}
+        except (XcloudError, OSError, ValueError, KeyError) as error:
+            if any(self.run_dir.glob("rank*.wire.json")):
+                log.warning("%s is without its %s: %r", self.run_dir, AUDIT_FILE, error)
+            return {}  # no rank came as far as writing one
+
+    def _measure_leaks(self) -> dict[str, Any]:
+        meter = self.experiment.leak_meter
+        if meter is None:
+            return {}
+        try:
+            leakage = leak_meter.flat(leak_meter.measure(self.run_dir))
+        except Exception as error:
+            log.warning("%s is without its leak figures: %s", self.run_dir, error)
+            return {}
+        if not meter.keep:
+            leak_meter.forget(self.run_dir)
+        return leakage
+
+    def _draw(self) -> list[Path]:
+        """Timeline and pictures, as far as the run came; what cannot be drawn is one warning."""
+        if not self._curves.step:
+            return []
+        experiment = self.experiment
+        facts = experiment.facts
+        written = []
+        try:
+            timeline = timeline_of(self._curves.timeline)
+            if timeline is not None:
+                write_trace(self.run_dir / TRACE_FILE, timeline, facts)
+                written.append(self.run_dir / TRACE_FILE)
+            from xcloud.report.pictures import (
+                write_pictures,  # only now: matplotlib takes half a second
+            )
+
+            title = f"{experiment.name} seed {experiment.seed}, {facts['schedule']}, "
+            title += f"link: {facts['link']}, compression: {facts['compression']}"
+            written += write_pictures(self.run_dir, self._curves, timeline, title)
+        except Exception as error:
+            self._statistics.lost_files.append("pictures")
+            log.warning("%s is without all its pictures: %r", self.run_dir, error)
+        return written
+
+
+def monitor_of(run_dir: Path, file: Path) -> Monitor:
+    config = read_config(file)
+    return Monitor(job_from_config(config), flatten(config), run_dir)
+
+
+def first_failure(run_dir: Path, rank: int) -> str:
+    """Why a run on several machines ended, as far as this machine knows."""
+    for path in sorted(run_dir.glob("rank*.error.json")):
+        with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
+            message = json.loads(path.read_text())["message"]
+            return f"{path.name.removesuffix('.error.json')}: {message}"
+    return f"the run ended before rank {rank} had finished"
+
+
+def main() -> int:
+    """Follow until every rank that counts has said it is done, or rank 0 is gone."""
+    parser = argparse.ArgumentParser(prog="python -m xcloud.run.monitor", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
+    monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    monitor.start()
+    essential = monitor.experiment.essential_ranks
+    while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
+        monitor.poll()
+        monitor.lost_lines()
+        time.sleep(0.1)
+    # Rank 0 writes its record of what left its cloud once its links have closed.
+    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
+    record = arguments.run_dir / "rank0.wire.json"
+    while os.getppid() == arguments.parent and not record.exists():
+        if time.monotonic() > give_up_at_s:
+            break
+        time.sleep(0.1)
+    monitor.poll()
+    monitor.lost_lines()
+    lost = sorted(essential - monitor.finished_ranks)
+    monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
+    print(arguments.run_dir / SUMMARY_FILE)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")

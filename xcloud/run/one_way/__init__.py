@@ -1,0 +1,1 @@
+"""Ranks of a one-way job."""

@@ -1,0 +1,386 @@
+"""What one rank of the consumer does: take batches as planned, learn from them, keep the plan in
+step with the other ranks, and say what happens to the producers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.comm.step_clock import StepClock
+from xcloud.errors import LinkClosed
+from xcloud.job.one_way import OneWayExperiment
+from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.one_way.inbox import Arrived, Inbox
+from xcloud.parallel.one_way.parts import SUMS, Consumer
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.record.one_way_summary import COUNTS, precision_recall
+from xcloud.record.reporter import Reporter
+from xcloud.run.launch import failure_of
+from xcloud.run.one_way.producer import ProducerRun
+from xcloud.training.divergence import DivergenceGuard
+
+GO_ON_FILE = "go_on"
+_POLL_S = 0.2
+
+
+class Feeding(Protocol):
+    """Whatever brings batches: links to other ranks, or the producers in this process."""
+
+    cloud: RankGroup
+    inbox: Inbox
+
+    @property
+    def other_bytes(self) -> int: ...
+
+    def send_orders(self, orders: list[Order]) -> None: ...
+
+    def send_stop(self, last_numbers: dict[Source, int]) -> None: ...
+
+
+class LocalFeeding:
+    """Producers in the consumer's own process: an order is carried out at once."""
+
+    def __init__(self, producers: list[ProducerRun], max_payload_bytes: int) -> None:
+        sources = [Source(index, 0) for index in range(len(producers))]
+        self.cloud = RankGroup.alone()
+        self.inbox = Inbox(sources, max_payload_bytes)
+        self.other_bytes = 0  # nothing crosses
+        self._producers = producers
+        for source in sources:
+            self.inbox.set_ready(source)
+
+    def send_orders(self, orders: list[Order]) -> None:
+        for order in orders:
+            producer = self._producers[order.source.producer]
+            producer.replan(order.num_planned)
+            fed = producer.produce(order.number)
+            producer.learn(order.number, fed)
+            key = MessageKey(Kind.BATCH, order.number)
+            frame = Frame(key, (fed.payload.cpu(),), order.number, 0.0, fed.payload.numel())
+            self.inbox.put(order.source, frame)
+
+    def send_stop(self, last_numbers: dict[Source, int]) -> None:
+        """They wait for nothing."""
+
+
+class ConsumerRun:
+    """`train()` does all steps; `stop_producers()` lets the others go."""
+
+    def __init__(
+        self,
+        experiment: OneWayExperiment,
+        feeding: Feeding,
+        part: Consumer,
+        num_lanes: int,
+        reporter: Reporter,
+        run_dir: Path,
+    ) -> None:
+        layout = experiment.cluster
+        self.experiment, self.feed, self.layout = experiment, experiment.feed, layout
+        self.plan = ConsumptionPlan(
+            layout.shares, layout.num_lanes, num_lanes,
+            experiment.training.batches_per_step, experiment.feed,
+            experiment.training.max_steps * experiment.training.batches_per_step,
+        )  # fmt: skip
+        self._feeding, self._part, self._reporter, self._run_dir = feeding, part, reporter, run_dir
+        self._cloud, self._inbox = feeding.cloud, feeding.inbox
+        self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
+        self._buffer = GradientBuffer(part.module.parameters())
+        training = experiment.training
+        self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
+        self._clock = StepClock()
+        self._names = layout.producers
+        self._taken: Counter[int] = Counter()  # since a producer last came or went
+        self._noted_slow: set[int] = set()
+        self._step = 0
+        self._used: list[Arrived] = []  # in the step under way
+        self._skipped: Counter[Source] = Counter()
+        self._other_bytes = 0
+        # What is agreed on after every attempt at a step, as one vector.
+        self._pairs = [(s, c) for s in self.plan.sources for c in range(num_lanes)]
+
+    @property
+    def _leads(self) -> bool:
+        return self._lane == 0
+
+    def train(self) -> None:
+        """Raises LinkClosed when no producer is left, or one is lost that must not be."""
+        self._note_absent()
+        for step in range(1, self.experiment.training.max_steps + 1):
+            self._step = step
+            self._clock.begin_step(step)
+            self._used, self._skipped = [], Counter()
+            while not (sums := self._attempt())["weight"]:
+                if not self.plan.has_started:
+                    self._clock.begin_step(step)  # waiting for the first is no part of a step
+            # Of sums over the ranks of the consumer, so they decide alike.
+            is_finite = self._buffer.is_finite() and math.isfinite(sums["loss_sum"])
+            what = f"the loss or gradient of step {step} of the consumer"
+            is_skipped = self._guard.skips(what, is_finite)
+            with self._clock.during("optimizer"):
+                if is_skipped:
+                    self._part.skip(step)
+                else:
+                    self._part.update(step, sums["weight"])
+            self._report(sums, is_skipped)
+            if is_skipped and self._leads:
+                self._reporter.event("skipped_update", step=step)
+                self._reporter.note(self._guard.note(what))
+
+    def stop_producers(self) -> None:
+        """No more is wanted. All ranks of a producer end with the same batch."""
+        last = {
+            producer: max(self.plan.numbers(s) for s in self.plan.sources if s[0] == producer)
+            for producer in range(len(self._names))
+        }
+        self._feeding.send_stop({s: last[s.producer] for s in self.plan.sources if self._leads})
+
+    def _attempt(self) -> dict[str, float]:
+        """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of
+        0 means that nothing came, and the step is to be tried again."""
+        orders = self.plan.orders()
+        self._inbox.expect([order for order in orders if order.consumer == self._lane])
+        if self._leads and orders:
+            with self._clock.during("fetch"):
+                self._feeding.send_orders(orders)
+        found, skipped = self._collect()
+        self._used += found
+        self._skipped.update(skipped)
+
+        self._buffer.zero()
+        sums: dict[str, float] = {}
+        if found:
+            with self._clock.during("forward"):
+                sums = dict(self._part.consume([(a.source.producer, a.payload) for a in found]))
+            if unknown := sums.keys() - set(SUMS):
+                raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
+        with self._clock.during("average"):
+            self._buffer.sum_over(self._cloud.group, torch.zeros(()))
+            agreed = self._agree(sums, found, skipped)
+        totals = dict(zip(SUMS, agreed[: len(SUMS)].tolist(), strict=True))
+        self._move_on(agreed[len(SUMS) :])
+        return totals
+
+    def _collect(self) -> tuple[list[Arrived], Counter[Source]]:
+        """This rank's batches of a step, and those that did not come in time."""
+        found: list[Arrived] = []
+        skipped: Counter[Source] = Counter()
+        self._look_for_slow_ones()
+        with self._clock.during("wait"):
+            if self.feed.order == "fixed":
+                for source in self.plan.step_slots(self._lane):
+                    arrived = self._await(source)
+                    if arrived is None:
+                        skipped[source] += 1
+                    else:
+                        found.append(arrived)
+            else:
+                while len(found) < self.plan.per_consumer:
+                    arrived = self._await_any()
+                    if arrived is None:
+                        break
+                    self._taken[arrived.source.producer] += 1
+                    found.append(arrived)
+            if not found and not skipped:
+                self._wait_for_news()
+        return found, skipped
+
+    def _await(self, source: Source) -> Arrived | None:
+        """The next batch of a source; None if it is too slow, or gone and used up."""
+        p = source.producer
+        while True:
+            ended = self._inbox.end_of(p)  # first: what came before the end is still taken
+            if (arrived := self._inbox.take(source)) is not None:
+                return arrived
+            if ended is not None or self.plan.state[p] is State.SLOW:
+                return None
+            self._look_for_slow_ones()
+            if self._is_slow(p) and self.feed.on_slow == "redistribute":
+                return None
+            self._inbox.wait(_POLL_S, lambda: self._inbox.has(source) or self._inbox.ended(p))
+
+    def _await_any(self) -> Arrived | None:
+        """A batch of whoever has one, nearest to the shares; None if nothing more can be expected
+        in this step."""
+        while True:
+            due = [p for p in range(len(self._names)) if self._inbox.is_due(p)]
+            ready = self._inbox.with_batches()
+            chosen = self.plan.choose(ready, self._taken)
+            if chosen is not None:
+                return self._inbox.take_of(chosen)
+            self._look_for_slow_ones()
+            if self.feed.on_slow == "redistribute":
+                due = [p for p in due if not self._is_slow(p)]
+            if not due:
+                # Nobody else will come: shares do not matter any more.
+                return self._inbox.take_of(ready[0]) if ready else None
+            self._inbox.wait(_POLL_S, lambda: self._inbox.with_batches() != ready)  # noqa: B023
+
+    def _wait_for_news(self) -> None:
+        """Nobody feeds at the moment: until one is ready, or gone."""
+        idle = [p for p, s in enumerate(self.plan.state) if s in (State.ABSENT, State.SLOW)]
+        self._inbox.wait(
+            _POLL_S, lambda: any(self._inbox.is_ready(p) or self._inbox.ended(p) for p in idle)
+        )
+
+    def _is_slow(self, p: int) -> bool:
+        return self._inbox.silent_s(p) > self.feed.slow_after_s
+
+    def _look_for_slow_ones(self) -> None:
+        """Where the run waits for a slow producer, say so; elsewhere the plan does."""
+        if self.feed.on_slow != "wait":
+            return
+        for p in range(len(self._names)):
+            if self._inbox.ended(p) or self.plan.state[p] is not State.ACTIVE:
+                self._noted_slow.discard(p)
+            elif self._is_slow(p) and p not in self._noted_slow:
+                self._noted_slow.add(p)
+                said = f"has sent nothing for {self.feed.slow_after_s:g} s; waiting for it"
+                self._tell(p, "slow", f"{said} (feed.on_slow=wait)")
+            elif p in self._noted_slow and not self._is_slow(p):
+                self._noted_slow.discard(p)
+                self._tell(p, "active", "sends again")
+
+    def _agree(
+        self, sums: dict[str, float], found: list[Arrived], skipped: Counter[Source]
+    ) -> Tensor:
+        """Sums over the ranks of the consumer: losses and counts, then what the plan must know."""
+        lane = self._lane
+        consumed = Counter(arrived.source for arrived in found)
+        redistributes = self.feed.on_slow == "redistribute"
+        numbers = [sums.get(name, 0.0) for name in SUMS]
+        for p in range(len(self._names)):
+            is_slow = redistributes and self._is_slow(p)
+            flags = (self._inbox.is_ready(p), is_slow, self._inbox.ended(p))
+            numbers += map(float, flags)
+        for source, c in self._pairs:
+            mine = c == lane
+            numbers += [consumed[source] * mine, skipped[source] * mine]
+        return self._cloud.sum(torch.tensor(numbers, dtype=torch.float64))
+
+    def _move_on(self, agreed: Tensor) -> None:
+        num = len(self._names)
+        flags = agreed[: 3 * num].view(num, 3).long()
+        counts = agreed[3 * num :].view(len(self._pairs), 2).long()
+        consumed, skipped = (
+            {pair: int(n) for pair, n in zip(self._pairs, counts[:, i], strict=True)}
+            for i in (0, 1)
+        )
+        ready, slow, dead = (flags[:, i].tolist() for i in range(3))
+        changes = self.plan.end_step(Round(consumed, skipped, ready, slow, dead))
+        if changes:
+            self._taken.clear()
+        for p, (before, now) in changes.items():
+            self._tell_change(p, before, now)
+            if now is State.DEAD:
+                self._lose(p, before)
+        if self.plan.is_exhausted:
+            raise LinkClosed(
+                f"no producer is left: {', '.join(self._names)} are gone (step {self._step})"
+            )
+
+    def _lose(self, p: int, before: State) -> None:
+        reason = self._why_gone(p)
+        expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
+        if before is State.ABSENT and not expected:
+            raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
+        if self.feed.on_dead == "stop":
+            raise LinkClosed(
+                f"producer {self._names[p]!r} is gone: {reason}. To go on without it set "
+                "feed.on_dead=redistribute"
+            )
+        if self.feed.on_dead == "pause" and not self.plan.is_exhausted:
+            with self._clock.during("wait"):
+                if self._leads:
+                    self._wait_for_user()
+                self._cloud.barrier()
+
+    def _why_gone(self, p: int) -> str:
+        """In its own words where it has left them on this machine."""
+        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_of(self._names[p]))
+        own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
+        return (own[0] if own else self._inbox.end_of(p)) or "lost by another rank"
+
+    def _wait_for_user(self) -> None:
+        file = self._run_dir / GO_ON_FILE
+        file.unlink(missing_ok=True)
+        self._reporter.note(
+            f"paused at step {self._step} (feed.on_dead=pause); to go on without it make the file "
+            f"{file}, to end the run press Ctrl+C"
+        )
+        while not file.exists():
+            time.sleep(_POLL_S)
+        file.unlink()
+        self._reporter.note("going on")
+
+    def _tell_change(self, p: int, before: State, now: State) -> None:
+        if not self._leads:
+            return
+        others = [self._names[q] for q in self.plan.active if q != p]
+        over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
+        if now is State.ACTIVE:
+            said = "is ready" if before is State.ABSENT else "has caught up"
+        elif now is State.SLOW:
+            said = f"has sent nothing for {self.feed.slow_after_s:g} s{over}"
+        else:
+            said = f"is gone ({self._why_gone(p)})"
+            said += over if self.feed.on_dead != "stop" else ""
+        self._tell(p, now.value, said)
+
+    def _tell(self, p: int, state: str, said: str) -> None:
+        if not self._leads:
+            return
+        name = self._names[p]
+        self._reporter.event("producer", producer=name, state=state, step=self._step)
+        self._reporter.note(f"producer {name} {said} (step {self._step})")
+
+    def _note_absent(self) -> None:
+        if self._leads and self.layout.form != "local":
+            wanted = self.feed.min_producers or len(self._names)
+            self._reporter.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
+
+    def _report(self, sums: dict[str, float], is_skipped: bool) -> None:
+        """The step's event of this rank; the first rank tells the sums, but not of a skipped
+        update, where they need not be numbers."""
+        clock, crosses = self._clock, self.layout.crosses_clouds
+        taken: Counter[str] = Counter()
+        fed_bytes: Counter[str] = Counter()
+        line_s: Counter[str] = Counter()
+        for arrived in self._used:
+            name = self._names[arrived.source.producer]
+            taken[name] += 1
+            if crosses:
+                fed_bytes[name] += arrived.num_bytes
+                wan = self.layout.wan_between(self.layout.ranks_of(name)[0], 0)
+                if isinstance(wan, LinkProfile):
+                    line_s[name] += wan.line_s(arrived.num_bytes)  # type: ignore[assignment]
+        other = self._feeding.other_bytes
+        event: dict[str, Any] = {
+            "step": self._step,
+            "step_s": round(clock.end_step(), 6),
+            **{f"{kind}_s": round(getattr(clock, f"{kind}_s"), 6)
+               for kind in ("compute", "codec", "waiting", "sync")},
+            "sent": {"forward": sum(fed_bytes.values()), "other": other - self._other_bytes},
+            "taken": taken,
+            "skipped": {self._names[s.producer]: n for s, n in self._skipped.items()},
+            "fed_bytes": fed_bytes,
+            "line_s": line_s,
+        }  # fmt: skip
+        self._other_bytes = other
+        if self._leads:
+            event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
+        if self._leads and not is_skipped:
+            event["loss"] = sums["loss_sum"] / sums["weight"]
+            event["counts"] = {name: sums[name] for name in COUNTS}
+            event["values"] = precision_recall(sums)
+        self._reporter.event("step", **event)

@@ -1,0 +1,321 @@
+"""Joins the ranks of a one-way job: batches go from every rank of a producer to every rank of the
+consumer, orders from the consumer's first rank to every producer, and nothing else.
+
+The consumer must outlive any producer: there is no collective over both, only over the ranks of
+one cloud, and each point-to-point link ends alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.cluster.window import LinkWindow
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES
+from xcloud.parallel.one_way.inbox import Inbox
+from xcloud.parallel.one_way.orders import OrderBook
+from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.wiring import LinkClocks
+
+_FRAME_SLACK_BYTES = 4096
+_ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
+_REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
+_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+
+_CARRIES = {
+    Kind.BATCH: ("packed token ids and flags uint8 [N]",),
+    Kind.READY: (),
+    Kind.REPORT: ("report lines, see reports",),
+    Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
+    Kind.STOP: ("number of the last batch int32 [1]",),
+    Kind.ALIVE: (),
+    Kind.GOODBYE: (),
+}
+
+_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE)
+
+OnReport = Callable[[Frame], None]
+
+
+@dataclass
+class ProducerWiring:
+    """What a producer's rank holds."""
+
+    cloud: RankGroup
+    outs: list[GlooOutLink]
+    ins: list[GlooInLink]
+    to_recorder: GlooOutLink
+    orders: OrderBook
+    records: list[LinkRecord]  # of what leaves the cloud
+
+    def report(self, lines: bytes) -> None:
+        send_report(self.to_recorder, lines)
+
+    def say_ready(self) -> None:
+        for out in self.outs:
+            out.send(MessageKey(Kind.READY), (), _CARRIES[Kind.READY])
+
+    def send(self, consumer: int, number: int, payload: Tensor) -> None:
+        key = MessageKey(Kind.BATCH, number)
+        self.outs[consumer].send(key, (payload,), _CARRIES[Kind.BATCH])
+
+    def say_alive(self) -> None:
+        """Once no more is wanted: the consumer waits for the end of a producer that lives."""
+        if self.orders.is_stopped:
+            for out in self.outs:
+                out.say_alive()
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver everything. The consumer has said goodbye with its stop; the link ends at once
+        if it is gone."""
+        for out in self.outs:
+            out.close(timeout_s)
+        for incoming in self.ins:
+            incoming.close(timeout_s)
+
+
+@dataclass
+class ConsumerWiring:
+    """What a rank of the consumer holds. out: to the producers' ranks (first rank only). records:
+    of what leaves the cloud. received: by rank of the producer, as a lost one writes no record.
+    """
+
+    cloud: RankGroup
+    inbox: Inbox
+    records: list[LinkRecord] = field(default_factory=list)
+    received: dict[int, LinkRecord] = field(default_factory=dict)
+    out: dict[Source, GlooOutLink] = field(default_factory=dict)
+    ins: dict[Source, GlooInLink] = field(default_factory=dict)
+    peers_out: list[GlooOutLink] = field(default_factory=list)
+    peers_in: list[GlooInLink] = field(default_factory=list)
+
+    @property
+    def other_bytes(self) -> int:
+        """What has crossed between clouds besides batches: orders, reports and the like."""
+        both = (*self.records, *self.received.values())
+        return sum(record.bytes_of[kind] for record in both for kind in _OTHER)
+
+    def report(self, lines: bytes) -> None:
+        """Of a rank that is not the first."""
+        send_report(self.peers_out[0], lines)
+
+    def send_orders(self, orders: list[Order]) -> None:
+        """First rank only. A producer that is gone hears nothing; its end is found elsewhere."""
+        by_source: dict[Source, list[list[int]]] = {}
+        for order in orders:
+            row = [order.number, order.consumer, order.num_planned]
+            by_source.setdefault(order.source, []).append(row)
+        for source, rows in by_source.items():
+            self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
+
+    def send_stop(self, last_numbers: dict[Source, int]) -> None:
+        """No more batches are wanted than up to these numbers. In every rank; all but the first
+        have nobody to tell."""
+        for source, number in last_numbers.items():
+            self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
+
+    def _send(self, source: Source, kind: Kind, part: Tensor) -> None:
+        if source not in self.out or self.inbox.end_of(source.producer) is not None:
+            return
+        try:
+            self.out[source].send(MessageKey(kind), (part,), _CARRIES[kind])
+        except (LinkClosed, LinkTimeout) as error:
+            self.inbox.set_ended(source, str(error))
+
+    def close_producers(self, timeout_s: float) -> dict[int, str]:
+        """Say goodbye to every producer and hear theirs, which come once they have exported: of
+        one that gives signs of life however late. Returns why there was none, by producer: not an
+        error."""
+        unheard: dict[int, str] = {}
+        for source, out in sorted(self.out.items()):
+            try:
+                out.close(timeout_s)
+            except LinkError as error:
+                unheard.setdefault(source.producer, str(error))
+        for source, incoming in sorted(self.ins.items()):
+            try:
+                incoming.close(timeout_s)
+                if not incoming.said_goodbye:
+                    reason = self.inbox.end_of(source.producer) or "its link has ended"
+                    unheard.setdefault(source.producer, reason)
+            except LinkError as error:
+                unheard.setdefault(source.producer, str(error))
+        return unheard
+
+    def close(self, timeout_s: float) -> None:
+        """The links between the ranks of the consumer, when all have come here."""
+        self.cloud.barrier()
+        for out in self.peers_out:
+            out.close(timeout_s)
+        for incoming in self.peers_in:
+            incoming.close(timeout_s)
+
+
+def send_report(link: GlooOutLink, lines: bytes) -> None:
+    """Whole lines, at most REPORT_CAPACITY_BYTES."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), _CARRIES[Kind.REPORT])
+
+
+def sources_of(layout: OneWayLayout) -> dict[Source, int]:
+    """Every rank that feeds, as the plan names it, with its number in the job."""
+    return {
+        Source(producer, lane): rank
+        for producer, cloud in enumerate(layout.producers)
+        for lane, rank in enumerate(layout.ranks_of(cloud))
+    }
+
+
+class OneWayWirer:
+    """Builds one rank's ends. Every rank does so at the same time with the same arguments."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: OneWayLayout,
+        max_payload_bytes: int,
+        run_ahead: int,
+        run_dir: Path,
+    ) -> None:
+        self.rank, self.layout = rank, layout
+        self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
+        self._clocks = LinkClocks(rank, layout, run_dir)
+        self._records: list[LinkRecord] = []
+        self._lives = {
+            peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank
+        }
+        self._own = self._join_clouds()
+        # One group for each direction, so that both flow at once.
+        self._batches, self._orders, self._inside = (
+            dist.new_group(timeout=_FOREVER) for _ in range(3)
+        )
+
+    def producer(self) -> ProducerWiring:
+        orders = OrderBook()
+        outs = [
+            self._out(self._batches, peer, self._to_consumer_bytes(peer))
+            for peer in range(self.layout.num_consumers)
+        ]
+        handlers = {Kind.ORDER: orders.take_orders, Kind.STOP: orders.take_stop}
+        incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.take_end)
+        return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._records)
+
+    def consumer(self, on_report: OnReport) -> ConsumerWiring:
+        sources = sources_of(self.layout)
+        inbox = Inbox(list(sources), self.max_payload_bytes)
+        wiring = ConsumerWiring(self._own, inbox, self._records)
+        for source, rank in sources.items():
+            if self.layout.crosses_clouds:
+                wiring.received[rank] = LinkRecord(self.layout.consumer, self.rank, None)
+            handlers = {
+                kind: partial(_arrived, wiring, source, wiring.received.get(rank), on_report)
+                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT, Kind.ALIVE)
+            }
+            capacity = self._to_consumer_bytes(self.rank)
+            wiring.ins[source] = self._in(
+                self._batches, rank, capacity, handlers, partial(_ended, inbox, source)
+            )
+            if self.rank == 0:
+                wiring.out[source] = self._out(self._orders, rank, self._order_bytes)
+        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
+        if self.rank == 0:
+            wiring.peers_in = [
+                self._in(self._inside, peer, capacity, {Kind.REPORT: on_report})
+                for peer in range(1, self.layout.num_consumers)
+            ]
+        else:
+            wiring.peers_out = [self._out(self._inside, 0, capacity)]
+        return wiring
+
+    def _join_clouds(self) -> RankGroup:
+        own = None
+        for cloud in self.layout.clouds:
+            ranks = self.layout.ranks_of(cloud)
+            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = RankGroup(self.rank, tuple(ranks), group)
+        assert own is not None
+        return own
+
+    @property
+    def _order_bytes(self) -> int:
+        return _FRAME_SLACK_BYTES + 2 * _ORDER_BYTES * self.run_ahead
+
+    def _to_consumer_bytes(self, consumer: int) -> int:
+        longest = max(self.max_payload_bytes, REPORT_CAPACITY_BYTES if consumer == 0 else 0)
+        return longest + _FRAME_SLACK_BYTES
+
+    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
+        record = None
+        if self.layout.wan_between(self.rank, peer) is not None:
+            record = LinkRecord(self.layout.placement(peer).cloud, peer, None)
+            self._records.append(record)
+        return GlooOutLink(
+            group, peer, self._name(peer), capacity, self._clocks.to(peer),
+            self._window(capacity), record=record, life=self._lives[peer],
+        )  # fmt: skip
+
+    def _in(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        capacity: int,
+        handlers: Mapping[Kind, Callable[[Frame], None]],
+        on_end: Callable[[LinkError], None] | None = None,
+    ) -> GlooInLink:
+        return GlooInLink(
+            group, peer, self._name(peer), capacity, handlers, self._window(capacity),
+            on_end=on_end, life=self._lives[peer],
+        )  # fmt: skip
+
+    def _window(self, capacity: int) -> LinkWindow:
+        """Batches ahead, or as many messages with orders for them, and a few reports."""
+        under_way = self.run_ahead + _REPORTS_AHEAD
+        return LinkWindow.covering(under_way, capacity, self.layout.link_budget_bytes)
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+def _arrived(
+    wiring: ConsumerWiring,
+    source: Source,
+    record: LinkRecord | None,
+    on_report: OnReport,
+    frame: Frame,
+) -> None:
+    """In the link's thread. record: None where nothing crosses clouds. Raises FrameError for what
+    a producer may not send; that is not noted, as it carries nothing that has a name."""
+    kind = frame.key.kind
+    if len(frame.parts) != len(_CARRIES[kind]):
+        raise FrameError(
+            f"a {kind.name.lower()} of producer {source.producer} (rank {source.lane}) has "
+            f"{len(frame.parts)} parts, expected {len(_CARRIES[kind])}"
+        )
+    if kind is Kind.BATCH:
+        wiring.inbox.put(source, frame)
+    elif kind is Kind.READY:
+        wiring.inbox.set_ready(source)
+    elif kind is Kind.REPORT:
+        on_report(frame)
+    if record is not None:
+        record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)
+
+
+def _ended(inbox: Inbox, source: Source, reason: LinkError) -> None:
+    inbox.set_ended(source, str(reason))

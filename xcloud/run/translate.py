@@ -1,0 +1,108 @@
+"""Translate lines with a trained run: python -m xcloud translate RUN "Una línea." ["Otra."]
+
+RUN is a run's output folder. All stages run in this process; the message between two clouds goes
+through the run's compressors, as it did in training (--uncompressed leaves them out).
+With no text, lines are read from standard input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.border import Border, Message
+from xcloud.comm.compressor import Compressor
+from xcloud.errors import ConfigError, XcloudError
+from xcloud.job.experiment import EXPERIMENT_FILE, Experiment, read
+from xcloud.parallel.stage import Stage
+from xcloud.project import MODEL_DIR
+from xcloud.run.export import fill, read_stage
+from xcloud.tasks.translation import Translation, TranslationText
+
+
+class Translator:
+    """All stages of a trained run in one process."""
+
+    def __init__(self, run_dir: Path, *, compressed: bool = True) -> None:
+        """Raises ConfigError or DataError if the folder holds no finished translation run."""
+        self.experiment: Experiment = read(run_dir / EXPERIMENT_FILE)
+        task = self.experiment.task
+        if not isinstance(task, Translation):
+            raise ConfigError(
+                f"{run_dir} is a run of {task.describe()}, not of a translation task"
+            )
+        self.text = TranslationText.load(run_dir / MODEL_DIR, task.max_length)
+        self.stages = [self._stage(run_dir, i) for i in range(self.experiment.cluster.num_stages)]
+        self.compressed = compressed
+
+    def _stage(self, run_dir: Path, number: int) -> Stage:
+        architecture, path = read_stage(run_dir, number)
+        stage = self.experiment.model.empty_stage(
+            number,
+            self.experiment.cluster.num_stages,
+            self.text.vocabularies,
+            self.experiment.task.max_length,
+            architecture,
+        )
+        fill(stage, path)
+        return stage.eval()
+
+    @torch.no_grad()
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        ids = torch.arange(len(lines))
+        batch = {"ids": ids, "source": self.text.source_batch(lines)}
+        message: Message | None = None
+        for number, stage in enumerate(self.stages[:-1]):
+            message = stage(message, batch).send
+            assert message is not None
+            if (compressor := self._compressor(number)) is not None:
+                message = self._through(message, self.experiment.borders[number], compressor)
+        return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
+
+    def _compressor(self, stage: int) -> Compressor | None:
+        """What the border behind this stage used at the end of training."""
+        layout = self.experiment.cluster
+        crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+        if not (self.compressed and crosses):
+            return None
+        compression = self.experiment.compression.at_border(stage)
+        return compression.at(self.experiment.training.max_steps).forward
+
+    def _through(self, message: Message, border: Border, compressor: Compressor) -> Message:
+        return {
+            field.name: self._one_way(message[field.name], compressor)
+            if field.dtype.is_floating_point
+            else message[field.name]
+            for field in border.fields
+        }
+
+    @staticmethod
+    def _one_way(tensor: Tensor, compressor: Compressor) -> Tensor:
+        return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m xcloud translate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
+    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    arguments = parser.parse_args(words)
+    try:
+        translator = Translator(arguments.run, compressed=not arguments.uncompressed)
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")
+    if arguments.text:
+        print("\n".join(translator.translate(arguments.text)))
+        return
+    for line in sys.stdin:
+        print(translator.translate([line.strip()])[0], flush=True)
