@@ -5,7 +5,13 @@
 Two namespaces as hosts, one rank in each, the kernel limits their link (tbf). Every rank holds the
 same Transformer layers in both systems, computes the same micro-batches in FP32 and makes the same
 SGD step; the systems take turns within one pair of processes, so noise hits all alike. No
-compression. Prints the median step time of each and the ratio; writes JSON with --json.
+compression. Prints the median step time of each, and writes JSON with --json.
+
+Like for like, and by cause:
+- links: GPipe / GPipe and 1F1B / 1F1B, both with 2 micro-batches in flight. The schedule is the
+  same, so what differs is how messages travel.
+- schedule: our 1F1B with 3 in flight / our 1F1B with 2. torch's 1F1B keeps as many in flight as
+  there are stages, so there is nothing of its own to compare this one with.
 """
 
 from __future__ import annotations
@@ -23,6 +29,12 @@ from pathlib import Path
 from benchmarks.namespaces import ADDRESSES, INTERFACE, available, inside, two_hosts
 
 BATCH, LENGTH, HIDDEN, LAYERS, MICRO_BATCHES = 32, 64, 384, 3, 4
+SYSTEMS = ("xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "torch GPipe", "torch 1F1B 2")
+RATIOS = {
+    "links GPipe": ("xcloud GPipe", "torch GPipe"),
+    "links 1F1B": ("xcloud 1F1B 2", "torch 1F1B 2"),
+    "schedule": ("xcloud 1F1B 3", "xcloud 1F1B 2"),
+}
 
 
 def main() -> None:
@@ -41,17 +53,17 @@ def main() -> None:
     if (reason := available()) is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")
     results = {}
-    print(f"{'link':>12} | {'xcloud gpipe':>12} {'xcloud 1f1b':>12} {'torch GPipe':>12} "
-          f"{'torch 1F1B':>12} | best xcloud / best torch")  # fmt: skip
+    print(f"{'link':>12} | {' '.join(f'{name:>13}' for name in SYSTEMS)} | "
+          f"{' '.join(f'{name:>11}' for name in RATIOS)}")  # fmt: skip
     for mbit in arguments.mbit:
         rate = None if mbit == "free" else float(mbit) * 1e6
         found = measure(rate, arguments.rounds, arguments.steps)
         medians = {name: statistics.median(times) for name, times in found["times"].items()}
-        ours = min(medians["xcloud gpipe"], medians["xcloud 1f1b"])
-        theirs = min(medians["torch GPipe"], medians["torch 1F1B"])
-        row = " ".join(f"{medians[name]:>12.3f}" for name in medians)
-        print(f"{mbit:>7} Mbit | {row} | {ours / theirs:.2f}", flush=True)
-        results[mbit] = {"median_s": medians, "ratio": ours / theirs, "losses": found["losses"]}
+        ratios = {name: medians[a] / medians[b] for name, (a, b) in RATIOS.items()}
+        row = " ".join(f"{medians[name]:>13.3f}" for name in SYSTEMS)
+        found_ratios = " ".join(f"{ratios[name]:>11.2f}" for name in RATIOS)
+        print(f"{mbit:>7} Mbit | {row} | {found_ratios}", flush=True)
+        results[mbit] = {"median_s": medians, "ratios": ratios, "losses": found["losses"]}
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -77,13 +89,16 @@ def rank_main(rank: int, rounds: int, steps: int, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     systems = {
-        "xcloud gpipe": ours(rank, "gpipe"),
-        "xcloud 1f1b": ours(rank, "1f1b"),
+        "xcloud GPipe": ours(rank, GPipe(MICRO_BATCHES)),
+        "xcloud 1F1B 2": ours(rank, OneForwardOneBackward(MICRO_BATCHES, 2)),
+        "xcloud 1F1B 3": ours(rank, OneForwardOneBackward(MICRO_BATCHES, 3)),
         "torch GPipe": theirs(rank, "ScheduleGPipe"),
-        "torch 1F1B": theirs(rank, "Schedule1F1B"),
+        "torch 1F1B 2": theirs(rank, "Schedule1F1B"),
     }
     times: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
@@ -123,7 +138,7 @@ def data():
     return torch.randn(2, BATCH, LENGTH, HIDDEN, generator=generator)
 
 
-def ours(rank: int, schedule_name: str):
+def ours(rank: int, schedule):
     import torch
 
     from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -133,7 +148,6 @@ def ours(rank: int, schedule_name: str):
     from xcloud.comm.phases import Compression
     from xcloud.comm.step_clock import StepClock
     from xcloud.parallel.pipeline import Pipeline
-    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
     from xcloud.parallel.stage import Stage, StageOutput
     from xcloud.run.wiring import wire
     from xcloud.training.batch_plan import cut
@@ -153,11 +167,6 @@ def ours(rank: int, schedule_name: str):
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     plain = Compression(Chain(), Chain(), NoMemory(), NoMemory())
-    schedule = (
-        GPipe(MICRO_BATCHES)
-        if schedule_name == "gpipe"
-        else OneForwardOneBackward(MICRO_BATCHES, 3)
-    )
     wiring = wire(
         rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, schedule, seed=1
     )
