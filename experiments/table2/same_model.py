@@ -58,9 +58,8 @@ def step_time(overrides: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "run.py", *overrides, f"hydra.run.dir={folder}/run"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return float(
-            json.loads((Path(folder) / "run" / "summary.json").read_text())["step_time_s"]
-        )
+        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        return float(summary["step_time_s"]["median"])
 
 
 if __name__ == "__main__":
