@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.feed_simulate import (
+from xcloud.plan.one_way import (
     FeedJob,
     Inside,
     SimulatedCloud,

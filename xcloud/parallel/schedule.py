@@ -7,6 +7,7 @@ micro-batches out of that one order, which keeps any number of lanes free of dea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -96,3 +97,58 @@ class ForwardOnly:
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         return [Action("forward", stage, i) for i in range(self.num_micro_batches)]
+
+
+def rank_actions(
+    schedule: Schedule, stages: Sequence[int], num_stages: int, lane_of: dict[int, tuple[int, int]]
+) -> list[Action]:
+    """The order in which one rank works on all stages it holds.
+
+    lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
+    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
+    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
+    """
+    if len(stages) > 1:
+        order = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
+    else:
+        order = schedule.actions(stages[0], num_stages)
+    return [
+        action
+        for action in order
+        if action.stage in lane_of
+        and action.micro_batch % lane_of[action.stage][1] == lane_of[action.stage][0]
+    ]
+
+
+def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
+    """What equal stages on ranks of their own do in each tick, if every action takes one and
+    messages take none; by stage within a tick. Raises ValueError for a schedule that deadlocks."""
+    queues = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+    position = [0] * num_stages
+    done: set[Action] = set()
+    ticks: list[list[Action]] = []
+    while any(position[stage] < len(queue) for stage, queue in enumerate(queues)):
+        tick = [
+            queue[position[stage]]
+            for stage, queue in enumerate(queues)
+            if position[stage] < len(queue)
+            and _has_input(queue[position[stage]], num_stages, done)
+        ]
+        if not tick:
+            raise ValueError(
+                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+            )
+        done.update(tick)
+        for action in tick:
+            position[action.stage] += 1
+        ticks.append(tick)
+    return ticks
+
+
+def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
+    """Whether the input of `action` is there after the actions in `done`."""
+    if action.kind == "forward":
+        return action.stage == 0 or action._replace(stage=action.stage - 1) in done
+    if action.stage == num_stages - 1:
+        return action._replace(kind="forward") in done
+    return action._replace(stage=action.stage + 1) in done
