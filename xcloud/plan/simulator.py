@@ -98,7 +98,7 @@ class Simulator:
     ) -> None:
         check_int("simulator.num_passes", num_passes, 1)
         check_int("simulator.num_steps", num_steps, 1)
-        self.schedule, self.layout = schedule, layout
+        self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
         self.transfers_block, self.num_passes, self.num_steps = (
             transfers_block, num_passes, num_steps,
         )  # fmt: skip
@@ -170,7 +170,7 @@ class Simulator:
         for stages in dict.fromkeys(placement.stages for placement in self.placements):
             # In one go for all ranks that hold the same stages: what each takes is dealt out.
             alone = {stage: (0, 1) for stage in stages}
-            order = rank_actions(self.schedule, sorted(stages), self.layout.num_stages, alone)
+            order = rank_actions(self.schedule, sorted(stages), self.num_stages, alone)
             for action in order:
                 if action.kind == "backward" and action.stage in self._without_gradient:
                     continue
@@ -185,7 +185,7 @@ class Simulator:
 
     def _deadlock(self) -> ValueError:
         return ValueError(
-            f"{self.schedule.label} with {self.layout.num_stages} stages waits for itself for ever"
+            f"{self.schedule.label} with {self.num_stages} stages waits for itself for ever"
         )
 
     def _build_step(self, orders: list[list[Action]], agrees: bool, is_first: bool) -> None:
@@ -298,7 +298,7 @@ class Simulator:
         self, border: int, action: Action, first: int, direction: str
     ) -> Transfer | None:
         """The message over `border`; None at the ends and between stages of one rank."""
-        if not 0 <= border < self.layout.num_stages - 1:
+        if not 0 <= border < self.num_stages - 1:
             return None
         if direction == "backward" and border in self._without_gradient:
             return None
