@@ -16,7 +16,7 @@ import argparse
 from dataclasses import replace
 
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_way.simulate import Inside, SimulatedCloud, SimulatedJob, scale_consumer
+from xcloud.plan.one_way import Inside, SimulatedCloud, SimulatedJob, scale_consumer
 
 PUBLISHED = "paper, 8 to 64: 4.34x, 54 % of the ideal"
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_way.simulate import (
+from xcloud.plan.one_way import (
     Inside,
     SimulatedCloud,
     SimulatedJob,
     scale_consumer,
-    simulate_feed,
+    simulate_one_way,
 )
 
 FREE = LinkProfile(1e12)
@@ -20,7 +20,7 @@ JOB = SimulatedJob(
 
 
 def test_a_fast_producer_leaves_the_consumer_its_own_pace() -> None:
-    found = simulate_feed(JOB)
+    found = simulate_one_way(JOB)
 
     assert found.step_s == pytest.approx(0.2)
     assert found.batches_per_s == pytest.approx(10)
@@ -29,16 +29,16 @@ def test_a_fast_producer_leaves_the_consumer_its_own_pace() -> None:
 
 def test_a_slow_producer_sets_the_pace_by_its_share() -> None:
     slow = replace(JOB, producers=[SimulatedCloud(1, 0.05), SimulatedCloud(1, 0.3)])
-    assert simulate_feed(slow).step_s == pytest.approx(0.3)
-    assert simulate_feed(slow).bound == "producer 1"
+    assert simulate_one_way(slow).step_s == pytest.approx(0.3)
+    assert simulate_one_way(slow).bound == "producer 1"
 
     two_ranks = replace(JOB, producers=[SimulatedCloud(1, 0.05), SimulatedCloud(2, 0.3)])
-    assert simulate_feed(two_ranks).step_s == pytest.approx(0.2, rel=0.02)
+    assert simulate_one_way(two_ranks).step_s == pytest.approx(0.2, rel=0.02)
 
 
 def test_a_narrow_link_sets_the_pace_by_its_bytes() -> None:
     narrow = LinkProfile(1e5)
-    found = simulate_feed(replace(JOB, link=narrow, payload_bytes=10_000))
+    found = simulate_one_way(replace(JOB, link=narrow, payload_bytes=10_000))
 
     assert found.step_s == pytest.approx(narrow.line_s(10_000))
     assert found.bound.startswith("link of producer")
@@ -47,8 +47,8 @@ def test_a_narrow_link_sets_the_pace_by_its_bytes() -> None:
 def test_latency_costs_nothing_once_run_ahead_covers_it() -> None:
     far = replace(JOB, link=LinkProfile(1e12, 0.5))  # a round trip of five steps
 
-    assert simulate_feed(far).step_s == pytest.approx(0.2)
-    short = simulate_feed(replace(far, run_ahead=2))
+    assert simulate_one_way(far).step_s == pytest.approx(0.2)
+    short = simulate_one_way(replace(far, run_ahead=2))
     assert short.bound == "run-ahead"
     # Two steps under way, each comes back after a round trip and the making of its batch.
     assert short.step_s > 0.5

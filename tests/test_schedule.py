@@ -1,8 +1,14 @@
 import pytest
 
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule
-from xcloud.parallel.simulate import rank_actions, simulate
+from xcloud.parallel.schedule import (
+    Action,
+    GPipe,
+    OneForwardOneBackward,
+    Schedule,
+    ideal_ticks,
+    rank_actions,
+)
 
 SCHEDULES = [
     GPipe(1),
@@ -34,9 +40,9 @@ def test_every_micro_batch_goes_forward_then_backward_once(
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 def test_no_schedule_waits_for_itself(schedule: Schedule, num_stages: int) -> None:
-    found = simulate(schedule, num_stages, 1.0, 2.0, 0.5, 0.1)
+    found = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
 
-    assert len(found.start_s) == 2 * schedule.num_micro_batches * num_stages
+    assert len(set(found)) == len(found) == 2 * schedule.num_micro_batches * num_stages
 
 
 def test_textbook_1f1b_for_four_stages() -> None:
@@ -47,38 +53,13 @@ def test_textbook_1f1b_for_four_stages() -> None:
     )
 
 
-def test_bubble_of_a_free_link_is_the_papers_formula_1() -> None:
-    for p, m in [(2, 4), (4, 8), (3, 7)]:
-        assert simulate(GPipe(m), p, 1.0, 2.0).bubble_ratio == pytest.approx((p - 1) / m)
+def test_a_schedule_that_waits_for_itself_is_refused() -> None:
+    class BackwardFirst(GPipe):
+        def actions(self, stage: int, num_stages: int) -> list[Action]:
+            return super().actions(stage, num_stages)[::-1]
 
-
-def test_bubble_of_blocking_transfers_is_the_papers_formula_2() -> None:
-    tf, tb, tt = 1.0, 2.0, 0.3
-    for p, m in [(2, 4), (2, 9)]:
-        expected = ((p - 1) * (tf + tb + 2 * tt) + 2 * (m - 1) * tt) / (m * (tf + tb))
-        found = simulate(GPipe(m), p, tf, tb, tt, transfers_block=True)
-        assert found.bubble_ratio == pytest.approx(expected)
-
-
-def test_overlapped_transfers_take_the_derived_formula_2_prime() -> None:
-    tf, tb, latency = 1.0, 2.0, 0.2
-    for p, m, tt in [(2, 4, 0.5), (3, 6, 0.5), (2, 4, 1.5), (2, 4, 5.0)]:
-        expected = (
-            p * (tf + tb) + 2 * (p - 1) * (tt + latency) + (m - 1) * (max(tf, tt) + max(tb, tt))
-        )
-        found = simulate(GPipe(m), p, tf, tb, tt, latency)
-        assert found.step_s == pytest.approx(expected)
-
-
-def test_more_in_flight_repairs_1f1b_on_a_slow_link() -> None:
-    """Facts of the design: p=2, m=16, tf=1, tb=2 (bubble ratios)."""
-
-    def bubble(schedule: Schedule, tt: float) -> float:
-        return round(simulate(schedule, 2, 1.0, 2.0, tt).bubble_ratio, 3)
-
-    assert bubble(OneForwardOneBackward(16), 0.5) == 0.229
-    assert bubble(GPipe(16), 0.5) == 0.083
-    assert bubble(OneForwardOneBackward(16, 4), 0.5) < 0.1
+    with pytest.raises(ValueError, match="2 stages waits for itself"):
+        rank_actions(BackwardFirst(2), [0, 1], 2, {0: (0, 1), 1: (0, 1)})
 
 
 def test_lanes_take_their_own_micro_batches() -> None:

@@ -20,8 +20,7 @@ from xcloud.comm.border import Border, Message
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.errors import FrameError
-from xcloud.parallel.schedule import Action, ForwardOnly, Schedule
-from xcloud.parallel.simulate import rank_actions
+from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, rank_actions
 from xcloud.parallel.stage import Batch, Stage, StageOutput
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import Observer, Stream

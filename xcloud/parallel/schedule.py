@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -116,3 +116,58 @@ def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Count
         in_flight[taken] += 1 if action.kind == "forward" else -1
         most[taken] = max(most[taken], in_flight[taken])
     return most
+
+
+def rank_actions(
+    schedule: Schedule, stages: Sequence[int], num_stages: int, lane_of: dict[int, tuple[int, int]]
+) -> list[Action]:
+    """The order in which one rank works on all stages it holds.
+
+    lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
+    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
+    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
+    """
+    if len(stages) > 1:
+        order = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
+    else:
+        order = schedule.actions(stages[0], num_stages)
+    return [
+        action
+        for action in order
+        if action.stage in lane_of
+        and action.micro_batch % lane_of[action.stage][1] == lane_of[action.stage][0]
+    ]
+
+
+def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
+    """What equal stages on ranks of their own do in each tick, if every action takes one and
+    messages take none; by stage within a tick. Raises ValueError for a schedule that deadlocks."""
+    queues = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+    position = [0] * num_stages
+    done: set[Action] = set()
+    ticks: list[list[Action]] = []
+    while any(position[stage] < len(queue) for stage, queue in enumerate(queues)):
+        tick = [
+            queue[position[stage]]
+            for stage, queue in enumerate(queues)
+            if position[stage] < len(queue)
+            and _has_input(queue[position[stage]], num_stages, done)
+        ]
+        if not tick:
+            raise ValueError(
+                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+            )
+        done.update(tick)
+        for action in tick:
+            position[action.stage] += 1
+        ticks.append(tick)
+    return ticks
+
+
+def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
+    """Whether the input of `action` is there after the actions in `done`."""
+    if action.kind == "forward":
+        return action.stage == 0 or action._replace(stage=action.stage - 1) in done
+    if action.stage == num_stages - 1:
+        return action._replace(kind="forward") in done
+    return action._replace(stage=action.stage + 1) in done

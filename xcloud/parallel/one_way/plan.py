@@ -147,6 +147,7 @@ class ConsumptionPlan:
     state: list[State] = field(init=False)
     ordered: Counter[tuple[Source, int]] = field(default_factory=Counter)
     consumed: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    _num_ordered: Counter[Source] = field(default_factory=Counter)
     _slots: list[deque[Source]] = field(init=False)
     _planned: Counter[Source] = field(default_factory=Counter)
     _surplus: Counter[tuple[Source, int]] = field(default_factory=Counter)
@@ -184,7 +185,7 @@ class ConsumptionPlan:
 
     def numbers(self, source: Source) -> int:
         """Batches ordered of a source so far; they are numbered from 1."""
-        return sum(self.ordered[source, c] for c in range(self.num_consumers))
+        return self._num_ordered[source]
 
     def step_slots(self, consumer: int) -> list[Source]:
         """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
@@ -279,6 +280,7 @@ class ConsumptionPlan:
 
     def _order(self, source: Source, consumer: int) -> Order:
         self.ordered[source, consumer] += 1
+        self._num_ordered[source] += 1
         p, number = source.producer, self.numbers(source)
         # Ranks that average gradients need one learning rate, whenever each is told the number.
         num_planned = self._told.setdefault((p, number), self.expected(p))

@@ -1,0 +1,152 @@
+"""How far the simulator is from real runs, and how fast it is.
+
+    python -m benchmarks.bench_simulator [--steps 24] [--json FILE] [--speed-only] [key=value ...]
+
+Real runs of a small pipeline (stages that mostly sleep, so that a busy machine changes little)
+over emulated links. Each run's recorded step is read back as costs and simulated (replay), and is
+predicted from the averaged costs of the first run, over a free line, with the layout's own link
+(forecast). Errors are of the recorded step's time. key=value are overrides of every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tests.toy import toy_config
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.job.experiment import EXPERIMENT_FILE, read
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.plan.costs import Costs, TableCosts, UniformCosts
+from xcloud.plan.measured import measured_costs
+from xcloud.plan.prediction import Prediction
+from xcloud.plan.recorded import read_timeline
+from xcloud.plan.simulator import Simulator, simulate
+from xcloud.run.local import run
+
+FREE_LINE = ("free", 1e10, 0.0)
+LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),
+         ("100 Mbit/s, 100 ms", 100e6, 0.05)]  # fmt: skip
+SCHEDULES = ("gpipe", "one_forward_one_backward")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--speed-only", action="store_true")
+    parser.add_argument("override", nargs="*", help="key=value")
+    a = parser.parse_args()
+    results: dict[str, Any] = {"speed": speed()}
+    if not a.speed_only:
+        results["runs"] = compare(a.steps, a.override)
+    if a.json:
+        a.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def compare(steps: int, overrides: list[str]) -> list[dict[str, Any]]:
+    print(f"\n{'line':>20} {'schedule':>26} | step s | replay | forecast | bound")
+    rows, known = [], None
+    for name, rate, latency_s in LINES:
+        for schedule in SCHEDULES:
+            found = measure(schedule, rate, latency_s, steps, overrides)
+            if known is None:
+                known = found["averaged"]
+            forecast = predict(found, known)
+            errors = [p.step_s / found["step_s"] - 1 for p in (found["replay"], forecast)]
+            print(
+                f"{name:>20} {schedule:>26} | {found['step_s']:.4f} | {100 * errors[0]:+5.1f} % | "
+                f"{100 * errors[1]:+6.1f} % | {found['replay'].bound}",
+                flush=True,
+            )
+            rows.append({"line": name, "schedule": schedule, "step_s": found["step_s"],
+                         "replay_error": errors[0], "forecast_error": errors[1]})  # fmt: skip
+    return rows
+
+
+def measure(
+    schedule: str, rate: float, latency_s: float, steps: int, overrides: list[str]
+) -> dict[str, Any]:
+    config = toy_config(
+        "two_clouds",
+        ["cluster/wan=office_100m", f"cluster.wan.bandwidth_bits_per_s={rate}",
+         f"cluster.wan.latency_s={latency_s}", f"schedule={schedule}",
+         "schedule.num_micro_batches=8", f"training.max_steps={steps}", "training.batch_size=32",
+         "training.evaluate_every=0", *overrides],
+    )  # fmt: skip
+    config["model"] |= {"hidden": 128, "step_s": 0.01}  # type: ignore[operator]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run_dir = Path(folder) / "run"
+        run(OmegaConf.create(config), run_dir)
+        timeline = read_timeline(run_dir)
+        experiment = read(run_dir / EXPERIMENT_FILE)
+    costs = measured_costs(timeline)
+    found = {
+        "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),
+        "experiment": experiment,
+        "averaged": costs.averaged(),
+    }
+    return found | {"replay": predict(found, costs)}
+
+
+def predict(found: dict[str, Any], costs: Costs) -> Prediction:
+    if isinstance(costs, TableCosts):
+        costs = TableCosts(
+            costs.forward_s, costs.backward_s, costs.forward, costs.backward, costs.updates,
+            control_bytes=costs.control_bytes,
+        )  # fmt: skip
+    experiment = found["experiment"]
+    return simulate(
+        experiment.schedule, experiment.cluster, costs, agrees=True,
+        num_passes=experiment.training.accumulate_steps, num_steps=3,
+    )  # fmt: skip
+
+
+def speed() -> dict[str, float]:
+    two = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
+    costs = UniformCosts(1.0, 2.0, 0.5, 0.1)
+    found = {}
+    for schedule in (GPipe(16), OneForwardOneBackward(16)):
+        simulator = Simulator(schedule, two)
+        found[schedule.label] = _per_s(lambda s=simulator: s.run(costs).step_s)  # type: ignore[misc]
+        found[f"{schedule.label}, from scratch"] = _per_s(
+            lambda s=schedule: simulate(s, two, costs).step_s  # type: ignore[misc]
+        )
+    for name, rate in found.items():
+        print(f"2 stages, {name}: {rate:,.0f} simulations a second")
+    for clouds, ranks, m in ((64, 1, 256), (64, 32, 256), (64, 64, 256)):
+        layout = ClusterLayout({f"c{i}": Cloud(ranks) for i in range(clouds)}, "free")
+        started_s = time.perf_counter()
+        large: Schedule = OneForwardOneBackward(m)
+        built = Simulator(large, layout)
+        built_s = time.perf_counter() - started_s
+        step = built.run(costs)
+        step.step_s  # noqa: B018
+        took_s = time.perf_counter() - started_s - built_s
+        name = f"{clouds} clouds x {ranks} ranks, m={m}"
+        print(f"{name}: {built_s:.2f} s to build, {took_s:.2f} s to simulate, "
+              f"{len(built.transfers):,} messages")  # fmt: skip
+        found[name] = took_s
+    return found
+
+
+def _per_s(once: Any, at_least_s: float = 0.5) -> float:
+    started_s, num = time.perf_counter(), 0
+    while time.perf_counter() - started_s < at_least_s:
+        once()
+        num += 1
+    return num / (time.perf_counter() - started_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Costs from files and from recorded steps; the last test records a real one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.test_timeline import timeline as recorded_by_hand
+from tests.toy import toy_config
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule
+from xcloud.plan.cost_file import read_costs, write_costs
+from xcloud.plan.costs import Costs, Direction, TableCosts, Update
+from xcloud.plan.line import Line
+from xcloud.plan.measured import measured_costs
+from xcloud.plan.prediction import Prediction
+from xcloud.plan.recorded import read_timeline
+from xcloud.plan.simulator import simulate
+from xcloud.record.timeline import Timeline, write_trace
+from xcloud.run.local import run
+
+FULL = TableCosts(
+    [0.010, 0.020],
+    [0.020, 0.040],
+    [Direction(20_000, 0.001, 0.002)],
+    [Direction(10_000, 0.003, 0.001)],
+    [Update(0.001, 0.0, 0.002, 0.003), Update(0.0, 0.0, 0.001, 0.006)],
+    {1: 1.5},
+    {"a-b": Line(LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]]), 0.0005, window=3)},
+)
+PLAIN = replace(FULL, slowdown={}, lines={})
+TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(8e6, 0.004))
+
+
+def predict(costs: Costs, schedule: Schedule = GPipe(4)) -> Prediction:  # noqa: B008
+    return simulate(schedule, TWO, costs, agrees=True, num_passes=2, num_steps=3)
+
+
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
+    write_costs(tmp_path / "costs.json", FULL)
+
+    found = read_costs(tmp_path / "costs.json")
+
+    assert predict(found).timeline == predict(FULL).timeline
+    assert found.lines["a-b"].window == 3 and found.slowdown == {1: 1.5}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"forwards_s": [1]}, "no key 'forwards_s'; allowed are forward_s"),
+        ({"forward_s": [1.0, -1.0]}, r"forward_s\[1\]"),
+        ({"forward_s": [1.0]}, "one number for each stage"),
+        ({"forward_s": 3}, "forward_s must be a list"),
+        ({"forward": []}, None),
+        ({"forward": [{}, {}]}, "each of the 1 borders"),
+        ({"forward": [{"bytes": 3}]}, r"forward\[0\] has no key 'bytes'"),
+        ({"updates": [{}]}, "each of the 2 stages"),
+        ({"slowdown": {"a": 2}}, "ranks by number, got 'a'"),
+        ({"lines": {"a-b": {"window": 0}}}, "line.window must be"),
+        ({"lines": {"a-b": {"profile": {"bandwidth_bits_per_s": 0}}}}, "bandwidth_bits_per_s"),
+        ({"lines": {"a-b": {"profile": {}}}}, "lines.a-b.profile: .*bandwidth_bits_per_s"),
+    ],
+)
+def test_a_bad_table_is_refused_by_name(
+    change: dict[str, object], message: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(file, FULL)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    if message is None:
+        read_costs(file)
+        return
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_costs(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(4), OneForwardOneBackward(4)], ids=repr)
+def test_a_predicted_step_read_back_as_costs_predicts_itself(schedule: Schedule) -> None:
+    first = predict(PLAIN, schedule)
+
+    again = predict(measured_costs(first.timeline), schedule)
+
+    # To the microseconds that a record is kept in.
+    assert again.step_s == pytest.approx(first.step_s, abs=1e-4)
+    assert [b.name for b in again.timeline.lanes[1].boxes if b.what != "wait"] == [
+        b.name for b in first.timeline.lanes[1].boxes if b.what != "wait"
+    ]
+    averaged = measured_costs(first.timeline).averaged()
+    assert averaged.forward_s == pytest.approx(PLAIN.forward_s, abs=2e-6)
+    assert averaged.backward_s == pytest.approx(PLAIN.backward_s, abs=2e-6)
+    assert averaged.forward[0].num_bytes == 20_000
+    assert averaged.forward[0].decompress_s == pytest.approx(0.002, abs=2e-6)
+    line = averaged.lines["a-b"].profile
+    assert line is not None and line.latency_s == pytest.approx(0.004, abs=1e-5)
+    assert line.bandwidth_bits_per_s == pytest.approx(8e6, rel=1e-3)
+    # Other micro-batches and another line are for the averages.
+    wider = replace(averaged, lines={"a-b": Line(), "b-a": Line()})
+    assert predict(wider, GPipe(9)).step_s == pytest.approx(
+        predict(replace(PLAIN, lines=wider.lines), GPipe(9)).step_s, rel=1e-3
+    )
+
+
+def test_ranks_of_a_stage_are_read_apart() -> None:
+    layout = ClusterLayout({"a": Cloud(3), "b": Cloud(2)}, LinkProfile(8e6, 0.004))
+    costs = replace(PLAIN, updates=[Update(average_s=0.01), Update(average_s=0.02)],
+                    slowdown={1: 2.0})  # fmt: skip
+    first = simulate(GPipe(6), layout, costs, agrees=True, num_steps=2)
+
+    again = measured_costs(first.timeline)
+
+    assert again.action_s(1, Action("forward", 0, 1)) == pytest.approx(0.02, abs=3e-6)
+    assert again.action_s(0, Action("forward", 0, 3)) == pytest.approx(0.01, abs=3e-6)
+    assert again.update(2, (0,)).average_s == pytest.approx(0.01, abs=3e-6)
+    found = simulate(GPipe(6), layout, again, agrees=True, num_steps=2)
+    assert found.step_s == pytest.approx(first.step_s, rel=2e-3)
+
+
+def test_a_real_network_gives_its_bandwidth_and_latency() -> None:
+    """Nobody says when a real line carried what: only when it was handed over, and was there."""
+    first = predict(PLAIN).timeline
+    flights = {
+        direction: tuple(f._replace(until_us=f.arrived_us, from_us=f.queued_us) for f in some)
+        for direction, some in first.flights.items()
+    }
+
+    line = measured_costs(replace(first, flights=flights)).lines["a", "b"]
+
+    assert line.profile is not None
+    # The small messages of the norm show the latency.
+    assert line.latency_s == pytest.approx(0.004, rel=0.1)
+    assert line.profile.bandwidth_bits_per_s == pytest.approx(8e6, rel=0.1)
+
+
+def test_what_was_not_recorded_is_said() -> None:
+    costs = measured_costs(recorded_by_hand())
+
+    with pytest.raises(ValueError, match=r"no forward of micro-batch 1 at stage 0.*averaged"):
+        simulate(GPipe(2), TWO, costs)
+
+
+def test_a_trace_file_is_the_same_step(tmp_path: Path) -> None:
+    step = predict(PLAIN).timeline
+    write_trace(tmp_path / "timeline.json", step, {})
+
+    found = read_timeline(tmp_path)
+
+    assert without_ends(found) == without_ends(step)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_timeline(tmp_path / "nothing")
+
+
+def without_ends(step: Timeline) -> Timeline:
+    """Of the ranks' steps, and the numbers of messages that carry none in a trace."""
+    return replace(
+        step,
+        lanes=tuple(replace(lane, from_us=0, until_us=0) for lane in step.lanes),
+        flights={
+            direction: tuple(f._replace(micro_batch=0) if f.kind == "norm" else f for f in some)
+            for direction, some in step.flights.items()
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "one_forward_one_backward"])
+def test_a_real_step_read_back_as_costs_predicts_its_own_time(
+    schedule: str, tmp_path: Path
+) -> None:
+    config = toy_config(
+        "two_clouds_dp",
+        [
+            "cluster/wan=office_100m", "cluster.wan.bandwidth_bits_per_s=20e6",
+            "cluster.wan.latency_s=0.02", f"schedule={schedule}", "training.accumulate_steps=2",
+            "training.max_steps=16", "compression=int8",
+        ],
+    )  # fmt: skip
+    config["model"] |= {"step_s": 0.01}  # type: ignore[operator]
+    run(OmegaConf.create(config), tmp_path)
+    step = read_timeline(tmp_path)
+    from xcloud.job.experiment import EXPERIMENT_FILE, read
+
+    experiment = read(tmp_path / EXPERIMENT_FILE)
+
+    found = simulate(
+        experiment.schedule, experiment.cluster, measured_costs(step), agrees=True,
+        num_passes=2, num_steps=3,
+    )  # fmt: skip
+
+    for lane, predicted in zip(step.lanes, found.timeline.lanes, strict=True):
+        assert sorted({b.name for b in lane.boxes if b.direction and b.what != "wait"}) == sorted(
+            {b.name for b in predicted.boxes if b.direction and b.what != "wait"}
+        )
+    recorded_s = 1e-6 * max(lane.until_us - lane.from_us for lane in step.lanes)
+    assert found.step_s == pytest.approx(recorded_s, rel=0.25)  # a busy machine is not its model
+    assert messages(found.timeline) == messages(step)
+
+
+def messages(step: Timeline) -> list[tuple[object, ...]]:
+    return sorted(
+        (f.kind, f.sender, f.receiver, f.micro_batch, f.num_bytes)
+        for some in step.flights.values()
+        for f in some
+        if f.kind in ("activation", "gradient")
+    )

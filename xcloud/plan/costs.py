@@ -1,0 +1,217 @@
+"""What things cost, for the simulator: seconds of work, bytes of messages, lines between clouds.
+Numbers only; measured.py makes them from a recorded step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, Protocol
+
+from xcloud.checks import check_int, check_number
+from xcloud.cluster.layout import Wan
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.parallel.schedule import Action
+from xcloud.plan.line import FREE, Line
+
+
+class Transfer(NamedTuple):
+    """One message of the pipeline. border: number of the stage before it; direction: "forward" for
+    its activation, "backward" for the gradient. micro_batch: counts within the update."""
+
+    direction: str
+    border: int
+    micro_batch: int
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds that one rank spends on a step outside the schedule. fetch_s: before each pass.
+    average_s: the all-reduce with the other ranks of its stage, once all are there. norm_s: up to
+    the agreement on the gradient norm. optimizer_s: after it, clipping included."""
+
+    fetch_s: float = 0.0
+    average_s: float = 0.0
+    norm_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            check_number(f"update.{entry.name}", getattr(self, entry.name), 0.0)
+
+
+class Costs(Protocol):
+    """Every method is a pure function of its arguments."""
+
+    control_bytes: int
+    """Bytes of a message of the agreement on the gradient norm."""
+
+    def action_s(self, rank: int, action: Action) -> float:
+        """Seconds of computing; micro_batch counts within the update."""
+
+    def message_bytes(self, message: Transfer) -> int:
+        """Bytes of the whole frame."""
+
+    def compress_s(self, message: Transfer) -> float:
+        """Seconds of its sender's main thread, framing included."""
+
+    def decompress_s(self, message: Transfer) -> float: ...
+
+    def line(self, here: str, there: str, wan: Wan | None) -> Line:
+        """What carries messages from one cloud to another, or, if they are the same, between two
+        of its ranks. wan: what the layout says about these clouds; None inside one."""
+
+    def update(self, rank: int, stages: Sequence[int]) -> Update:
+        """stages: those that the rank holds."""
+
+
+def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
+    """The line that the layout describes. Raises ConfigError for a real network, which has no
+    numbers."""
+    if wan is None or wan == "free":
+        return FREE
+    if isinstance(wan, LinkProfile):
+        return Line(wan)
+    raise ConfigError(
+        f"nobody says what the real network from {here!r} to {there!r} can do; give the costs a "
+        f"line named '{here}-{there}', or the layout a link profile"
+    )
+
+
+@dataclass(frozen=True)
+class UniformCosts:
+    """Equal stages and borders, in the paper's letters: tf = forward_s and tb = backward_s of a
+    micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s.
+
+    Messages have no bytes and nothing but these costs time; the layout's links are not asked.
+    """
+
+    forward_s: float
+    backward_s: float
+    transfer_s: float = 0.0
+    latency_s: float = 0.0
+    control_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
+            check_number(f"costs.{name}", getattr(self, name), 0.0)
+        # No bytes, so the bandwidth plays no part.
+        object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
+
+    def action_s(self, rank: int, action: Action) -> float:
+        return self.forward_s if action.kind == "forward" else self.backward_s
+
+    def message_bytes(self, message: Transfer) -> int:
+        return 0
+
+    def compress_s(self, message: Transfer) -> float:
+        return 0.0
+
+    def decompress_s(self, message: Transfer) -> float:
+        return 0.0
+
+    def line(self, here: str, there: str, wan: Wan | None) -> Line:
+        line: Line = self._line  # type: ignore[attr-defined]
+        return line
+
+    def update(self, rank: int, stages: Sequence[int]) -> Update:
+        return Update()
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What goes one way over one border, for each micro-batch."""
+
+    num_bytes: int = 0
+    compress_s: float = 0.0
+    decompress_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("costs.borders: num_bytes", self.num_bytes, 0)
+        check_number("costs.borders: compress_s", self.compress_s, 0.0)
+        check_number("costs.borders: decompress_s", self.decompress_s, 0.0)
+
+
+@dataclass(frozen=True)
+class TableCosts:
+    """Numbers from a table; the same for every micro-batch.
+
+    forward_s, backward_s: by stage. forward, backward: by border (the gradient in `backward`).
+    updates: by stage; of a rank with several stages they add up. Missing ones cost nothing.
+    slowdown: rank -> how many times longer it computes and updates; 1 for the others.
+    lines: "a-b" -> the line from cloud a to cloud b, or inside a cloud as "a-a". Where none is
+        named, the layout says what joins two clouds, and messages inside a cloud are free.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    forward: Sequence[Direction] = ()
+    backward: Sequence[Direction] = ()
+    updates: Sequence[Update] = ()
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    lines: Mapping[str, Line] = field(default_factory=dict)
+    control_bytes: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s"):
+            for stage, value in enumerate(getattr(self, name)):
+                check_number(f"costs.{name}[{stage}]", value, 0.0)
+        if len(self.forward_s) != len(self.backward_s) or not self.forward_s:
+            raise ConfigError(
+                f"costs.forward_s and costs.backward_s need one number for each stage, got "
+                f"{len(self.forward_s)} and {len(self.backward_s)}"
+            )
+        borders = len(self.forward_s) - 1
+        for name in ("forward", "backward"):
+            if len(getattr(self, name)) not in (0, borders):
+                raise ConfigError(
+                    f"costs.{name} needs one entry for each of the {borders} borders between "
+                    f"stages, or none at all; got {len(getattr(self, name))}"
+                )
+        if len(self.updates) not in (0, borders + 1):
+            raise ConfigError(
+                f"costs.updates needs one entry for each of the {borders + 1} stages, or none at "
+                f"all; got {len(self.updates)}"
+            )
+        for rank, factor in self.slowdown.items():
+            check_number(f"costs.slowdown[{rank}]", factor, 0.0, above=True)
+        check_int("costs.control_bytes", self.control_bytes, 0)
+
+    def action_s(self, rank: int, action: Action) -> float:
+        table = self.forward_s if action.kind == "forward" else self.backward_s
+        return table[action.stage] * self.slowdown.get(rank, 1.0)
+
+    def message_bytes(self, message: Transfer) -> int:
+        return self._direction(message).num_bytes
+
+    def compress_s(self, message: Transfer) -> float:
+        return self._direction(message).compress_s
+
+    def decompress_s(self, message: Transfer) -> float:
+        return self._direction(message).decompress_s
+
+    def line(self, here: str, there: str, wan: Wan | None) -> Line:
+        found = self.lines.get(f"{here}-{there}")
+        return line_of_layout(here, there, wan) if found is None else found
+
+    def update(self, rank: int, stages: Sequence[int]) -> Update:
+        if not self.updates:
+            return Update()
+        factor = self.slowdown.get(rank, 1.0)
+        mine = [self.updates[stage] for stage in stages]
+        return Update(
+            factor * sum(entry.fetch_s for entry in mine),
+            sum(entry.average_s for entry in mine),
+            factor * sum(entry.norm_s for entry in mine),
+            factor * sum(entry.optimizer_s for entry in mine),
+        )
+
+    def _direction(self, message: Transfer) -> Direction:
+        table = self.forward if message.direction == "forward" else self.backward
+        return table[message.border] if table else _NOTHING
+
+
+_NOTHING = Direction()

@@ -1,0 +1,325 @@
+"""Discrete events: ranks that work through lists of operations, and lines that carry messages
+between them. Knows nothing of stages, schedules or clouds; those who write programs do.
+
+A *token* is something that operations wait for: so many signals or arrivals, then it is there. An
+operation may wait for one token; when it ends, it may post messages, each of which counts for a
+token when it arrives, and signal a token at once. Messages of one *route* share a line; those of
+one *channel* (a sender, a receiver, one kind of traffic) share a window.
+
+Cost: O((operations + messages) * log(ranks)). Times in seconds from 0 on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from xcloud.plan.line import Line
+
+
+class Parcel(NamedTuple):
+    """A message: where it goes, not how large it is."""
+
+    sender: int
+    receiver: int
+    route: int
+    channel: int
+    token: int
+
+
+@dataclass
+class Program:
+    """What every rank does, in order. By rank and operation: needs (token or -1), posts (numbers
+    of parcels), signals (token or -1). counts: of each token."""
+
+    needs: list[list[int]]
+    posts: list[list[tuple[int, ...]]]
+    signals: list[list[int]]
+    parcels: list[Parcel] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_routes: int = 0
+    num_channels: int = 0
+
+    @classmethod
+    def for_ranks(cls, num_ranks: int) -> Program:
+        return cls(*([[] for _ in range(num_ranks)] for _ in range(3)))  # type: ignore[arg-type]
+
+    def token(self, count: int = 1) -> int:
+        self.counts.append(count)
+        return len(self.counts) - 1
+
+    def route(self) -> int:
+        self.num_routes += 1
+        return self.num_routes - 1
+
+    def channel(self) -> int:
+        self.num_channels += 1
+        return self.num_channels - 1
+
+    def parcel(self, sender: int, receiver: int, route: int, channel: int, token: int) -> int:
+        self.parcels.append(Parcel(sender, receiver, route, channel, token))
+        return len(self.parcels) - 1
+
+    def operation(
+        self, rank: int, need: int = -1, posts: tuple[int, ...] = (), signal: int = -1
+    ) -> None:
+        self.needs[rank].append(need)
+        self.posts[rank].append(posts)
+        self.signals[rank].append(signal)
+
+
+class Passage(NamedTuple):
+    """Of one message: handed to the line, carried from, until, at the receiver."""
+
+    queued_s: float
+    from_s: float
+    until_s: float
+    arrived_s: float
+
+
+NEVER = Passage(*[float("inf")] * 4)
+
+
+@dataclass
+class Moments:
+    """begin_s: by rank, of each operation that began, once its token was there. passages: by
+    parcel; NEVER if it was not posted."""
+
+    begin_s: list[list[float]]
+    passages: list[Passage]
+
+    def has_ended(self, program: Program, rank: int) -> bool:
+        return len(self.begin_s[rank]) == len(program.needs[rank])
+
+
+class _Lines:
+    """State of all routes during one simulation."""
+
+    def __init__(
+        self, program: Program, num_bytes: Sequence[int], lines: Sequence[Line | None]
+    ) -> None:
+        self.lines = [Line() if line is None else line for line in lines]
+        self.latency_s = [line.latency_s for line in self.lines]
+        self.free_s = [0.0] * len(lines)
+        self._last_s = [0.0] * len(lines)
+        self._num_carried = [0] * len(lines)
+        self._num_bytes = num_bytes
+        self._odd = [not line.is_steady or line.jitter_s > 0 for line in self.lines]
+        known: dict[tuple[int, int], float] = {}
+        self._line_s = []
+        for parcel, size in zip(program.parcels, num_bytes, strict=True):
+            key = parcel.route, size
+            if key not in known:
+                known[key] = self.lines[parcel.route].line_s(size)
+            self._line_s.append(known[key])
+
+    def carry(self, number: int, route: int, queued_s: float, now_s: float) -> Passage:
+        """Take the route's line for this parcel from now_s on, or when it is free."""
+        free_s = self.free_s[route]
+        start_s = now_s if now_s > free_s else free_s
+        if not self._odd[route]:
+            until_s = start_s + self._line_s[number]
+            self.free_s[route] = until_s
+            return Passage(queued_s, start_s, until_s, until_s + self.latency_s[route])
+        line = self.lines[route]
+        until_s = self.free_s[route] = line.until_s(start_s, self._num_bytes[number])
+        arrived_s = until_s + self.latency_s[route]
+        if line.profile is not None and line.jitter_s:
+            # The draws of the emulated link (cluster/emulated_link.py).
+            draw = random.Random(f"{line.profile.seed}:{self._num_carried[route]}").random()
+            arrived_s += draw * line.jitter_s
+        self._num_carried[route] += 1
+        arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
+        return Passage(queued_s, start_s, until_s, arrived_s)
+
+
+def run(
+    program: Program,
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[int],
+    lines: Sequence[Line | None],
+) -> Moments:
+    """Carry the program out; messages travel while ranks work.
+
+    seconds: by rank and operation. num_bytes: by parcel. lines: by route, None = free. A rank
+    whose token never comes stops there: see Moments.has_ended.
+    """
+    state = _Lines(program, num_bytes, lines)
+    carry, parcels = state.carry, program.parcels
+    missing = list(program.counts)
+    ready_s = [0.0] * len(missing)
+    sleepers: dict[int, list[int]] = {}
+    num_ranks = len(program.needs)
+    position = [0] * num_ranks
+    free_s = [0.0] * num_ranks
+    begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
+    passages = [NEVER] * len(parcels)
+    # (when, rank) = its operation under way ends; (when, num_ranks + parcel) = it may leave.
+    events: list[tuple[float, int]] = []
+    awake = list(range(num_ranks))
+    windows = [line.window for line in state.lines]
+    under_way: list[list[float]] = [[] for _ in range(program.num_channels)]  # arrival times
+    held: list[list[tuple[int, float]]] = [[] for _ in range(program.num_channels)]
+
+    def leave(number: int, queued_s: float, now_s: float) -> None:
+        parcel = parcels[number]
+        found = passages[number] = carry(number, parcel.route, queued_s, now_s)
+        count(parcel.token, found.arrived_s)
+        if windows[parcel.route] is not None:
+            under_way[parcel.channel].append(found.arrived_s)
+            if held[parcel.channel]:
+                heappush(events, (free_slot_s(parcel), num_ranks + held[parcel.channel][0][0]))
+
+    def free_slot_s(parcel: Parcel) -> float:
+        """When the channel may send the next message."""
+        window, arrived = windows[parcel.route], under_way[parcel.channel]
+        if window is None or len(arrived) < window:
+            return 0.0
+        return arrived[-window] + state.latency_s[parcel.route]
+
+    def count(token: int, at_s: float) -> None:
+        missing[token] -= 1
+        if at_s > ready_s[token]:
+            ready_s[token] = at_s
+        if not missing[token] and token in sleepers:
+            awake.extend(sleepers.pop(token))
+
+    while True:
+        while awake:
+            rank = awake.pop()
+            at, index = free_s[rank], position[rank]
+            needs, posts, signals = program.needs[rank], program.posts[rank], program.signals[rank]
+            took, begins, end = seconds[rank], begin_s[rank], len(needs)
+            while index < end:
+                token = needs[index]
+                if token >= 0:
+                    if missing[token]:
+                        sleepers.setdefault(token, []).append(rank)
+                        break
+                    if ready_s[token] > at:
+                        at = ready_s[token]
+                begins.append(at)
+                at += took[index]
+                index += 1
+                if posts[index - 1] or signals[index - 1] >= 0:
+                    heappush(events, (at, rank))
+                    break
+            position[rank], free_s[rank] = index, at
+        if not events:
+            return Moments(begin_s, passages)
+        now, which = heappop(events)
+        if which >= num_ranks:
+            parcel = parcels[which - num_ranks]
+            number, queued = held[parcel.channel].pop(0)
+            leave(number, queued, now)
+            continue
+        index = position[which] - 1
+        for number in program.posts[which][index]:
+            parcel = parcels[number]
+            if windows[parcel.route] is None:
+                found = passages[number] = carry(number, parcel.route, now, now)
+                count(parcel.token, found.arrived_s)
+                continue
+            waiting = held[parcel.channel]
+            at = free_slot_s(parcel)
+            if not waiting and at <= now:
+                leave(number, now, now)
+            else:
+                waiting.append((number, now))
+                if len(waiting) == 1:
+                    heappush(events, (at, num_ranks + number))
+        if (token := program.signals[which][index]) >= 0:
+            count(token, now)
+        awake.append(which)
+
+
+def run_blocking(
+    program: Program,
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[int],
+    lines: Sequence[Line | None],
+) -> Moments:
+    """As `run`, but while a message crosses, its sender and its receiver do nothing else, and a
+    rank begins nothing before what it has posted is over (not its latency). Of what could begin at
+    the same moment, transfers do before operations, and first the one that was begun to be
+    computed first."""
+    state = _Lines(program, num_bytes, lines)
+    if any(line.window is not None for line in state.lines):
+        raise ValueError("a line's window has no meaning where transfers block; leave it None")
+    missing = list(program.counts)
+    ready_s = [0.0] * len(missing)
+    sleepers: dict[int, list[int]] = {}
+    num_ranks = len(program.needs)
+    position = [0] * num_ranks
+    free_s = [0.0] * num_ranks
+    to_cross = [0] * num_ranks  # parcels posted by the rank's last operation
+    begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
+    passages = [NEVER] * len(program.parcels)
+    queued_s = [0.0] * len(program.parcels)
+    turn = [0] * len(program.parcels)
+    num_begun = 0
+    events: list[tuple[float, int, int, int]] = []  # when, what, its turn, its number
+    end, cross, begin = 0, 1, 2
+
+    def count(token: int, at_s: float) -> None:
+        missing[token] -= 1
+        ready_s[token] = max(ready_s[token], at_s)
+        if not missing[token]:
+            for rank in sleepers.pop(token, ()):
+                consider(rank)
+
+    def consider(rank: int) -> None:
+        """Note when the rank could begin its next operation."""
+        if to_cross[rank] or position[rank] == len(program.needs[rank]):
+            return
+        token = program.needs[rank][position[rank]]
+        if token >= 0 and missing[token]:
+            sleepers.setdefault(token, []).append(rank)
+        else:
+            at_s = max(free_s[rank], ready_s[token] if token >= 0 else 0.0)
+            heappush(events, (at_s, begin, rank, rank))
+
+    for rank in range(num_ranks):
+        consider(rank)
+    while events:
+        now, what, _, number = heappop(events)
+        if what == cross:
+            parcel = program.parcels[number]
+            both = parcel.sender, parcel.receiver
+            at = max(state.free_s[parcel.route], *(free_s[rank] for rank in both))
+            if at > now:
+                heappush(events, (at, cross, turn[number], number))
+                continue
+            found = state.carry(number, parcel.route, queued_s[number], now)
+            passages[number] = found
+            for rank in both:
+                free_s[rank] = found.until_s
+            count(parcel.token, found.arrived_s)
+            to_cross[parcel.sender] -= 1
+            if not to_cross[parcel.sender]:
+                consider(parcel.sender)
+        elif what == begin:
+            if free_s[number] > now:  # a transfer came between
+                heappush(events, (free_s[number], begin, number, number))
+                continue
+            index = position[number]
+            begin_s[number].append(now)
+            num_begun += 1
+            position[number] += 1
+            free_s[number] = now + seconds[number][index]
+            to_cross[number] = len(program.posts[number][index])
+            for parcel_number in program.posts[number][index]:
+                turn[parcel_number] = num_begun
+            heappush(events, (free_s[number], end, number, number))
+        else:
+            index = position[number] - 1
+            for parcel_number in program.posts[number][index]:
+                queued_s[parcel_number] = now
+                heappush(events, (now, cross, turn[parcel_number], parcel_number))
+            if (token := program.signals[number][index]) >= 0:
+                count(token, now)
+            consider(number)
+    return Moments(begin_s, passages)

@@ -1,0 +1,63 @@
+"""What carries messages between two clouds, for the simulator. Sends nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xcloud.checks import check_int, check_number
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Line:
+    """One direction. It carries one message at a time, first come, first served:
+
+        until   = start + per_message_s + 8 * line_bytes(num_bytes) / bandwidth
+        arrived = until + latency (+ jitter; no message overtakes another)
+
+    profile: bandwidth, latency, jitter, trace and outages, as for the emulated link; time 0 is the
+        start of the simulation. None = any number of bytes takes no time.
+    per_message_s: the line is busy with each message for so long besides.
+    window: messages of one channel (sender, receiver, border, direction) that may be under way;
+        the next one leaves when the oldest has arrived and word of it has taken one latency back.
+        None = any number.
+    """
+
+    profile: LinkProfile | None = None
+    per_message_s: float = 0.0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.profile is not None and not isinstance(self.profile, LinkProfile):
+            raise ConfigError(f"line.profile must be a LinkProfile or None, got {self.profile!r}")
+        check_number("line.per_message_s", self.per_message_s, 0.0)
+        if self.window is not None:
+            check_int("line.window", self.window, 1)
+
+    @property
+    def latency_s(self) -> float:
+        return 0.0 if self.profile is None else self.profile.latency_s
+
+    @property
+    def jitter_s(self) -> float:
+        return 0.0 if self.profile is None else self.profile.jitter_s
+
+    @property
+    def is_steady(self) -> bool:
+        """A message takes the line for equally long whenever it begins."""
+        p = self.profile
+        return p is None or not (p.trace or p.outages or p.outage_every_s)
+
+    def line_s(self, num_bytes: int) -> float:
+        """Seconds that a message keeps a steady line busy."""
+        return self.per_message_s + (self.profile.line_s(num_bytes) if self.profile else 0.0)
+
+    def until_s(self, start_s: float, num_bytes: int) -> float:
+        """When the last byte leaves if the line turns to the message at start_s; any line."""
+        if self.is_steady or self.profile is None:
+            return start_s + self.line_s(num_bytes)
+        return self.profile.sent_at(start_s + self.per_message_s, num_bytes)
+
+
+FREE = Line()

@@ -1,0 +1,316 @@
+"""What a simulated step says: its time, who was busy, what bounds it, and its timeline, in the
+form in which a real step is recorded (timeline.py), so that traces and pictures draw both.
+
+Everything but the moments themselves is worked out when it is asked for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from xcloud.plan.costs import Costs, Transfer
+from xcloud.plan.engine import Moments, Passage
+from xcloud.plan.line import Line
+from xcloud.plan.step_program import Op, StepProgram
+from xcloud.record.timeline import COMPUTING, Box, Flight, Lane, Timeline
+
+_FLIGHT_KIND = {"forward": "activation", "backward": "gradient", "norm": "norm"}
+
+
+class RankUse(NamedTuple):
+    """What a rank did with the step, in seconds. average_s: with waiting for the other ranks of
+    its stage, as a real run counts it. idle_s: all the rest of the step."""
+
+    rank: int
+    compute_s: float
+    codec_s: float
+    average_s: float
+    idle_s: float
+
+
+class LineUse(NamedTuple):
+    """One direction between two clouds. busy_s: it carried something."""
+
+    here: str
+    there: str
+    num_messages: int
+    num_bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """seconds, num_bytes, lines: what the engine was given; moments: what it found."""
+
+    step: StepProgram
+    costs: Costs
+    seconds: Sequence[Sequence[float]]
+    num_bytes: Sequence[int]
+    lines: Sequence[Line]
+    moments: Moments
+
+    @cached_property
+    def step_s(self) -> float:
+        """The slowest rank's time for the last step simulated, as a run reports it."""
+        return max(
+            self._ended_s(rank) - self._started_s(rank) for rank in range(len(self.seconds))
+        )
+
+    @cached_property
+    def bubble_ratio(self) -> float:
+        """Idle time over computing time, summed over ranks; for equal stages that do nothing but
+        compute (step_s - m(tf+tb)) / (m(tf+tb)), the convention of [N] (1)."""
+        return sum(use.idle_s for use in self.ranks) / sum(use.compute_s for use in self.ranks)
+
+    @cached_property
+    def ranks(self) -> list[RankUse]:
+        found = []
+        for rank in range(len(self.seconds)):
+            total: Counter[str] = Counter()
+            for box in self._spans(rank):
+                total[box.what] += box.until_s - box.from_s  # type: ignore[assignment]
+            compute_s = sum(total[what] for what in COMPUTING)
+            codec_s = total["compress"] + total["decompress"]
+            average_s = total["average"]
+            idle_s = self._span_s(rank) - compute_s - codec_s - average_s
+            found.append(RankUse(rank, compute_s, codec_s, average_s, idle_s))
+        return found
+
+    @cached_property
+    def links(self) -> list[LineUse]:
+        """Between clouds, by direction."""
+        num, size, busy = Counter[int](), Counter[int](), Counter[int]()
+        for number in self._parcels():
+            passage = self.moments.passages[number]
+            route = self.step.program.parcels[number].route
+            num[route] += 1
+            size[route] += self.num_bytes[number]
+            busy[route] += passage.until_s - passage.from_s  # type: ignore[assignment]
+        return [
+            LineUse(route.here, route.there, num[index], size[index], busy[index])
+            for index, route in enumerate(self.step.routes)
+            if route.here != route.there
+        ]
+
+    @cached_property
+    def critical_s(self) -> dict[str, float]:
+        """Seconds of the longest chain of causes that ends with the step, by what they went into:
+        "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
+        "latency a to b" (and a full window), "update", "averaging". They add up to step_s.
+        Largest first. Raises ValueError where transfers block."""
+        if self.step.transfers_block:
+            raise ValueError("there is no chain of causes where transfers block; see links, ranks")
+        rank = max(range(len(self.seconds)), key=lambda r: self._ended_s(r) - self._started_s(r))
+        since_s, spent = self._started_s(rank), defaultdict[str, float](float)
+        for cause, from_s, until_s in self._causes(rank):
+            spent[cause] += max(0.0, until_s - max(from_s, since_s))
+            if from_s <= since_s:
+                break
+        return dict(sorted(((k, v) for k, v in spent.items() if v > 0), key=lambda e: -e[1]))
+
+    @property
+    def bound(self) -> str:
+        """What the step spends most of its critical chain on."""
+        return next(iter(self.critical_s))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Flights are between clouds only, as in a real record."""
+        ranks = range(len(self.seconds))
+        zero_s = min(self._started_s(rank) for rank in ranks)
+
+        def us(moment_s: float) -> int:
+            return round(1e6 * (moment_s - zero_s))
+
+        lanes = tuple(
+            Lane(
+                rank,
+                self.step.placements[rank].cloud,
+                us(self._started_s(rank)),
+                us(self._started_s(rank) + self._span_s(rank)),
+                tuple(
+                    box
+                    for span in self._spans(rank)
+                    if (box := Box(span.what, *span.place, us(span.from_s), us(span.until_s)))
+                    and box.until_us > box.from_us
+                ),
+            )
+            for rank in ranks
+        )
+        flights: dict[tuple[str, str], list[Flight]] = {}
+        for number in self._parcels():
+            parcel = self.step.program.parcels[number]
+            route = self.step.routes[parcel.route]
+            if route.here == route.there:
+                continue
+            transfer = self._transfer(number)
+            moments = (us(moment) for moment in self.moments.passages[number])
+            flights.setdefault((route.here, route.there), []).append(
+                Flight(
+                    parcel.sender, parcel.receiver, _FLIGHT_KIND[transfer.direction],
+                    transfer.micro_batch, self.num_bytes[number], *moments,
+                )
+            )  # fmt: skip
+        return Timeline(
+            self.step.num_steps,
+            lanes,
+            {
+                direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
+                for direction in sorted(flights)
+            },
+            "predicted",
+        )
+
+    # One rank's last step.
+
+    def _first(self, rank: int) -> int:
+        """The rank's first operation of the last step."""
+        return len(self.step.ops[rank]) * (self.step.num_steps - 1)
+
+    def _end_s(self, rank: int, index: int) -> float:
+        return self.moments.begin_s[rank][index] + self.seconds[rank][index]
+
+    def _started_s(self, rank: int) -> float:
+        first = self._first(rank)
+        return self._end_s(rank, first - 1) if first else 0.0
+
+    def _ended_s(self, rank: int) -> float:
+        return self._end_s(rank, len(self.seconds[rank]) - 1)
+
+    def _span_s(self, rank: int) -> float:
+        """The rank's part of the step. A step that stands alone ends for all at once."""
+        if self.step.num_steps == 1:
+            return self.step_s
+        return self._ended_s(rank) - self._started_s(rank)
+
+    def _spans(self, rank: int) -> Iterator[_Span]:
+        at_s = self._started_s(rank)
+        first = self._first(rank)
+        for offset, op in enumerate(self.step.ops[rank]):
+            begin_s = self.moments.begin_s[rank][first + offset]
+            place = _OUTSIDE if op.action is None else op.action
+            if begin_s > at_s:
+                what = "average" if op.what in ("average", "shared") else "wait"
+                yield _Span(what, place, at_s, begin_s)
+            at_s = begin_s
+            parts = self.step.parts_s(self.costs, rank, op)
+            for what, took_s in zip(("decompress", op.what, "compress"), parts, strict=True):
+                if took_s > 0:
+                    yield _Span(what, place, at_s, at_s + took_s)
+                    at_s += took_s
+            at_s = self._end_s(rank, first + offset)
+        until_s = self._started_s(rank) + self._span_s(rank)
+        if until_s > at_s:
+            yield _Span("wait", _OUTSIDE, at_s, until_s)
+
+    def _parcels(self) -> range:
+        """Those of the last step."""
+        each = len(self.step.transfers)
+        return range(each * (self.step.num_steps - 1), each * self.step.num_steps)
+
+    def _transfer(self, number: int) -> Transfer:
+        return self.step.transfers[number % len(self.step.transfers)]
+
+    # The chain of causes, from the end on.
+
+    def _causes(self, rank: int) -> Iterator[tuple[str, float, float]]:
+        """What, from, until; without gaps, the latest first."""
+        program, moments = self.step.program, self.moments
+        index = len(self.seconds[rank]) - 1
+        while index >= 0:
+            op = self.step.ops[rank][index % len(self.step.ops[rank])]
+            begin_s = moments.begin_s[rank][index]
+            yield from self._own_causes(rank, op, begin_s)
+            free_s = self._end_s(rank, index - 1) if index else 0.0
+            if begin_s <= free_s:
+                index -= 1
+                continue
+            token = program.needs[rank][index]
+            posted = self._posted[token]
+            if posted:
+                number, who, which = max(
+                    posted, key=lambda entry: moments.passages[entry[0]].arrived_s
+                )
+                yield from self._passage_causes(number, moments.passages[number])
+            else:
+                who, which = max(self._signalled[token], key=lambda entry: self._end_s(*entry))
+            rank, index = who, which
+
+    def _own_causes(self, rank: int, op: Op, begin_s: float) -> Iterator[tuple[str, float, float]]:
+        before, own, behind = self.step.parts_s(self.costs, rank, op)
+        middle_s = begin_s + before + own
+        if op.action is not None:
+            stage = op.action.stage
+            yield f"codec of stage {stage}", middle_s, middle_s + behind
+            yield f"compute of stage {stage}", begin_s + before, middle_s
+            yield f"codec of stage {stage}", begin_s, begin_s + before
+        else:
+            yield "averaging" if op.what == "average" else "update", begin_s, middle_s
+
+    def _passage_causes(self, number: int, passage: Passage) -> Iterator[tuple[str, float, float]]:
+        index = self.step.program.parcels[number].route
+        route = self.step.routes[index]
+        link = f"link {route.here} to {route.there}"
+        latency = f"latency {route.here} to {route.there}"
+        yield latency, passage.until_s, passage.arrived_s
+        yield link, passage.from_s, passage.until_s
+        # It was queued behind others on the line; what waited while the line stood idle waited
+        # for its window.
+        at_s, carried = passage.from_s, self._carried[index]
+        before = bisect_right(carried, (at_s, at_s)) - 1
+        while at_s > passage.queued_s:
+            until_s, from_s = carried[before] if before >= 0 else (passage.queued_s, 0.0)
+            if before >= 0 and until_s == at_s:
+                yield link, max(from_s, passage.queued_s), at_s
+                at_s, before = from_s, before - 1
+            else:
+                idle_s = max(until_s, passage.queued_s)
+                yield latency, idle_s, at_s
+                at_s = idle_s
+
+    @cached_property
+    def _posted(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By token: (parcel, rank, index of the operation that posted it)."""
+        found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        parcels = self.step.program.parcels
+        for rank, posts in enumerate(self.step.program.posts):
+            for index, numbers in enumerate(posts):
+                for number in numbers:
+                    found[parcels[number].token].append((number, rank, index))
+        return found
+
+    @cached_property
+    def _signalled(self) -> dict[int, list[tuple[int, int]]]:
+        """By token: (rank, index of the operation that signals it)."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for rank, signals in enumerate(self.step.program.signals):
+            for index, token in enumerate(signals):
+                if token >= 0:
+                    found[token].append((rank, index))
+        return found
+
+    @cached_property
+    def _carried(self) -> dict[int, list[tuple[float, float]]]:
+        """By route: until, from of all that it carried."""
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for parcel, passage in zip(
+            self.step.program.parcels, self.moments.passages, strict=True
+        ):
+            found[parcel.route].append((passage.until_s, passage.from_s))
+        return {route: sorted(entries) for route, entries in found.items()}
+
+
+_Place = tuple[str, int, int]  # direction, stage, micro-batch
+_OUTSIDE: _Place = ("", -1, -1)
+
+
+class _Span(NamedTuple):
+    what: str
+    place: _Place
+    from_s: float
+    until_s: float

@@ -1,0 +1,256 @@
+"""What every rank does in a step of a pipeline, and which messages join them: a program for the
+engine, without costs. simulator.py runs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from typing import NamedTuple
+
+from xcloud.checks import check_int
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.parallel.schedule import Action, Schedule, rank_actions
+from xcloud.plan.costs import Costs, Transfer
+from xcloud.plan.engine import Program
+
+
+class Op(NamedTuple):
+    """One operation of a rank. what: as in the record of a real step, or one of MARKS, which take
+    no time. action: of forward and backward."""
+
+    what: str
+    action: Action | None = None
+    received: Transfer | None = None
+    sent: Transfer | None = None
+
+
+class Route(NamedTuple):
+    here: str
+    there: str
+    sample: tuple[int, int]  # a sender and a receiver on it
+
+
+MARKS = ("arrive", "answer", "shared")
+CONTROL = Transfer("norm", -1, 0, -1, -1)
+
+
+class StepProgram:
+    """The program of a step.
+
+    transfers_block: sender and receiver do nothing else while a message crosses (formula (2));
+        otherwise transfers overlap with computing (formula (2')).
+    agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
+        training (training/trainer.py). Costs.control_bytes is what such a message takes.
+    num_passes: how often the schedule runs for one update (gradient accumulation).
+    num_steps: steps one after the other, of which the last is the prediction: a rank may begin a
+        step while others still end the one before, and what is hidden so only shows from the
+        second step on. 1 = all ranks begin at once.
+    without_gradient: borders (numbers of the stage before) over which no gradient returns.
+
+    Raises ValueError, here or in Simulator.run, if the schedule waits for itself.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: ClusterLayout,
+        *,
+        transfers_block: bool = False,
+        agrees: bool = False,
+        num_passes: int = 1,
+        num_steps: int = 1,
+        without_gradient: Container[int] = (),
+    ) -> None:
+        check_int("simulator.num_passes", num_passes, 1)
+        check_int("simulator.num_steps", num_steps, 1)
+        self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
+        self.transfers_block, self.num_passes, self.num_steps = (
+            transfers_block, num_passes, num_steps,
+        )  # fmt: skip
+        self._without_gradient = without_gradient
+        self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
+        self.ranks_of: dict[int, list[int]] = defaultdict(list)
+        for placement in self.placements:
+            for stage in placement.stages:
+                self.ranks_of[stage].append(placement.rank)
+        # Of one step; the program repeats it.
+        self.ops: list[list[Op]] = [[] for _ in self.placements]
+        self.transfers: list[Transfer] = []  # by parcel; CONTROL where it is none of the pipeline
+        self.routes: list[Route] = []
+        self.program = Program.for_ranks(layout.num_ranks)
+        self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
+        self._channel_of: dict[tuple[str, int, int, int], int] = {}
+        orders = self._orders()
+        for step in range(num_steps):
+            self._build_step(orders, agrees, is_first=step == 0)
+
+    def op_s(self, costs: Costs, rank: int, op: Op) -> float:
+        return sum(self.parts_s(costs, rank, op))
+
+    def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
+        """Seconds of decompressing, of the thing itself, of compressing."""
+        if op.action is None:
+            if op.what in MARKS:
+                return 0.0, 0.0, 0.0
+            update = costs.update(rank, self.placements[rank].stages)
+            own = {
+                "fetch": update.fetch_s,
+                "average": update.average_s,
+                "clip": update.norm_s,
+                "optimizer": update.optimizer_s,
+            }
+            return 0.0, own[op.what], 0.0
+        before = 0.0 if op.received is None else costs.decompress_s(op.received)
+        behind = 0.0 if op.sent is None else costs.compress_s(op.sent)
+        return before, costs.action_s(rank, op.action), behind
+
+    def owner(self, stage: int, micro_batch: int) -> int:
+        """layout.owner, from ranks that were looked up once. micro_batch: of the schedule."""
+        ranks = self.ranks_of[stage]
+        return ranks[micro_batch % len(ranks)]
+
+    def _orders(self) -> list[list[Action]]:
+        """The actions of every rank in one pass."""
+        found: list[list[Action]] = [[] for _ in self.placements]
+        for stages in dict.fromkeys(placement.stages for placement in self.placements):
+            # In one go for all ranks that hold the same stages: what each takes is dealt out.
+            alone = {stage: (0, 1) for stage in stages}
+            order = rank_actions(self.schedule, sorted(stages), self.num_stages, alone)
+            for action in order:
+                if action.kind == "backward" and action.stage in self._without_gradient:
+                    continue
+                found[self.owner(action.stage, action.micro_batch)].append(action)
+        for actions in found:  # what a rank waits for in itself is no message
+            done: set[Action] = set()
+            for action in actions:
+                if action.kind == "backward" and action._replace(kind="forward") not in done:
+                    raise self.deadlock()
+                done.add(action)
+        return found
+
+    def deadlock(self) -> ValueError:
+        return ValueError(
+            f"{self.schedule.label} with {self.num_stages} stages waits for itself for ever"
+        )
+
+    def _build_step(self, orders: list[list[Action]], agrees: bool, is_first: bool) -> None:
+        program = self.program
+        tokens: dict[Transfer, int] = {}
+        for first in range(0, self.num_passes * self.schedule.num_micro_batches,
+                           self.schedule.num_micro_batches):  # fmt: skip
+            for rank, actions in enumerate(orders):
+                if actions:
+                    self._add(rank, Op("fetch"), is_first)
+                for action in actions:
+                    received, sent = self._received(action, first), self._sent(action, first)
+                    need = -1
+                    posts: tuple[int, ...] = ()
+                    if received is not None:
+                        need = self._token(tokens, received)
+                    if sent is not None:
+                        token = self._token(tokens, sent)
+                        channel = sent.direction, sent.border, sent.sender, sent.receiver
+                        posts = (self._post(sent, channel, token, is_first),)
+                    named = action._replace(micro_batch=first + action.micro_batch)
+                    op = Op(action.kind, named, received, sent)
+                    self._add(rank, op, is_first, need, posts)
+        gathered: dict[tuple[int, ...], int] = {}
+        for placement in self.placements:
+            mates = tuple(self.ranks_of[placement.stages[0]])
+            if len(mates) > 1:
+                if mates not in gathered:
+                    gathered[mates] = program.token(len(mates))
+                self._add(placement.rank, Op("arrive"), is_first, signal=gathered[mates])
+                self._add(placement.rank, Op("average"), is_first, gathered[mates])
+            self._add(placement.rank, Op("clip"), is_first)
+        if agrees:
+            self._build_agreement(is_first)
+        for placement in self.placements:
+            self._add(placement.rank, Op("optimizer"), is_first)
+
+    def _build_agreement(self, is_first: bool) -> None:
+        """Leaders tell rank 0, rank 0 answers, leaders pass it on to the ranks of their stages."""
+        program = self.program
+        leader_of = [self.ranks_of[p.stages[0]][0] for p in self.placements]
+        leaders = sorted(set(leader_of) | {ranks[0] for ranks in self.ranks_of.values()})
+        others = [leader for leader in leaders if leader != 0]
+        all_told = program.token(len(others)) if others else -1
+        answers = {leader: program.token() for leader in others}
+        shared = {leader: program.token() for leader in set(leader_of)}
+        for leader in others:
+            told = self._post(CONTROL, ("norm", -1, leader, 0), all_told, is_first)
+            self._add(leader, Op("arrive"), is_first, posts=(told,))
+        answered = tuple(
+            self._post(CONTROL, ("norm", -1, 0, leader), answers[leader], is_first)
+            for leader in others
+        )
+        for placement in self.placements:
+            rank, leader = placement.rank, leader_of[placement.rank]
+            if rank == 0:
+                self._add(0, Op("answer"), is_first, all_told, answered, shared[0])
+            elif rank in answers:
+                signal = shared.get(rank, -1)
+                self._add(rank, Op("answer"), is_first, answers[rank], signal=signal)
+            else:
+                self._add(rank, Op("shared"), is_first, shared[leader])
+
+    def _add(
+        self,
+        rank: int,
+        op: Op,
+        is_first: bool,
+        need: int = -1,
+        posts: tuple[int, ...] = (),
+        signal: int = -1,
+    ) -> None:
+        self.program.operation(rank, need, posts, signal)
+        if is_first:
+            self.ops[rank].append(op)
+
+    def _token(self, tokens: dict[Transfer, int], transfer: Transfer) -> int:
+        if transfer not in tokens:
+            tokens[transfer] = self.program.token()
+        return tokens[transfer]
+
+    def _post(
+        self, transfer: Transfer, channel: tuple[str, int, int, int], token: int, is_first: bool
+    ) -> int:
+        _, _, sender, receiver = channel
+        here, there = self.placements[sender].cloud, self.placements[receiver].cloud
+        shared = (here, there) if here != there else (sender, receiver)
+        if shared not in self._route_of:
+            self._route_of[shared] = self.program.route()
+            self.routes.append(Route(here, there, (sender, receiver)))
+        if channel not in self._channel_of:
+            self._channel_of[channel] = self.program.channel()
+        if is_first:
+            self.transfers.append(transfer)
+        return self.program.parcel(
+            sender, receiver, self._route_of[shared], self._channel_of[channel], token
+        )
+
+    def _received(self, action: Action, first: int) -> Transfer | None:
+        if action.kind == "forward":
+            return self._transfer(action.stage - 1, action, first, "forward")
+        return self._transfer(action.stage, action, first, "backward")
+
+    def _sent(self, action: Action, first: int) -> Transfer | None:
+        if action.kind == "forward":
+            return self._transfer(action.stage, action, first, "forward")
+        return self._transfer(action.stage - 1, action, first, "backward")
+
+    def _transfer(
+        self, border: int, action: Action, first: int, direction: str
+    ) -> Transfer | None:
+        """The message over `border`; None at the ends and between stages of one rank."""
+        if not 0 <= border < self.num_stages - 1:
+            return None
+        if direction == "backward" and border in self._without_gradient:
+            return None
+        before = self.owner(border, action.micro_batch)
+        behind = self.owner(border + 1, action.micro_batch)
+        if before == behind:
+            return None
+        both = (before, behind) if direction == "forward" else (behind, before)
+        return Transfer(direction, border, first + action.micro_batch, *both)
