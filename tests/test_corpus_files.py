@@ -181,8 +181,8 @@ def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
         (["train.tsv", "train.tsv.gz"], {}, "several files for train"),
         (["train.tsv", "dev.tsv", "val.tsv"], {}, "several files for dev"),
         (["train.tsv"], {"dev_file": "nope*"}, r"no file for task\.dev_file=nope\*.*train\.tsv"),
-        (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "in two splits"),
-        (["readme.txt"], {}, "no training file.*there are: none"),
+        (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "for two splits"),
+        (["readme.txt"], {}, "no training file.*found: none"),
     ],
 )
 def test_what_is_unclear_is_refused_with_the_names_there_are(

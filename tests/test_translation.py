@@ -96,7 +96,7 @@ def test_each_cloud_sees_its_side_only_and_all_agree(
         lambda: seen[SOURCE].score("test", {0: [5]}),
         lambda: seen[TARGET].text.encode_source("Hola."),
     ):
-        with pytest.raises(DataError, match="may not be seen here"):
+        with pytest.raises(DataError, match="not visible here"):
             refused()
 
 

@@ -1,5 +1,5 @@
-"""Public English text as token ids, for whatever several clouds must make alike without showing
-each other theirs: a pretrained start, the basis of a cut. No private corpus is read here.
+"""Public English text as token ids, for what every cloud must compute identically without seeing
+private text: a pretrained start, the basis of a cut. Reads no private corpus.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 @dataclass(frozen=True)
 class PublicText:
-    """Sentences of the package's own grammar, or the lines of a file that every cloud has.
+    """Sentences of the demo grammar, or the lines of a file that every cloud has.
 
-    tokenizer: as the task's, and the encoder's. path: one text a line, UTF-8, .gz allowed; null
-    for the grammar. seed: which sentences, or which lines.
+    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
+    null: the demo grammar. seed: selects the sentences or lines.
     """
 
     tokenizer: TokenizerChoice
@@ -53,9 +53,9 @@ class PublicText:
         lines = self._lines(Path(self.path).expanduser())
         if len(lines) < num:
             raise DataError(
-                f"public_text.path {self.path} has {len(lines)} lines, but {num} are asked for: "
+                f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
                 "lower model.split.calibration_texts (twice as many lines are read with "
-                "calibration_pairs) or num_texts of the backbone, or give a longer file"
+                "calibration_pairs) or the backbone's num_texts, or use a longer file"
             )
         return random.Random(self.seed).sample(lines, num)
 

@@ -1,8 +1,8 @@
-"""The reviews, answers, inferences and stories of xcloud/demo_corpus as corpora for
-understanding: no download, no files.
+"""Reviews, answers, inferences and stories of xcloud/demo_corpus as understanding corpora: no
+download, no files.
 
-Labels are drawn sample by sample, not in turn: an order by label would show labels to a cloud
-that sees nothing but sample numbers.
+Labels are drawn independently for each sample: a fixed order would reveal labels to a cloud that
+sees only sample numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LANGUAGES = ("en", "es")
 
 @dataclass(frozen=True)
 class DemoSizes:
-    """Samples of each split, and the seed of all; the experiment's seed does not change them."""
+    """Split sizes and the corpus seed, which is independent of the experiment's seed."""
 
     num_train: int = 8_000
     num_dev: int = 500
@@ -48,7 +48,7 @@ class DemoSizes:
                 "test": samples[ends[1] : self.total]}  # fmt: skip
 
     def parallel(self, name: str, splits: Mapping[Split, Rows], samples: object) -> Parallel:
-        # The text is public, so its digest may show that two clouds run the same grammar.
+        # The text is public, so a digest of it can show that all clouds run the same grammar.
         digest = hashlib.sha256(repr(samples).encode()).hexdigest()
         return Parallel(name, splits, [f"seed {self.seed}"], {"demo": digest, "seed": self.seed})
 
@@ -64,7 +64,7 @@ def rows_of(columns: Mapping[str, Sequence[str]], visible: frozenset[str]) -> Ro
 
 @dataclass(frozen=True)
 class DemoReviews:
-    """Film reviews of one sentence; label 1 praises, 0 does not."""
+    """One-sentence film reviews; label 1 is positive, 0 negative."""
 
     sizes: DemoSizes = DemoSizes()
 
@@ -72,7 +72,7 @@ class DemoReviews:
         return "demo film reviews"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = reviews(self.sizes.total, self.sizes.seed)
@@ -96,7 +96,7 @@ class DemoAnswers:
         return "demo questions and sentences"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = answers(self.sizes.total, self.sizes.seed)
@@ -116,8 +116,8 @@ class DemoAnswers:
 
 @dataclass(frozen=True)
 class DemoInference:
-    """Premise and hypothesis in English and Spanish: learned in one, tested in both. The test
-    set has num_test pairs in each language."""
+    """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
+    set has num_test pairs per language."""
 
     sizes: DemoSizes = DemoSizes()
     train_language: str = "en"
@@ -128,16 +128,16 @@ class DemoInference:
             if language not in LANGUAGES:
                 raise ConfigError(
                     f"the demo has the languages {', '.join(LANGUAGES)}, got {language!r}; for "
-                    "others take profile=files and give task.path"
+                    "others set profile=files and task.path"
                 )
         if self.languages is not None and not self.languages:
-            raise ConfigError("task.languages must name a language, or be null for all")
+            raise ConfigError("task.languages must name at least one language, or be null for all")
 
     def describe(self) -> str:
         return "demo inference"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = inferences(self.sizes.total, self.sizes.seed)
