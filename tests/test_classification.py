@@ -270,10 +270,10 @@ def test_languages_are_scored_apart_and_their_mean_first() -> None:
         ({"kind": "class"}, "task.kind"),
         ({"metrics": ["acuracy"]}, "'acuracy' is not a score for classes; choose from accuracy"),
         ({"metrics": "accuracy"}, "must be a list such as"),
-        ({"kind": "value", "metrics": ["f1"]}, "no score of value"),
+        ({"kind": "value", "metrics": ["f1"]}, "not a score for value"),
         ({"classes": ["a"]}, "two different names"),
         ({"classes": "ab"}, "a list of names"),
-        ({"classes": ["a", "b"], "kind": "value"}, "none where task.kind is value"),
+        ({"classes": ["a", "b"], "kind": "value"}, "null with task.kind=value"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> None:
@@ -286,7 +286,7 @@ def test_wrong_fields_and_demo_names_are_refused(task: Classification) -> None:
         task.load(frozenset({"source"}), 1)
     with pytest.raises(ConfigError, match=r"the demo has sst2 and qnli only; for mrpc"):
         glue_from_demo("mrpc")
-    with pytest.raises(ConfigError, match="the demo has classes"):
+    with pytest.raises(ConfigError, match="the demo has only classes"):
         classification_from_demo(kind="value")
 
 

@@ -197,8 +197,12 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.tsv", b"fr\ten\na\tb\n", r"no column es.*: fr, en\. Choose with task\.source"),
-        ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*names 2"),
+        (
+            "train.tsv",
+            b"fr\ten\na\tb\n",
+            r"no column es; the header has fr, en\. Choose with task\.source",
+        ),
+        ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*header has 2"),
         ("train.tsv", b"es\ten\n", "has no rows"),
         ("train.tsv", b"es\ten\n\xff\xfe\tb\n", "not UTF-8"),
         ("train.tsv.gz", b"es\ten\na\tb\n", "cannot be read"),

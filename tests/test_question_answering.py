@@ -163,8 +163,8 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (row("a b", "c"), "line 1: the answer 'c' is not in its context"),
-        (row("a b", {"text": "b", "start": 0}), "is not in its context there"),
+        (row("a b", "c"), "line 1: the answer 'c' is not at that place"),
+        (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
         ({"text": "a"}, 'expected {"context", "qas"'),
     ],

@@ -18,10 +18,11 @@ from xcloud.demo_corpus.corpora import (
     reviews,
     stories,
 )
-from xcloud.demo_corpus.events import Story
+from xcloud.demo_corpus.events import STORY_QUESTIONS, Story
 
 __all__ = [
     "MAX_PAIRS",
+    "STORY_QUESTIONS",
     "Story",
     "answers",
     "inferences",

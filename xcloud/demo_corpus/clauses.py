@@ -299,7 +299,6 @@ def plain_clause(
     dice: Dice,
     tense: str = "",
     *,
-    spoken: bool = False,
     bare: bool = False,
     asked: bool = False,
     verbs: Sequence[Verb] = (),
@@ -310,5 +309,5 @@ def plain_clause(
         verb_ = dice.common(INTRANSITIVE)
     if not tense:
         tense = pick_tense(dice, verb_, asked)
-    who = subject(dice, verb_.subjects, tense, spoken, asked)
+    who = subject(dice, verb_.subjects, tense, asked=asked)
     return make_clause(dice, verb_, who, tense, bare=bare)

@@ -74,11 +74,9 @@ def inferences(num: int, seed: int) -> list[tuple[dict[str, tuple[str, str]], st
     return _distinct(events.inference, lambda sample: sample[0]["en"], num, seed)
 
 
-def stories(num: int, seed: int, num_questions: int = 3) -> list[Story]:
+def stories(num: int, seed: int) -> list[Story]:
     """English paragraphs of four events, with questions answered by spans of the text."""
-    return _distinct(
-        lambda dice: events.story(dice, num_questions=num_questions), lambda s: s.text, num, seed
-    )
+    return _distinct(events.story, lambda story: story.text, num, seed)
 
 
 def public_sentences(num: int, seed: int) -> list[str]:

@@ -134,6 +134,9 @@ def answering_pair(dice: Dice) -> tuple[str, str, bool]:
     return asked, told(other, time_first=dice.chance(0.5)), False
 
 
+STORY_EVENTS, STORY_QUESTIONS = 4, 3
+
+
 @dataclass(frozen=True)
 class Story:
     """sentences: in order. questions: (question, answer as in the text, its character offset)."""
@@ -142,10 +145,10 @@ class Story:
     questions: tuple[tuple[str, str, int], ...]
 
 
-def story(dice: Dice, num_events: int = 4, num_questions: int = 3) -> Story:
+def story(dice: Dice) -> Story:
     """A paragraph of events that share people, verbs or things, and questions about them."""
     events = [new_event(dice)]
-    while len(events) < num_events:
+    while len(events) < STORY_EVENTS:
         event, like = new_event(dice), dice.pick(events)
         shared = dice.below(3)
         event = (
@@ -161,8 +164,8 @@ def story(dice: Dice, num_events: int = 4, num_questions: int = 3) -> Story:
     sentences = [told(event, time_first=dice.chance(0.5)) for event in events]
     text = " ".join(sentences)
     found: dict[str, tuple[str, int]] = {}
-    while len(found) < num_questions:
-        number = dice.below(num_events)
+    while len(found) < STORY_QUESTIONS:
+        number = dice.below(STORY_EVENTS)
         asked, answer, _ = random_question(dice, events[number])
         start = sum(len(sentence) + 1 for sentence in sentences[:number])
         sentence = sentences[number]

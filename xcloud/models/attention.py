@@ -143,12 +143,9 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention of target rows to the source rows of the same sample; widths may differ."""
 
-    def __init__(
-        self, hidden: int, source_hidden: int, num_heads: int, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, hidden: int, source_hidden: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.dropout = dropout
         self.query = nn.Linear(hidden, hidden)
         self.key_value = nn.Linear(source_hidden, 2 * hidden)
         self.output = nn.Linear(hidden, hidden)
@@ -179,7 +176,6 @@ class CrossAttention(nn.Module):
             source.keys,
             source.values,
             attn_mask=source.mask,
-            dropout_p=self.dropout if self.training else 0.0,
         )
         return mixed.transpose(1, 2).flatten(2)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
@@ -182,7 +182,7 @@ class OwnBackbone(OwnSizes):
                 f"lane {context.lane} does not find {path}, which lane 0 wrote: the lanes "
                 "of a stage must share one cache folder"
             )
-        return Weights(config, _read(path))
+        return Weights(config, load_file(path))
 
     def _make(
         self,
@@ -330,11 +330,6 @@ def _check_length(checkpoint: Checkpoint, name: str, max_length: int) -> None:
             f"the task's max_length is {max_length}, but {name!r} has "
             f"{checkpoint.config.max_positions} positions"
         )
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _score(path: Path) -> HeldOutScore:

@@ -29,16 +29,6 @@ class StepDecoder(Protocol):
         """
 
 
-class Search(Protocol):
-    """A search for output texts with a StepDecoder."""
-
-    def limits(self, source_counts: Tensor, longest: int) -> Tensor:
-        """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
-
-    def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
-        """Token ids of each sentence, without bos and eos."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens, or
@@ -57,6 +47,7 @@ class Limits:
         check_int(f"{owner}.length_extra", self.length_extra, 1)
 
     def limits(self, source_counts: Tensor, longest: int) -> Tensor:
+        """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
         if self.max_length is not None:
             longest = min(longest, self.max_length)
         wanted = (source_counts * self.length_ratio).long() + self.length_extra
@@ -68,6 +59,7 @@ class Greedy(Limits):
     """The most probable token at each step."""
 
     def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        """Token ids of each sentence, without bos and eos. limits: int64 [B]."""
         num_sentences, longest = len(limits), int(limits.max())
         written = limits.new_full((num_sentences, longest), ids.eos)
         alive = torch.arange(num_sentences, device=limits.device)
@@ -153,9 +145,12 @@ class Beam(Limits):
         return _texts(best_written, ids.eos)
 
 
+Search = Greedy | Beam
+
+
 def check_search(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is one of the searches of this file."""
-    if not isinstance(value, Greedy | Beam):
+    if not isinstance(value, Search):
         raise ConfigError(f"{name} must be a Greedy or a Beam, got {value!r}")
 
 

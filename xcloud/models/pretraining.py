@@ -17,6 +17,7 @@ from torch import Tensor
 from xcloud.checks import check_int, check_number
 from xcloud.errors import DataError
 from xcloud.models.attention import Packing
+from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
 from xcloud.parallel.stage import TokenIds
@@ -208,11 +209,7 @@ def mask_tokens(
     truth_R: Tensor, ids: TokenIds, mask_share: float, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Network input [R] and the rows to predict [M]: at least one, never bos or eos."""
-    chance = torch.rand(len(truth_R), generator=draw)
-    chance[(truth_R == ids.bos) | (truth_R == ids.eos)] = 1.0
-    masked_M = (chance < mask_share).nonzero()[:, 0]
-    if not len(masked_M):
-        masked_M = chance.argmin(0, keepdim=True)
+    masked_M = choose_masked(truth_R, ids, mask_share, draw)
     fate = torch.rand(len(masked_M), generator=draw)
     words = torch.randint(ids.size, (len(masked_M),), generator=draw)
     replaced = torch.where(fate < 0.8, torch.full_like(words, ids.mask), words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +15,6 @@ from xcloud.tasks.label_scores import CLASS_SCORES, VALUE_SCORES
 
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
-
-
-class Answer(Protocol):
-    """How a task's labels are encoded, once its training labels are known."""
-
-    @property
-    def head(self) -> Head: ...
-
-    def parse(self, cells: Sequence[str], where: str) -> Tensor:
-        """One number for each cell. Raises DataError for an invalid label."""
-
-    def read(self, prediction: Sequence[int]) -> float:
-        """Convert a stage's prediction to a label value."""
-
-    def show(self, label: float) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +44,7 @@ class Classes:
         return Head("classes", len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
+        """One number per cell. Raises DataError for an invalid label."""
         numbers = {name: number for number, name in enumerate(self.names)}
         by_number = {str(number): number for number in range(len(self.names))}
         known = by_number | numbers
@@ -76,6 +61,7 @@ class Classes:
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
     def read(self, prediction: Sequence[int]) -> float:
+        """Convert a stage's prediction to a label value."""
         return prediction[0]
 
     def show(self, label: float) -> str:
@@ -106,6 +92,9 @@ class Value:
         return f"{label:.3g}"
 
 
+Answer = Classes | Value
+"""How a task's labels are encoded, once its training labels are known."""
+
 Score = Callable[[Sequence[float], Sequence[float]], float]
 
 
@@ -129,6 +118,5 @@ def scores_of(kind: str, names: Sequence[str] | None) -> Mapping[str, Score]:
     return {name: there[name] for name in names}
 
 
-def _some(cells: set[str], most: int = 5) -> str:
-    shown = sorted(cells)[:most]
-    return ", ".join(repr(cell) for cell in shown) + (", …" if len(cells) > most else "")
+def _some(cells: set[str]) -> str:
+    return ", ".join(map(repr, sorted(cells)[:5])) + (", …" if len(cells) > 5 else "")

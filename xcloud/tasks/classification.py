@@ -18,7 +18,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Head
-from xcloud.project import project_root
+from xcloud.project import in_project
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
 from xcloud.tasks.corpus.demo_labelled import DemoReviews
 from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus
@@ -128,11 +128,9 @@ def check_fields(name: str, fields: frozenset[str]) -> None:
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
     """The tokenizer, trained on public sentences if needed."""
-    folder = Path(cache_dir).expanduser()
-    folder = folder if folder.is_absolute() else project_root() / folder
     trained = isinstance(choice, TrainedTokenizer)
     texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
-    return choice.prepare(texts, folder)
+    return choice.prepare(texts, in_project(cache_dir))
 
 
 class ClassificationData(TextData):
@@ -168,7 +166,7 @@ class ClassificationData(TextData):
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
 
     def fingerprint(self) -> str:
-        """Covers settings and sizes. With task.sizes some ranks see no files: no file names then."""
+        """Covers settings and sizes; file names only if task.sizes is unset."""
         task = self._task
         shared = {
             "task": task.name,

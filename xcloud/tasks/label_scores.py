@@ -10,6 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 
 def accuracy(right: Sequence[float], predicted: Sequence[float]) -> float:
     """Share of correct predictions."""
@@ -48,12 +50,9 @@ def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
 
 def pearson(right: Sequence[float], predicted: Sequence[float]) -> float:
     """Linear correlation, -100..100."""
-    mean_r, mean_p = sum(right) / len(right), sum(predicted) / len(predicted)
-    above_r, above_p = [a - mean_r for a in right], [b - mean_p for b in predicted]
-    spread = math.sqrt(sum(a * a for a in above_r)) * math.sqrt(sum(b * b for b in above_p))
-    if spread == 0:
+    if len(set(right)) == 1 or len(set(predicted)) == 1:
         return 0.0
-    return 100.0 * sum(a * b for a, b in zip(above_r, above_p, strict=True)) / spread
+    return 100.0 * float(np.corrcoef(right, predicted)[0, 1])
 
 
 def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
@@ -62,15 +61,9 @@ def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for stop in range(1, len(order) + 1):
-        if stop < len(order) and values[order[stop]] == values[order[start]]:
-            continue
-        for i in order[start:stop]:
-            ranks[i] = (start + stop - 1) / 2
-        start = stop
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean_rank_of_group = counts.cumsum() - (counts + 1) / 2
+    ranks: list[float] = mean_rank_of_group[group].tolist()
     return ranks
 
 

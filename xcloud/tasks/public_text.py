@@ -4,7 +4,6 @@ private text: a pretrained start, the basis of a cut. Reads no private corpus.
 
 from __future__ import annotations
 
-import gzip
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.classification import public_tokenizer
+from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 
@@ -50,7 +50,14 @@ class PublicText:
     def _texts(self, num: int) -> list[str]:
         if self.path is None:
             return public_sentences(num, self.seed)
-        lines = self._lines(Path(self.path).expanduser())
+        try:
+            found = [line.strip() for line in read_lines(Path(self.path).expanduser())]
+        except DataError as error:
+            raise DataError(
+                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
+                "every cloud, or null for the demo grammar"
+            ) from error
+        lines = [line for line in found if line]
         if len(lines) < num:
             raise DataError(
                 f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
@@ -58,14 +65,3 @@ class PublicText:
                 "calibration_pairs) or the backbone's num_texts, or use a longer file"
             )
         return random.Random(self.seed).sample(lines, num)
-
-    def _lines(self, path: Path) -> list[str]:
-        try:
-            raw = path.read_bytes()
-            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-        except (OSError, UnicodeDecodeError, EOFError) as error:
-            raise DataError(
-                f"public_text.path {self.path} cannot be read ({error}); give a UTF-8 file with "
-                "one text a line, the same in every cloud, or null for the demo grammar"
-            ) from error
-        return [line.strip() for line in text.splitlines() if line.strip()]

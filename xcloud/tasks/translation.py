@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, TokenIds
-from xcloud.project import project_root
+from xcloud.project import in_project
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.pairs import Pairs
@@ -82,8 +82,7 @@ class Translation:
         for split, rows in parallel.splits.items():
             if not rows.num_rows:
                 raise DataError(f"{self.describe()}: the {split} split has no rows")
-        cache_dir = Path(self.cache_dir).expanduser()
-        cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
+        cache_dir = in_project(self.cache_dir)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
             key: choices[key].prepare(parallel.splits["train"].texts[languages[key]], cache_dir)
@@ -125,11 +124,6 @@ class TranslationText:
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         return TokenTable(self.tokenizer(key).encode(texts), self._max_tokens)
-
-    def encode_source(self, text: str) -> list[int]:
-        """bos, the text cut to max_length, eos."""
-        ids = self.tokenizer("source").token_ids
-        return [ids.bos, *self.table("source", [text])[0], ids.eos]
 
     def source_batch(self, texts: Sequence[str]) -> Tensor:
         """int64 [B, S] for texts outside the corpus."""

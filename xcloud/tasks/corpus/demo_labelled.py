@@ -8,12 +8,13 @@ sees only sample numbers.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from xcloud.checks import check_int
-from xcloud.demo_corpus import Story, answers, inferences, reviews, stories
+from xcloud.demo_corpus import STORY_QUESTIONS, Story, answers, inferences, reviews, stories
 from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.labelled import Sets, interleaved
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
@@ -53,13 +54,11 @@ class DemoSizes:
         return Parallel(name, splits, [f"seed {self.seed}"], {"demo": digest, "seed": self.seed})
 
 
-def rows_of(columns: Mapping[str, Sequence[str]], visible: frozenset[str]) -> Rows:
-    num_rows = len(next(iter(columns.values())))
-    shown = {
-        name: cells for name, cells in columns.items()
-        if ("label" if name == "label" else "text") in visible
-    }  # fmt: skip
-    return Rows(num_rows, shown)
+def rows_of(samples: Sequence[tuple[str, ...]], visible: frozenset[str]) -> Rows:
+    """Visible columns of samples (first text, perhaps a second, label)."""
+    *texts, labels = map(list, zip(*samples, strict=True))
+    columns = dict(zip(("first", "second"), texts, strict=False)) if "text" in visible else {}
+    return Rows(len(samples), columns | ({"label": labels} if "label" in visible else {}))
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,8 @@ class DemoReviews:
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = reviews(self.sizes.total, self.sizes.seed)
-        splits = {
-            split: rows_of(
-                {"first": [text for text, _ in part], "label": [str(int(y)) for _, y in part]},
-                visible,
-            )
-            for split, part in self.sizes.cut(samples).items()
-        }
+        rows = [(text, str(int(positive))) for text, positive in samples]
+        splits = {split: rows_of(part, visible) for split, part in self.sizes.cut(rows).items()}
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
@@ -100,17 +94,8 @@ class DemoAnswers:
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = answers(self.sizes.total, self.sizes.seed)
-        splits = {
-            split: rows_of(
-                {
-                    "first": [question for question, _, _ in part],
-                    "second": [sentence for _, sentence, _ in part],
-                    "label": ["entailment" if y else "not_entailment" for _, _, y in part],
-                },
-                visible,
-            )
-            for split, part in self.sizes.cut(samples).items()
-        }
+        rows = [(q, s, "entailment" if y else "not_entailment") for q, s, y in samples]
+        splits = {split: rows_of(part, visible) for split, part in self.sizes.cut(rows).items()}
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
@@ -144,13 +129,7 @@ class DemoInference:
         cut = self.sizes.cut(samples)
 
         def rows(split: Split, language: str) -> Rows:
-            pairs = [pair[language] for pair, _ in cut[split]]
-            columns = {
-                "first": [premise for premise, _ in pairs],
-                "second": [hypothesis for _, hypothesis in pairs],
-                "label": [relation for _, relation in cut[split]],
-            }
-            return rows_of(columns, visible)
+            return rows_of([(*pair[language], relation) for pair, relation in cut[split]], visible)
 
         here = self.train_language
         tested = self.languages or sorted(LANGUAGES, key=lambda x: (x != here, x))
@@ -161,10 +140,9 @@ class DemoInference:
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
-def demo_stories(sizes: DemoSizes, questions_each: int) -> dict[Split, Sequence[Story]]:
-    """Paragraphs with `questions_each` questions; sizes count questions, rounded up."""
-    each = questions_each
-    counts = {split: -(-getattr(sizes, f"num_{split}") // each) for split in SPLITS}
-    samples = stories(sum(counts.values()), sizes.seed, each)
+def demo_stories(sizes: DemoSizes) -> dict[Split, Sequence[Story]]:
+    """Paragraphs with STORY_QUESTIONS questions each; sizes count questions, rounded up."""
+    counts = {s: math.ceil(getattr(sizes, f"num_{s}") / STORY_QUESTIONS) for s in SPLITS}
+    samples = stories(sum(counts.values()), sizes.seed)
     rounded = DemoSizes(counts["train"], counts["dev"], counts["test"], sizes.seed)
     return rounded.cut(samples)

@@ -19,6 +19,8 @@ from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.hub import load_hub, not_loaded
 
+_cached_pairs = cache(demo_pairs)
+
 
 def languages_of(part: str) -> tuple[str, ...]:
     """("es",) for "es", ("es", "en") for "es-en"."""
@@ -88,12 +90,7 @@ class DemoText:
         return [text for pair in self._pairs() for text in pair]
 
     def _pairs(self) -> tuple[tuple[str, str], ...]:
-        return _demo_pairs(self.num_texts, self.corpus_seed)
-
-
-@cache
-def _demo_pairs(num_pairs: int, seed: int) -> tuple[tuple[str, str], ...]:
-    return demo_pairs(num_pairs, seed)
+        return _cached_pairs(self.num_texts, self.corpus_seed)
 
 
 @dataclass(frozen=True)

@@ -109,18 +109,16 @@ class DemoParagraphs:
 
     def read(self) -> Reading:
         splits: dict[Split, Sequence[Paragraph]] = {}
-        stories_of = demo_stories(self.sizes, 3)
+        stories_of = demo_stories(self.sizes)
         for split, stories in stories_of.items():
-            splits[split] = [
-                Paragraph(
-                    told.text,
-                    tuple(
-                        Question(f"{split}{number}.{i}", asked, ((answer, start),))
-                        for i, (asked, answer, start) in enumerate(told.questions)
-                    ),
+            paragraphs = []
+            for number, story in enumerate(stories):
+                questions = (
+                    Question(f"{split}{number}.{i}", asked, ((answer, start),))
+                    for i, (asked, answer, start) in enumerate(story.questions)
                 )
-                for number, told in enumerate(stories)
-            ]
+                paragraphs.append(Paragraph(story.text, tuple(questions)))
+            splits[split] = paragraphs
         # The text is public, so a digest of it can show that all clouds run the same grammar.
         digest = hashlib.sha256(repr(stories_of).encode()).hexdigest()
         remarks = [f"seed {self.sizes.seed}"]
@@ -202,7 +200,9 @@ def _paragraph(row: Any, where: str) -> Paragraph:
                 )
             if None in places:
                 missing = qa["answers"][places.index(None)]
-                raise DataError(f"{where}: the answer {missing!r} is not there in the context")
+                raise DataError(
+                    f"{where}: the answer {missing!r} is not at that place in its context"
+                )
             known = tuple(place for place in places if place is not None)
             questions.append(Question(str(qa.get("id", number)), qa["question"], known))
         return Paragraph(context, tuple(questions))
