@@ -290,7 +290,7 @@ def test_a_missing_checkpoint_is_one_error_at_once(
         PretrainedBackbone("nobody/no-such-model").width()
     saved(tmp_path, "bert")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(DataError, match="is no whole checkpoint"):
+    with pytest.raises(DataError, match="is not a complete checkpoint"):
         read_weights(str(tmp_path))
 
 

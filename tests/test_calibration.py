@@ -130,7 +130,7 @@ def test_it_is_measured_once(tmp_path: Path, weights: Weights) -> None:
 
 def test_public_text_of_another_tokenizer_is_refused(tmp_path: Path, weights: Weights) -> None:
     foreign = RandomText(9, TokenIds(1000, 0, 1, 2, 3))
-    with pytest.raises(ConfigError, match="1000 kinds of tokens, but the encoder knows 24"):
+    with pytest.raises(ConfigError, match="1000 token ids, but the encoder has 24"):
         measured_basis(Split(1, 5, "pca"), weights, foreign, where(tmp_path))
     network = backbone().network
     with pytest.raises(ConfigError, match="give both the same tokenizer"):

@@ -47,12 +47,12 @@ def test_labels_do_not_follow_the_sample_number() -> None:
 
 
 def test_answers_stand_in_their_stories_once_asked() -> None:
-    for stories in demo_stories(DemoSizes(30, 3, 3), 3).values():
+    for stories in demo_stories(DemoSizes(30, 3, 3)).values():
         for found in stories:
             assert len({asked for asked, _, _ in found.questions}) == 3
             for _, answer, start in found.questions:
                 assert found.text[start : start + len(answer)] == answer
-    assert len(demo_stories(DemoSizes(31, 3, 3), 3)["train"]) == 11
+    assert len(demo_stories(DemoSizes(31, 3, 3))["train"]) == 11
 
 
 def test_a_language_that_the_demo_lacks_is_refused() -> None:

@@ -181,8 +181,8 @@ def test_a_dev_file_used_for_training_is_not_dev_too(tmp_path: Path) -> None:
         (["train.tsv", "train.tsv.gz"], {}, "several files for train"),
         (["train.tsv", "dev.tsv", "val.tsv"], {}, "several files for dev"),
         (["train.tsv"], {"dev_file": "nope*"}, r"no file for task\.dev_file=nope\*.*train\.tsv"),
-        (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "in two splits"),
-        (["readme.txt"], {}, "no training file.*there are: none"),
+        (["train.tsv"], {"dev_file": "train.tsv", "train_file": "train*"}, "for two splits"),
+        (["readme.txt"], {}, "no training file.*found: none"),
     ],
 )
 def test_what_is_unclear_is_refused_with_the_names_there_are(
@@ -197,8 +197,12 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.tsv", b"fr\ten\na\tb\n", r"no column es.*: fr, en\. Choose with task\.source"),
-        ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*names 2"),
+        (
+            "train.tsv",
+            b"fr\ten\na\tb\n",
+            r"no column es; the header has fr, en\. Choose with task\.source",
+        ),
+        ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*header has 2"),
         ("train.tsv", b"es\ten\n", "has no rows"),
         ("train.tsv", b"es\ten\n\xff\xfe\tb\n", "not UTF-8"),
         ("train.tsv.gz", b"es\ten\na\tb\n", "cannot be read"),

@@ -366,7 +366,7 @@ def test_a_wrong_setting_is_named(change: dict[str, Any], words: str) -> None:
 
 
 def test_every_cloud_that_feeds_needs_a_generator_and_texts() -> None:
-    with pytest.raises(ConfigError, match=r"clouds that feed are es, de, but model\.generators"):
+    with pytest.raises(ConfigError, match=r"producing clouds are es, de, but model\.generators"):
         tiny().check(["es", "de"])
     with pytest.raises(ConfigError, match="demo grammar has es, en"):
         tiny(languages=["fr"]).check(["es", "en"])

@@ -10,9 +10,9 @@ from xcloud.models.electra import (
     Discriminator,
     choose_masked,
     corrupt,
+    detect_replaced,
     inner_rows,
     sample_words,
-    tell_replaced,
     with_ends,
 )
 from xcloud.models.encoder import Encoder, EncoderConfig
@@ -146,8 +146,8 @@ def test_the_counts_are_those_of_the_scores() -> None:
     replaced_C = torch.arange(12) % 3 == 0
     for bias, expected in ((100.0, (4, 8, 0)), (-100.0, (0, 0, 4))):
         network.head.score.bias.data.fill_(bias)
-        told = tell_replaced(network, ids_C, counts_B, replaced_C, IDS)
-        assert told[1:] == expected
-    assert float(told.loss.detach()) == pytest.approx(
+        found = detect_replaced(network, ids_C, counts_B, replaced_C, IDS)
+        assert found[1:] == expected
+    assert float(found.loss.detach()) == pytest.approx(
         400, rel=0.05
     )  # 4 tokens, each 100 nats wrong

@@ -153,7 +153,7 @@ def test_weights_that_lack_something_are_refused() -> None:
 
 def test_a_text_longer_than_the_positions_is_refused() -> None:
     ids = padded([[5] * 20])
-    with pytest.raises(ValueError, match="22 tokens came; this network was made for at most 16"):
+    with pytest.raises(ValueError, match="22 tokens; this network supports at most 16"):
         encoder()(ids[0], Packing.of(ids, IDS.pad))
 
 

@@ -80,8 +80,8 @@ def test_without_labelled_test_the_dev_set_is_the_test(folder: Path) -> None:
     assert cells(corpus, "test", "first") == [f"dev {i}" for i in range(10)]
     train, dev = cells(corpus, "train", "first"), cells(corpus, "dev", "first")
     assert not set(train) & set(dev) and len({*train, *dev}) == 100
-    assert "test: the dev set, for no other labelled one is there" in corpus.remarks
-    with pytest.raises(DataError, match="no column label, so nothing to score by"):
+    assert "test: the dev set, as there is no labelled test set" in corpus.remarks
+    with pytest.raises(DataError, match="no column label, so it cannot be scored"):
         Labelled(LabelledFolder(str(folder), test_file="test")).read(ALL)
 
 
@@ -120,9 +120,9 @@ def test_a_folder_of_no_usual_columns_lists_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has the columns x, y; .*task.text_columns"):
         Labelled(LabelledFolder(str(tmp_path))).check()
     write_tsv(tmp_path / "train.tsv", ["text", "y"], [["1", "2"]])
-    with pytest.raises(DataError, match=r"none is a usual label.*task.label_column"):
+    with pytest.raises(DataError, match=r"none has a usual label name.*task.label_column"):
         Labelled(LabelledFolder(str(tmp_path))).check()
-    with pytest.raises(DataError, match="of two texts none"):
+    with pytest.raises(DataError, match="none has a usual name for two texts"):
         glue_from_files("mrpc", str(tmp_path)).check()
     with pytest.raises(DataError, match=r"does not exist; task.path must be a folder"):
         Labelled(LabelledFolder(str(tmp_path / "nowhere"))).check()
@@ -249,7 +249,7 @@ def test_a_hub_set_without_test_labels_is_tested_on_its_dev_set(
     monkeypatch.setattr("xcloud.tasks.corpus.hub.load_hub", lambda *arguments: loaded)
     corpus = Labelled(HubSet("owner/name")).read(ALL)
     assert cells(corpus, "test", "first") == ["validation"] * 100
-    with pytest.raises(DataError, match=r"nothing to score by; choose another task\.test"):
+    with pytest.raises(DataError, match=r"cannot be scored; choose another task\.test"):
         Labelled(HubSet("owner/name", test="test")).read(ALL)
 
 

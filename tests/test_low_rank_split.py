@@ -295,11 +295,11 @@ def test_an_exported_stage_comes_back(tmp_path: Path, way: str, num_stages: int)
 
 
 def test_the_head_must_be_that_of_the_task(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"asks for span, so set model\.output=span"):
+    with pytest.raises(ConfigError, match=r"predicts span, so set model\.output=span"):
         build(model(), 2, where(tmp_path), SPAN)
     with pytest.raises(ConfigError, match="choose task="):
         model().build_stage(2, 3, where(tmp_path, None))
-    with pytest.raises(ConfigError, match="says nothing"):
+    with pytest.raises(ConfigError, match="this file has none"):
         model().empty_stage(2, 3, {}, 16)
 
 
@@ -324,7 +324,7 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     assert LowRankSplit(told, Split(2)).border(0, 2, 16).fields[1].features == (8,)
     with pytest.raises(ConfigError, match="every cloud can build without seeing"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"measured on public text: set model\.public_text"):
+    with pytest.raises(ConfigError, match=r"estimated on public text: set model\.public_text"):
         LowRankSplit(
             PretrainedBackbone(str(tmp_path)), Split(1, method="pca", calibration="public")
         )

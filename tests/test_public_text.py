@@ -34,7 +34,7 @@ def test_the_lines_of_a_file_are_drawn_by_the_seed(tmp_path: Path) -> None:
 
     assert plain.sentences(10, tmp_path) == packed.sentences(10, tmp_path)
     assert sorted(plain._texts(30)) == sorted(lines)
-    with pytest.raises(DataError, match=r"has 30 lines, but 31 are asked for: lower model\.split"):
+    with pytest.raises(DataError, match=r"has 30 lines, but 31 are needed: lower model\.split"):
         plain.sentences(31, tmp_path)
 
 

@@ -133,9 +133,9 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.head is None and view.text is None
     assert not view._windows and not view._paragraphs and not view._labels
     for reach in (view.vocabulary, view.sentences):
-        with pytest.raises(DataError, match="no text that may be seen here"):
+        with pytest.raises(DataError, match="is not a text field visible here"):
             reach("text")
-    with pytest.raises(DataError, match="labels may not be seen"):
+    with pytest.raises(DataError, match="labels are not visible"):
         view.score("test", {0: [1, 1, 1]})
 
 
@@ -163,8 +163,8 @@ def test_answers_are_placed_by_their_start_or_as_whole_words(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (row("a b", "c"), "line 1: the answer 'c' is not in its context"),
-        (row("a b", {"text": "b", "start": 0}), "is not in its context there"),
+        (row("a b", "c"), "line 1: the answer 'c' is not at that place"),
+        (row("a b", {"text": "b", "start": 0}), "is not at that place in its context"),
         (row("a b"), "has no answer; SQuAD 2.0"),
         ({"text": "a"}, 'expected {"context", "qas"'),
     ],
@@ -188,7 +188,7 @@ def test_the_official_files_without_a_test_set(tmp_path: Path) -> None:
     official("dev", 5)
     data = squad_from_files(str(tmp_path), dev_share=3, tokenizer=SmallTokenizer()).load(ALL, 1)
     assert [data.num_samples(s) for s in ("train", "dev", "test")] == [37, 3, 5]
-    assert "test: the dev set, for no other one is there" in data.describe()
+    assert "test: the dev set, as there is no test set" in data.describe()
     few = squad_from_files(str(tmp_path), max_train_samples=6, max_eval_samples=2,
                            tokenizer=SmallTokenizer(), dev_share=3)  # fmt: skip
     found = few.load(ALL, 1)

@@ -14,6 +14,11 @@ def project_root() -> Path:
     return _checkout() or Path.cwd()
 
 
+def in_project(path: str) -> Path:
+    """`path` with ~ expanded; relative paths are relative to project_root()."""
+    return project_root() / Path(path).expanduser()
+
+
 def commit() -> str:
     """Short git commit of xcloud's own sources, e.g. "1a2b3c4" or "1a2b3c4-dirty".
 

@@ -1,4 +1,4 @@
-"""One subject, one verb and what belongs to it, in both languages. No whole sentences."""
+"""A subject, a verb and its complements, in both languages. No whole sentences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACCUSATIVE = ("me", "te", "", "nos", "os", "")
 
 @dataclass(frozen=True)
 class Clause:
-    """es_tail, en_tail: all that follows the verb. clitic: before it, in Spanish only.
+    """es_tail, en_tail: everything after the verb. clitic: before it, Spanish only.
     mid: an adverb that stands before the verb in both languages, as siempre, always."""
 
     subject: Phrase
@@ -121,7 +121,7 @@ class Clause:
 def subject(
     dice: Dice, kind: str = "p", tense: str = "", spoken: bool = False, asked: bool = False
 ) -> Phrase:
-    """kind "p": people and pronouns; "a": an animal; "pa": either. spoken: never left out.
+    """kind "p": people and pronouns; "a": an animal; "pa": either. spoken: never omitted.
     asked: for a question, so never "yo"."""
     if kind == "a" or (kind == "pa" and dice.chance(0.3)):
         return noun_phrase(dice, dice.common(NOUNS["animal"]))
@@ -140,7 +140,7 @@ def subject(
 
 
 def object_noun(dice: Dice, verb_: Verb) -> Noun | None:
-    """A noun of one of the verb's object classes; None stands for a name."""
+    """A noun of one of the verb's object classes; None means a name."""
     if verb_.human_object and dice.chance(0.25):
         return None
     kinds = [kind for kind in verb_.classes if kind in NOUNS]
@@ -299,7 +299,6 @@ def plain_clause(
     dice: Dice,
     tense: str = "",
     *,
-    spoken: bool = False,
     bare: bool = False,
     asked: bool = False,
     verbs: Sequence[Verb] = (),
@@ -310,5 +309,5 @@ def plain_clause(
         verb_ = dice.common(INTRANSITIVE)
     if not tense:
         tense = pick_tense(dice, verb_, asked)
-    who = subject(dice, verb_.subjects, tense, spoken, asked)
+    who = subject(dice, verb_.subjects, tense, asked=asked)
     return make_clause(dice, verb_, who, tense, bare=bare)

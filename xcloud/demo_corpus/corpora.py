@@ -1,6 +1,6 @@
-"""The texts of the demo: every kind in any number, all different, the same for a seed everywhere.
+"""The demo texts: any number of each kind, all distinct, reproducible from a seed.
 
-A longer list begins with the shorter one of the same seed.
+A shorter list is a prefix of a longer one with the same seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xcloud.demo_corpus.events import Story
 from xcloud.demo_corpus.reviews import review
 
 T = TypeVar("T")
-MAX_PAIRS = 200_000  # the grammars have more, but drawing new ones takes longer and longer
+MAX_PAIRS = 200_000  # the grammars have more, but finding new ones takes ever longer
 MAX_SAMPLES = 300_000
 MAX_SENTENCES = 1_000_000
 WORDS_OF_A_SENTENCE = range(4, 26)
@@ -38,12 +38,12 @@ KINDS: tuple[tuple[Callable[[Dice], tuple[str, str]], float], ...] = (
 
 
 def pairs(num: int, seed: int) -> tuple[tuple[str, str], ...]:
-    """(Spanish, English) of 4 to 25 words, all different on both sides, in an order without
-    meaning. About 0.1 ms each. Raises ConfigError unless num <= MAX_PAIRS.
+    """(Spanish, English) of 4 to 25 words, all distinct on both sides, in random order. About
+    0.1 ms each. Raises ConfigError unless num <= MAX_PAIRS.
 
-    The English follows from the Spanish by rule: a silent subject is never a third person, "su"
-    is the subject's, "lo" is a person after verbs of people and a thing after others, an
-    imperfect is "used to", and so on; so BLEU measures the model and not the corpus.
+    The Spanish determines the English: an omitted subject is never a third person, "su" refers
+    to the subject, "lo" is a person after verbs of people and a thing otherwise, the imperfect is
+    "used to", and so on; so BLEU measures the model, not ambiguity in the corpus.
     """
     _check(num, seed, MAX_PAIRS)
     dice, seen = Dice(seed), set[str]()
@@ -59,7 +59,7 @@ def pairs(num: int, seed: int) -> tuple[tuple[str, str], ...]:
 
 
 def reviews(num: int, seed: int) -> list[tuple[str, bool]]:
-    """(text, whether it praises): film reviews of one English sentence."""
+    """(text, whether it is positive): one-sentence film reviews in English."""
     return _distinct(review, lambda sample: sample[0], num, seed)
 
 
@@ -74,19 +74,17 @@ def inferences(num: int, seed: int) -> list[tuple[dict[str, tuple[str, str]], st
     return _distinct(events.inference, lambda sample: sample[0]["en"], num, seed)
 
 
-def stories(num: int, seed: int, num_questions: int = 3) -> list[Story]:
-    """English paragraphs of four events, with questions whose answers stand in the text."""
-    return _distinct(
-        lambda dice: events.story(dice, num_questions=num_questions), lambda s: s.text, num, seed
-    )
+def stories(num: int, seed: int) -> list[Story]:
+    """English paragraphs of four events, with questions answered by spans of the text."""
+    return _distinct(events.story, lambda story: story.text, num, seed)
 
 
 def public_sentences(num: int, seed: int) -> list[str]:
     """English sentences of all demo grammars, mixed: statements and questions of daily life,
     events, film reviews. About 0.03 ms each.
 
-    Every cloud can make them itself from the seed, so they may serve for what several clouds must
-    share without showing each other text: a tokenizer, a pretrained start, a basis for a border.
+    Every cloud can generate them from the seed, so they can be used for what clouds must share
+    without showing each other text: a tokenizer, a pretrained start, a basis for a border.
     """
     return _distinct(_public_sentence, lambda text: text, num, seed, MAX_SENTENCES)
 
@@ -110,7 +108,7 @@ def _distinct(
     seed: int,
     maximum: int = MAX_SAMPLES,
 ) -> list[T]:
-    """`num` samples of which no two have the same key, so that splits share none."""
+    """`num` samples with distinct keys, so that splits are disjoint."""
     _check(num, seed, maximum)
     dice, found = Dice(seed), dict[object, T]()
     while len(found) < num:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Dice:
-    """Choices that are the same for a seed on every machine and Python: random() alone is used."""
+    """Choices reproducible on every machine and Python version: uses only random()."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
@@ -29,7 +29,7 @@ class Dice:
         return options[int(self._random() * len(options))]
 
     def common(self, options: Sequence[T]) -> T:
-        """Early options oftener than late ones, as words are (weight 1 / (8 + rank))."""
+        """Prefer early options, like word frequencies (weight 1 / (8 + rank))."""
         total = _running_weights(len(options))
         return options[bisect(total, self._random() * total[-1])]
 

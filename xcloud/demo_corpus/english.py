@@ -74,7 +74,7 @@ def regular_past(base: str) -> str:
 
 
 def verb_group(verb: EnglishVerb, tense: str, person: int) -> tuple[str, str]:
-    """(auxiliary, main word). The auxiliary is "" where English has none: ("", "eats")."""
+    """(auxiliary, main word). The auxiliary is "" if English has none: ("", "eats")."""
     is_be = verb.base == "be"
     if tense == "present":
         if is_be:

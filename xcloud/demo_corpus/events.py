@@ -1,7 +1,6 @@
-"""Who did what, where, when and with whom: small events, told in English or Spanish.
+"""Who did what, where, when and with whom: small events, in English or Spanish.
 
-From them come sentences, questions with their answers, paragraphs, and pairs of which one follows
-from the other. No corpus lives here.
+They yield sentences, questions with answers, paragraphs and inference pairs. No corpus here.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NUMBERS, PLACES, TIMES = _words("numbers"), _words("places"), _words("times")
 
 @dataclass(frozen=True)
 class Event:
-    """where, when and company (whom it was done with) may be left out."""
+    """where, when and company (with whom) are optional."""
 
     who: Word
     verb: Word
@@ -63,7 +62,7 @@ class Event:
 
 
 def new_event(dice: Dice, chance: float = 0.6) -> Event:
-    """chance: that a place (a time, a company) is told."""
+    """chance: of including a place (a time, a company)."""
     who, company = dice.pick(PEOPLE), dice.pick(PEOPLE)
     return Event(
         who, dice.pick(VERBS), dice.pick(NUMBERS), dice.pick(THINGS),
@@ -93,7 +92,7 @@ def told(event: Event, language: Language = "en", *, time_first: bool = False,
 
 
 def question(event: Event, role: Role, hint: Role | None = None) -> tuple[str, str]:
-    """(question, answer) in English; `hint` is told in the question too."""
+    """(question, answer) in English; `hint` is mentioned in the question."""
     who, thing, base = event.who.en, event.thing.en, event.verb.base
     word = event.extra(hint) if hint is not None else None
     tail = "" if word is None else f" with {word.en}" if hint == "company" else f" {word.en}"
@@ -118,14 +117,14 @@ def random_question(dice: Dice, event: Event) -> tuple[str, str, Role]:
 
 
 def answering_pair(dice: Dice) -> tuple[str, str, bool]:
-    """(question, sentence, whether the sentence answers it). The words are alike in both cases."""
+    """(question, sentence, whether the sentence answers it). Both cases use similar words."""
     event = new_event(dice, 0.75)
     answers = dice.chance(0.5)
     asked, _, role = random_question(dice, event)
     if answers:
         return asked, told(event, time_first=dice.chance(0.5)), True
     if role in EXTRAS and dice.chance(0.7):
-        other = event.without(role)  # the very event, but what is asked for is not told
+        other = event.without(role)  # the same event without the requested fact
     elif role == "who":
         other = replace(event, verb=dice.pick([verb for verb in VERBS if verb != event.verb]))
     elif dice.chance(0.5):
@@ -135,19 +134,21 @@ def answering_pair(dice: Dice) -> tuple[str, str, bool]:
     return asked, told(other, time_first=dice.chance(0.5)), False
 
 
+STORY_EVENTS, STORY_QUESTIONS = 4, 3
+
+
 @dataclass(frozen=True)
 class Story:
-    """sentences: in the order they are told. questions: (question, answer as it stands there,
-    its first character in the text)."""
+    """sentences: in order. questions: (question, answer as in the text, its character offset)."""
 
     text: str
     questions: tuple[tuple[str, str, int], ...]
 
 
-def story(dice: Dice, num_events: int = 4, num_questions: int = 3) -> Story:
+def story(dice: Dice) -> Story:
     """A paragraph of events that share people, verbs or things, and questions about them."""
     events = [new_event(dice)]
-    while len(events) < num_events:
+    while len(events) < STORY_EVENTS:
         event, like = new_event(dice), dice.pick(events)
         shared = dice.below(3)
         event = (
@@ -157,14 +158,14 @@ def story(dice: Dice, num_events: int = 4, num_questions: int = 3) -> Story:
         )  # fmt: skip
         if event.company is event.who:
             event = event.without("company")
-        # A question names two of person, verb and thing; they must mean one event.
+        # A question names two of person, verb and thing, which must identify one event.
         if all(_told_apart(event, other) for other in events):
             events.append(event)
     sentences = [told(event, time_first=dice.chance(0.5)) for event in events]
     text = " ".join(sentences)
     found: dict[str, tuple[str, int]] = {}
-    while len(found) < num_questions:
-        number = dice.below(num_events)
+    while len(found) < STORY_QUESTIONS:
+        number = dice.below(STORY_EVENTS)
         asked, answer, _ = random_question(dice, events[number])
         start = sum(len(sentence) + 1 for sentence in sentences[:number])
         sentence = sentences[number]
@@ -192,10 +193,10 @@ def inference(dice: Dice) -> tuple[dict[str, tuple[str, str]], str]:
     gone = dice.pick(event.extras)
     second = event.without(gone)
     if relation == "entailment" and event.when is not None and dice.chance(0.3):
-        second = event  # the same, told in another order
+        second = event  # the same event in another word order
         time_first = (time_first[0], not time_first[0])
     elif relation == "neutral":
-        first, second = second, event  # what is told more need not be so
+        first, second = second, event  # the added fact need not hold
     elif relation == "contradiction":
         second = second if dice.chance(0.5) else event
         if dice.chance(0.6):

@@ -1,4 +1,4 @@
-"""Sentences in which the one who feels is a dative in Spanish: gustar, doler."""
+"""Sentences with a dative experiencer in Spanish: gustar, doler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _liked_thing(dice: Dice, who: Phrase) -> tuple[str, str, int]:
     noun = dice.common(NOUNS[kind])
     if dice.chance(0.3) and kind not in ("subject", "sport"):
         thing = noun_phrase(dice, noun, who, definite=True)
-        # "los gatos" after gustar are cats in general, so this cat or that cat is said otherwise.
+        # "los gatos" after gustar are cats in general; specific cats are phrased differently.
         if not thing.es.startswith(("los ", "las ", "el ", "la ")):
             return thing.es, thing.en, thing.person
     several = not noun.mass

@@ -50,7 +50,7 @@ def short(
     background: bool = False,
     spoken: bool = False,
 ) -> Clause:
-    """A short clause: verb and object. `who`: its subject, if it is known already."""
+    """A short clause: verb and object. `who`: its subject, if already known."""
     while True:
         if background or tense in ("preterite", "subjunctive", "perfect", "pluperfect"):
             verb_ = dice.common(INTRANSITIVE if dice.chance(0.45) else TRANSITIVE)

@@ -127,7 +127,7 @@ def relative(dice: Dice) -> Pair:
 
 
 def _main_about(dice: Dice, noun: Noun, who: Phrase, inner: Verb) -> Clause:
-    """Something to say of a subject that already has a relative clause with the verb `inner`."""
+    """A predicate for a subject that has a relative clause with the verb `inner`."""
     if noun.human and dice.chance(0.6):
         main = short(dice, dice.pick(("preterite", "present", "future", "perfect")), who=who)
         if main.verb is not inner:

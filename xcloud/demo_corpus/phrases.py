@@ -115,12 +115,12 @@ def object_pronoun(person: int, gender: str, human: bool) -> str:
 
 
 def whom(pronoun: Phrase) -> str:
-    """me, her, them: what English says for a personal pronoun as an object."""
+    """The English object pronoun: me, her, them."""
     return object_pronoun(pronoun.en_person, pronoun.gender, human=True)
 
 
 def subject_pronoun(phrase: Phrase) -> str:
-    """What English says when it speaks of this phrase again: she, it, they."""
+    """The English pronoun that refers back to this phrase: she, it, they."""
     if phrase.en_person == 2:
         return ("she" if phrase.gender == "f" else "he") if phrase.human else "it"
     return ("I", "you", "", "we", "you", "they")[phrase.en_person]

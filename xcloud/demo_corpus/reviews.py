@@ -1,7 +1,7 @@
-"""Short film reviews in English, praising or not. The verdict is in the grammar, not in a word.
+"""Short film reviews in English, positive or negative. The label depends on grammar, not on words.
 
-Words of both colours stand in either kind of review: negation turns a clause, and of two clauses
-that disagree the one behind "but", or outside of "although", is the verdict.
+Positive and negative words occur in both kinds: negation flips a clause, and of two conflicting
+clauses the one after "but", or outside "although", decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOES_WELL, DOES_BADLY = (pairs(WORDS_OF_REVIEWS[kind]) for kind in ("does_well",
 
 
 def review(dice: Dice) -> tuple[str, bool]:
-    """(text, whether it praises). Praise is drawn first, so that no form of text favours it."""
+    """(text, whether it is positive). The label is drawn first, so that no form favours one."""
     good = dice.chance(0.5)
     return dice.weighted(FORMS)(dice, good), good
 
@@ -32,7 +32,7 @@ def _adjective(dice: Dice, good: bool) -> str:
 
 
 def clause(dice: Dice, good: bool, subject: str | None = None) -> str:
-    """A statement of one colour; in half of them a negated word of the other."""
+    """A positive or negative statement; half of them negate a word of the opposite kind."""
     about = subject or dice.pick(SUBJECTS)
     turned = dice.chance(0.5)
     kind = dice.below(5)

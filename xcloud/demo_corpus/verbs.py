@@ -1,4 +1,4 @@
-"""Verbs as pairs, Spanish and English: tenses, helpers, and which to pick. No sentences."""
+"""Verb pairs, Spanish and English: tenses, helpers and selection. No sentences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Verb:
 
     @property
     def same_for_us(self) -> bool:
-        """ "compramos" is present and past: without a time it is taken as present."""
+        """ "compramos" is present and past: without a time adverbial it is read as present."""
         return self.es.tenses["present"][3] == self.es.tenses["preterite"][3]
 
     @property
@@ -81,7 +81,7 @@ BE_SER, BE_ESTAR = verb("ser", "be =s"), verb("estar", "be =s")
 
 
 class Helper(NamedTuple):
-    """A verb in front of another one: quiere comprar, wants to buy."""
+    """A verb before another one: quiere comprar, wants to buy."""
 
     verb: Verb
     es_link: str  # between the helper and the infinitive

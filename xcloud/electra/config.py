@@ -1,4 +1,4 @@
-"""How a generator and the discriminator learn, as configured. They are built in model.py."""
+"""Settings of the generators and the discriminator. They are built in model.py."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from xcloud.training.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class Generator:
-    """One cloud's: what it reads, its network, how it masks and learns.
+    """One cloud's generator: its texts, network, masking and optimizer.
 
-    languages, pairs: parts of its texts, such as [es] and [es-en]; a pair is text beside its
+    languages, pairs: parts of its texts, such as [es] and [es-en]; a pair is a text and its
         translation, masked on both sides (TLM). No other cloud reads them for it.
-    source: its own texts where not those of model.text.source.
-    batch_size: samples of one batch, which is one update of the generator and one message.
-    whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) a
-        word is one piece. temperature: of the sampled words.
-    frozen: it only fills; nothing is trained in its cloud.
+    source: its own texts, if not those of model.text.source.
+    batch_size: samples per batch; a batch is one generator update and one message.
+    whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) each
+        piece is a word. temperature: for sampling replacements.
+    frozen: it only samples and is not trained.
     """
 
     languages: Sequence[str] = ()
@@ -59,8 +59,8 @@ class Generator:
         check_choice(f"{owner}.precision", self.precision, ("fp32", "bf16", "auto"))
         if self.frozen and not isinstance(self.backbone, PretrainedBackbone):
             raise ConfigError(
-                f"{owner}.frozen needs a PretrainedBackbone: a network with weights drawn from a "
-                "seed has nothing to fill with"
+                f"{owner}.frozen needs a PretrainedBackbone: a randomly initialised network "
+                "cannot fill masks"
             )
 
     @property
@@ -70,8 +70,8 @@ class Generator:
 
 @dataclass(frozen=True)
 class DiscriminatorSettings:
-    """loss_weight: the paper's λ of loss = MLM + λ RTD. With an optimizer of its own it acts only
-    where the size of a gradient matters: on clip_norm and eps, for AdamW divides the rest out.
+    """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
+    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
     """
 
     backbone: Backbone = field(default_factory=SeededBackbone)

@@ -1,5 +1,5 @@
-"""What one rank of the discriminator's cloud does with what arrives (Consumer): unpack, learn,
-count, export. It holds no text, no network reaches it from here, and nothing goes back.
+"""One rank of the discriminator's cloud (a Consumer): unpack batches, train, count, export.
+No text, no networking; nothing is sent back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from xcloud.comm.id_packing import CorruptedTexts, IdPacking
 from xcloud.electra.config import DiscriminatorSettings
 from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
-from xcloud.models.electra import Discriminator, tell_replaced
+from xcloud.models.electra import Discriminator, detect_replaced
 from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
 
 DISCRIMINATOR_DIR = "discriminator"
-SCORED_STEPS = 50  # the last ones: each batch is scored before it is learned from
+SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them
 
 
 class DiscriminatorRank:
@@ -63,26 +63,26 @@ class DiscriminatorRank:
 
     def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
         ids_C, counts_B, replaced_C = texts
-        # Dropout follows from the batch itself, not from who consumes it, and when.
+        # Dropout depends on the batch itself, not on which rank consumes it, or when.
         content = zlib.crc32(ids_C.numpy().tobytes())
         dropout = seed_of(self._seed, "discriminator dropout", content)
         with seeded_on(self._device, dropout), self._autocast():
-            told = tell_replaced(
+            found = detect_replaced(
                 self._network,
                 ids_C.to(self._device),
                 counts_B.to(self._device),
                 replaced_C.to(self._device),
                 self._tokenizer.token_ids,
             )
-        torch.autograd.backward(told.loss)
+        torch.autograd.backward(found.loss)
         return {
-            "loss_sum": float(told.loss.detach()),
+            "loss_sum": float(found.loss.detach()),
             "weight": len(ids_C),
             "samples": len(counts_B),
             "tokens": len(ids_C),
-            "true_positives": told.true_positives,
-            "false_positives": told.false_positives,
-            "false_negatives": told.false_negatives,
+            "true_positives": found.true_positives,
+            "false_positives": found.false_positives,
+            "false_negatives": found.false_negatives,
         }
 
     def update(self, step: int, weight: float) -> None:
@@ -103,7 +103,7 @@ class DiscriminatorRank:
         self._step_sums = Counter()
 
     def export(self, run_dir: Path, lane: int) -> None:
-        """model/discriminator, a checkpoint with its tokenizer."""
+        """Write model/discriminator, a checkpoint with its tokenizer."""
         if lane:
             return
         folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
@@ -113,16 +113,16 @@ class DiscriminatorRank:
         self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
 
     def evaluate(self, lane: int) -> Mapping[str, float]:
-        """Of this rank's share of the last steps, how well replaced tokens were told: percent,
-        and nats a token."""
+        """Replaced-token detection over this rank's batches of the last steps: percent, and
+        nats per token."""
         if lane:
             return {}
         sums: Counter[str] = sum(self._recent, Counter())
         hits = sums["true_positives"]
-        told, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
+        detected, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
         return {
-            "replaced_precision": round(100 * hits / max(1, told), 4),
+            "replaced_precision": round(100 * hits / max(1, detected), 4),
             "replaced_recall": round(100 * hits / max(1, replaced), 4),
-            "replaced_f1": round(200 * hits / max(1, told + replaced), 4),
+            "replaced_f1": round(200 * hits / max(1, detected + replaced), 4),
             "replaced_loss": round(sums["loss_sum"] / max(1, sums["weight"]), 6),
         }

@@ -1,7 +1,7 @@
-"""What one rank of a generator's cloud does with a batch (Producer): mask, fill, learn, pack.
+"""One rank of a generator's cloud (a Producer): mask, fill, train, pack.
 
-Text, gradients and what was masked stay here; the corrupted ids and which of them are replaced
-leave. No network, no averaging.
+Text, gradients and masks stay in the cloud; corrupted ids and replaced flags leave it.
+No networking, no averaging.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GeneratorRank:
         return None if self._settings.frozen else self._encoder
 
     def produce(self, number: int) -> Fed:
-        """Text, masks, sampled words and dropout follow from seed, cloud, lane and number."""
+        """Texts, masks, sampled ids and dropout depend only on seed, cloud, lane and number."""
         settings, special = self._settings, self._tokenizer.token_ids
         ids_R, counts_B = self._stream.batch(number)
         draw = torch.Generator().manual_seed(self._random("masks", number))
@@ -82,7 +82,7 @@ class GeneratorRank:
         if not math.isfinite(loss):
             raise diverged(
                 f"the loss of batch {number} of producer {self._cloud!r} is {loss}",
-                "the batch cannot be skipped: there is no word to sample, so nothing to send",
+                "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
             )
         inner_C = inner_rows(counts_B)
         texts = CorruptedTexts(
@@ -105,7 +105,7 @@ class GeneratorRank:
         self._optimizer.step()
 
     def finish(self, run_dir: Path, lane: int) -> None:
-        """Export a trained generator, as a BERT that fills masks, where it was trained."""
+        """Export a trained generator as a BertForMaskedLM, in its own cloud."""
         if lane or self._settings.frozen:
             return
         folder = run_dir / MODEL_DIR / f"generator_{self._cloud}"

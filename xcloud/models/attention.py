@@ -1,4 +1,4 @@
-"""Attention over packed rows: padding is neither computed nor kept. No layers, no residuals.
+"""Attention over packed rows, without computing or storing padding. No layers or residuals.
 
 Shapes: B samples, S positions of the longest sample, R = sum(counts) rows (tokens that are not
 padding), H features of a row, h heads of d features, N rows of a decoding step (one new token for
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 
 class Packing:
-    """Where the tokens of a padded batch are. Built from the counts alone, so a cloud that gets
+    """Token positions of a padded batch. Built from the counts alone, so a cloud that receives
     only counts and rows can rebuild it.
 
-    counts: int64 [B], all >= 1, tokens of each sample; a sample's tokens stand first in its line.
-    mask: bool [B, 1, 1, S], True where a token is; None when nothing is padded.
-    positions: int64 [R], place of each row's token in its sample.
+    counts: int64 [B], all >= 1, tokens per sample; samples are padded on the right.
+    mask: padding mask, bool [B, 1, 1, S], True at tokens; None if nothing is padded.
+    positions: int64 [R], position of each row in its sample.
     """
 
     def __init__(self, counts: Tensor) -> None:
@@ -40,14 +40,14 @@ class Packing:
             self.mask = is_token_BS[:, None, None, :]
             flat = is_token_BS.flatten()
             self._cells_R = flat.nonzero()[:, 0]
-            # A padded cell repeats the row before it: finite, and it gets no gradient, because
-            # keys are masked and results of padded queries are dropped.
+            # A padded cell repeats the previous row: finite, and without gradient, because keys
+            # are masked and results of padded queries are dropped.
             self._rows = flat.cumsum(0) - 1
             self.positions = self._cells_R % longest
 
     @classmethod
     def of(cls, ids_BS: Tensor, pad: int) -> Packing:
-        """Of ids that are padded on the right."""
+        """From ids padded on the right."""
         return cls((ids_BS != pad).sum(1))
 
     def pack(self, grid: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Packing:
         return flat if self.mask is None else flat.index_select(0, self._cells_R)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """[R, ...] -> [B, S, ...]; what stands in padded cells means nothing."""
+        """[R, ...] -> [B, S, ...]; padded cells hold arbitrary values."""
         flat = rows if self.mask is None else rows.index_select(0, self._rows)
         return torch.unflatten(flat, 0, (self.num_samples, self.longest))
 
@@ -69,7 +69,7 @@ class GrowingCache:
     values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one position, [N, h, 1, d]; returns all so far."""
+        """Append one position [N, h, 1, d]; return all so far."""
         if self.keys is not None and self.values is not None:
             keys = torch.cat((self.keys, keys), 2)
             values = torch.cat((self.values, values), 2)
@@ -77,7 +77,7 @@ class GrowingCache:
         return keys, values
 
     def keep(self, rows: Tensor) -> None:
-        """Row i continues what was row rows[i]."""
+        """Row i continues the former row rows[i]."""
         if self.keys is not None and self.values is not None:
             self.keys = self.keys.index_select(0, rows)
             self.values = self.values.index_select(0, rows)
@@ -87,7 +87,7 @@ class GrowingCache:
 class FixedCache:
     """Keys and values [B, h, S, d] of the source sentences, for one layer; computed once.
 
-    Hypotheses of one sentence share them, so a beam copies nothing here.
+    Shared by all hypotheses of a sentence, so beams copy nothing here.
     """
 
     keys: Tensor
@@ -103,7 +103,7 @@ class FixedCache:
 class SelfAttention(nn.Module):
     """softmax(q k' / sqrt(d)) v within each sample, then the output projection.
 
-    Query, key and value are one product: three small ones take longer.
+    Query, key and value are one matrix product, which is faster than three small ones.
     """
 
     def __init__(self, hidden: int, num_heads: int, dropout: float = 0.0) -> None:
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            # Padding stands after the tokens, so the causal mask hides it already.
+            # Padding is on the right, so the causal mask already hides it.
             attn_mask=None if causal else packing.mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
@@ -141,14 +141,11 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of target rows over the source rows of the same sample; widths may differ."""
+    """Attention of target rows to the source rows of the same sample; widths may differ."""
 
-    def __init__(
-        self, hidden: int, source_hidden: int, num_heads: int, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, hidden: int, source_hidden: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.dropout = dropout
         self.query = nn.Linear(hidden, hidden)
         self.key_value = nn.Linear(source_hidden, 2 * hidden)
         self.output = nn.Linear(hidden, hidden)
@@ -168,7 +165,7 @@ class CrossAttention(nn.Module):
         return output
 
     def step(self, rows_NH: Tensor, source: FixedCache) -> Tensor:
-        """N = B * hypotheses of a sentence; these are its T here."""
+        """N = B * hypotheses per sentence; the hypotheses take the place of T."""
         grid_BTH = torch.unflatten(self.query(rows_NH), 0, (source.keys.shape[0], -1))
         output: Tensor = self.output(self._mix(grid_BTH, source).flatten(0, 1))
         return output
@@ -179,14 +176,13 @@ class CrossAttention(nn.Module):
             source.keys,
             source.values,
             attn_mask=source.mask,
-            dropout_p=self.dropout if self.training else 0.0,
         )
         return mixed.transpose(1, 2).flatten(2)
 
 
 def _start_weights(attention: nn.Module, hidden: int) -> None:
-    """Xavier for each of query, key, value and output, however they are joined; biases zero.
-    With nn.Linear's own, weaker start AB-Net's loss is 5 % higher after 150 steps of a toy task.
+    """Xavier separately for query, key, value and output, even if fused; biases zero.
+    With nn.Linear's smaller default, AB-Net's loss is 5 % higher after 150 steps of a toy task.
     """
     for linear in attention.children():
         assert isinstance(linear, nn.Linear)

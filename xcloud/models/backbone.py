@@ -1,5 +1,5 @@
-"""Where a frozen network comes from: pretrained here on one side's own texts, or a checkpoint.
-Not the network (encoder.py), and not how it is pretrained (pretraining.py).
+"""Sources of backbone weights: pretrained here on one side's own texts, or a checkpoint.
+The network is in encoder.py, the pretraining loop in pretraining.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
@@ -28,13 +28,13 @@ from xcloud.models.seeding import seeded
 from xcloud.models.split import BuildContext
 from xcloud.parallel.stage import TokenIds
 
-# Part of every cache key: raise it when the same settings would give other weights than before.
+# Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Weights:
-    """An architecture, and tensors by the names of Encoder's state dict (None: not made yet)."""
+    """An architecture and tensors named as in Encoder's state dict (None: no weights yet)."""
 
     config: EncoderConfig
     tensors: Mapping[str, Tensor] | None
@@ -45,20 +45,20 @@ class Weights:
 
 
 class Backbone(Protocol):
-    """A source of weights for one side ("source" or "target" is the field of its texts)."""
+    """A source of weights for one side, named by its text field ("source" or "target")."""
 
     def describe(self) -> str:
         """Which network, in a few words."""
 
     @property
     def needs_sentences(self) -> bool:
-        """Whether whoever builds any part of it must see the field's texts."""
+        """Whether building any part of it requires the field's texts."""
 
     def width(self) -> int:
-        """Features of a row, which the other cloud must know too."""
+        """Features of a row; the other cloud needs to know it too."""
 
     def depth(self) -> int | None:
-        """Blocks; None where only the width was given."""
+        """Blocks; None if only the width is known."""
 
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
@@ -66,20 +66,20 @@ class Backbone(Protocol):
         """The architecture, without the weights."""
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        """The weights. Every lane calls it, and it may wait for lane 0 at context.barrier."""
+        """The weights. Called by every lane; may wait for lane 0 at context.barrier."""
 
     def pooler(self) -> Mapping[str, Tensor] | None:
-        """ "weight" and "bias" of the dense layer over the first token's row, if there is one."""
+        """ "weight" and "bias" of the pooler's dense layer, if there is one."""
 
 
 def check_backbone(name: str, value: object) -> None:
-    """Raise ConfigError unless `value` is one of the two kinds below."""
+    """Raise ConfigError unless `value` is an OwnBackbone or a PretrainedBackbone."""
     if not isinstance(value, OwnBackbone | PretrainedBackbone):
         raise ConfigError(f"{name} must be an OwnBackbone or a PretrainedBackbone, got {value!r}")
 
 
 class OwnSizes:
-    """A network of our own, whose sizes are settings."""
+    """An encoder of our own, sized by settings."""
 
     hidden: int
     num_layers: int
@@ -119,12 +119,12 @@ class OwnSizes:
 
 @dataclass(frozen=True)
 class OwnBackbone(OwnSizes):
-    """A small encoder of our own, pretrained once by masked language modelling on the training
-    texts of its side, and then taken from cache_dir/backbones/<hash>.safetensors. The hash covers
-    texts, architecture, settings and CODE_VERSION, not the seed of the run (see pretraining.seed).
+    """A small encoder of our own, pretrained once by masked language modelling on its side's
+    training texts and cached as cache_dir/backbones/<hash>.safetensors. The hash covers texts,
+    architecture, settings and CODE_VERSION, but not the run's seed (see pretraining.seed).
 
-    dropout: while it is pretrained. max_positions follows the task's max_length.
-    type_vocab_size: 2 for tasks that tell a first text from a second; pretraining sees only first.
+    dropout: during pretraining. max_positions is the task's max_length.
+    type_vocab_size: 2 for tasks with text pairs; pretraining uses only type 0.
     """
 
     hidden: int = 192
@@ -156,15 +156,15 @@ class OwnBackbone(OwnSizes):
     ) -> EncoderConfig:
         if name not in vocabularies:
             raise ConfigError(
-                f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see it. "
-                f"Let it see {name!r}, or hold these layers where it may be seen "
-                "(model.encoder_layers_per_stage), or use a PretrainedBackbone."
+                f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see "
+                f"them. Make {name!r} visible to it, or move these layers to a cloud that "
+                "sees it (model.encoder_layers_per_stage), or use a PretrainedBackbone."
             )
         config = super().config(name, vocabularies, max_length)
         return replace(config, type_vocab_size=self.type_vocab_size)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        """Lane 0 fills the cache, the others wait and read it: one network for all lanes."""
+        """Lane 0 fills the cache, the others wait and read it, so all lanes share one network."""
         config = self.config(name, context.vocabularies, context.max_length)
         sentences = context.sentences(name)
         key = self._key(config, context.vocabularies[name], sentences)
@@ -176,13 +176,13 @@ class OwnBackbone(OwnSizes):
                     context.report(f"backbone for {name!r}: {_score(path)}, from {path}")
                 else:
                     self._make(path, name, config, sentences, context)
-        context.barrier()  # Every lane reaches this line, cached or not, or the others hang.
+        context.barrier()  # Every lane must reach this line, cached or not, or the others hang.
         if not path.exists():
             raise DataError(
-                f"lane {context.lane} does not find {path}, which lane 0 has written: the lanes "
+                f"lane {context.lane} does not find {path}, which lane 0 wrote: the lanes "
                 "of a stage must share one cache folder"
             )
-        return Weights(config, _read(path))
+        return Weights(config, load_file(path))
 
     def _make(
         self,
@@ -207,7 +207,7 @@ class OwnBackbone(OwnSizes):
         about = {"loss": str(score.loss), "accuracy": str(score.accuracy)}
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         save_file(tensors, unfinished, metadata=about)
-        unfinished.replace(path)  # whole or not at all
+        unfinished.replace(path)  # atomic
         context.report(f"backbone for {name!r}: {score}, kept as {path}")
 
     def _key(
@@ -227,7 +227,7 @@ class OwnBackbone(OwnSizes):
 
 @dataclass(frozen=True)
 class SeededBackbone(OwnSizes):
-    """A network of our own with weights drawn from the run's seed, to be trained in the run."""
+    """An encoder of our own, initialised from the run's seed and trained in the run."""
 
     hidden: int = 128
     num_layers: int = 3
@@ -252,11 +252,10 @@ class SeededBackbone(OwnSizes):
 @dataclass(frozen=True)
 class PretrainedBackbone:
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
-    electra with one width; a local folder, a name on the hub, or one that
-    comes as a package ("minilm").
+    electra with a single width; a local folder, a hub name or a packaged checkpoint ("minilm").
 
-    The task must use the checkpoint's own tokenizer. hidden: give it where another cloud, which
-    must know the width too, cannot read the checkpoint.
+    The task must use the checkpoint's own tokenizer. hidden: set it if another cloud, which needs
+    the width too, cannot read the checkpoint.
     """
 
     name_or_path: str
@@ -287,7 +286,7 @@ class PretrainedBackbone:
         return read_config(resolve(self.name_or_path)).config.num_layers
 
     def check_length(self, max_length: int) -> None:
-        """Raises ConfigError if the checkpoint, where it is here, has fewer positions."""
+        """Raise ConfigError if the checkpoint, if readable here, has fewer positions."""
         if self.hidden is None:
             _check_length(read_config(resolve(self.name_or_path)), self.name_or_path, max_length)
 
@@ -315,13 +314,13 @@ class PretrainedBackbone:
                 f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
             )
         _check_length(checkpoint, name, max_length)
-        if ids is None:  # layers between the ends know no words
+        if ids is None:  # middle layers have no vocabulary
             return
         if ids.size > config.vocab_size or checkpoint.pad not in (None, ids.pad):
             raise ConfigError(
-                f"{name!r} knows {config.vocab_size} words and pads with {checkpoint.pad}, the "
-                f"task's tokenizer has {ids.size} and pads with {ids.pad}: use the checkpoint's "
-                "own tokenizer"
+                f"{name!r} has {config.vocab_size} token ids and pads with {checkpoint.pad}, but "
+                f"the task's tokenizer has {ids.size} and pads with {ids.pad}: use the "
+                "checkpoint's own tokenizer"
             )
 
 
@@ -331,11 +330,6 @@ def _check_length(checkpoint: Checkpoint, name: str, max_length: int) -> None:
             f"the task's max_length is {max_length}, but {name!r} has "
             f"{checkpoint.config.max_positions} positions"
         )
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _score(path: Path) -> HeldOutScore:

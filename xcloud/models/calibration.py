@@ -1,8 +1,8 @@
-"""The basis of a cut, measured before training: principal components and anchor.
-On public text every cloud that has the checkpoint can do it alone; on the owner's text the owner
-does it, and hands the other cloud its half (Stage.hand_over).
+"""The basis of a cut, estimated before training: principal components and anchor.
+On public text every cloud with the checkpoint computes it alone; on the owner's text the owner
+computes it and sends the other cloud its half (Stage.hand_over).
 
-Shapes: R rows (tokens that are not padding), H features, K = rank features, P places of an anchor.
+Shapes: R rows (tokens that are not padding), H features, K = rank features, P anchor positions.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from xcloud.models.text_head import orthonormal_rows
 from xcloud.models.text_source import PublicTexts
 from xcloud.parallel.stage import Batch, TokenIds
 
-CODE_VERSION = 2  # part of the cache key: raise it when the same settings would give another basis
+CODE_VERSION = 2  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32
-RARE_ROWS = 10.0  # a position seen so often lies halfway between its own mean and the common one
+RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
 
 
 def random_basis(split: Split, hidden: int, seed: int) -> Basis:
@@ -50,19 +50,19 @@ def measured_basis(
     public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis:
-    """Basis and anchor on public text, or (None) on the training text of this cloud.
+    """Basis and anchor, estimated on public text or (public None) on this cloud's training text.
 
-    Kept as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text; the
-    run's seed too where the basis starts at random.
+    Cached as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text, and
+    the run's seed if the basis starts at random.
 
-    Raises ConfigError or DataError when the text does not fit the network.
+    Raises ConfigError or DataError if the text does not fit the network.
     """
     assert weights.tensors is not None
     cache_dir, max_length = context.cache_dir, context.max_length
     ids = public.token_ids(cache_dir) if public is not None else context.vocabularies["text"]
     if ids.size > weights.config.vocab_size:
         raise ConfigError(
-            f"the public text is cut into {ids.size} kinds of tokens, but the encoder knows "
+            f"the public text's tokenizer has {ids.size} token ids, but the encoder has "
             f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
         )
     if public is not None:
@@ -88,7 +88,7 @@ def measured_basis(
 
 
 def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
-    """For the cloud that is told its half before the first step."""
+    """A zero basis for the cloud that receives its half before the first step."""
     assert split.rank is not None
     places = num_places(split.anchor_kind, max_length)
     anchor = torch.zeros(places, hidden)
@@ -98,7 +98,7 @@ def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Texts with their special ids, and the number of tokens of type 0 in each."""
+    """Texts with special ids, and the number of type-0 tokens in each."""
 
     ids: Sequence[Sequence[int]]
     first_tokens: Sequence[int]
@@ -121,7 +121,7 @@ class _Texts:
 
     @classmethod
     def of_batch(cls, batch: Batch, pad: int) -> _Texts:
-        """The rows of a batch's "text" and "types", without their padding."""
+        """From a batch's "text" and "types", without padding."""
         rows: list[list[int]] = []
         first_tokens: list[int] = []
         for tokens, types in zip(batch["text"], batch["types"], strict=True):
@@ -192,7 +192,7 @@ def _measure(
 
 
 class _Moments:
-    """Sums of the block's output rows and of their products, in float64."""
+    """First and second moments of the block's output rows, in float64."""
 
     @torch.no_grad()
     def __init__(
@@ -210,7 +210,7 @@ class _Moments:
             self.product_HH += rows.T @ rows
 
     def anchor(self, places: int) -> Tensor:
-        """[P, H]: the mean row, or one for each position, drawn to the common mean where rare."""
+        """[P, H]: the mean row, or one per position, shrunk towards the overall mean if rare."""
         mean_H = self.sum_PH.sum(0) / self.count_P.sum()
         if places <= 1:
             return mean_H.float().expand(places, -1).contiguous()
@@ -218,7 +218,7 @@ class _Moments:
         return (weighted / (self.count_P + RARE_ROWS)[:, None]).float()
 
     def components(self, anchor: Tensor, rank: int, whiten: bool) -> tuple[Tensor, Tensor, float]:
-        """E [K, H], D [H, K] and the share of the variance around the anchor that they keep."""
+        """E [K, H], D [H, K] and the share of the variance around the anchor they explain."""
         product = self.product_HH
         if len(anchor):
             around = anchor.double().expand(len(self.count_P), -1)
@@ -237,7 +237,7 @@ class _Moments:
 
 
 def _rows(encoder: Encoder, ids: Tensor, types: Tensor, packing: Packing, block: int) -> Tensor:
-    """Rows after this block."""
+    """[R, H]: output rows of this block."""
     assert encoder.embeddings is not None
     device = packing.counts.device
     known = types.to(device) if encoder.config.type_vocab_size > 1 else None

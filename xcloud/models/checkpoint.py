@@ -1,7 +1,7 @@
-"""transformers checkpoints of BERT's family, in and out. The only file that imports transformers.
+"""Import and export transformers checkpoints of the BERT family.
 
-Only names and layouts change: query, key and value become one matrix, RoBERTa's unused first
-positions are left out, ERNIE's constant task embedding is added to the type embeddings.
+Only names and layouts change: query, key and value are fused into one matrix, RoBERTa's unused
+first positions are dropped, ERNIE's constant task embedding is added to the type embeddings.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint's config.json says, in our words."""
+    """A checkpoint's config.json in our terms."""
 
     config: EncoderConfig
     model_type: str
@@ -69,8 +69,8 @@ class Checkpoint:
 
 
 def read_config(name_or_path: str) -> Checkpoint:
-    """From a local folder, the local hub cache, or the hub. Raises DataError if it is nowhere,
-    ConfigError if it is not of BERT's family.
+    """Read from a local folder, the local hub cache, or the hub. Raises DataError if not found,
+    ConfigError if it is not of the BERT family.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -107,8 +107,8 @@ def read_config(name_or_path: str) -> Checkpoint:
 
 
 def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Weights under the names of Encoder's state dict, float32, on the CPU. Without those of the
-    head ("head.…") when the checkpoint has none, or has one that is not tied to the embeddings.
+    """Weights named as in Encoder's state dict, float32, on the CPU. Without a head ("head.…") if
+    the checkpoint has none, or one not tied to the embeddings.
     """
     from transformers import AutoModelForMaskedLM
 
@@ -117,17 +117,17 @@ def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
     prefix = model.base_model_prefix + "."
     lacking = sorted(name for name in missing if name.startswith(prefix))
     if lacking:
-        raise DataError(f"checkpoint {name_or_path!r} lacks {lacking[0]}")
+        raise DataError(f"checkpoint {name_or_path!r} has no {lacking[0]}")
     given = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
     weights = _encoder_weights(given, checkpoint)
     if not missing and getattr(model.config, "tie_word_embeddings", True):
         weights |= _head_weights(given)
-    # Clones: what transformers returns may share memory with the file or among itself.
+    # Clone: tensors from transformers may share memory with the file or each other.
     return checkpoint, {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
-    """ "weight" and "bias" of the dense layer over the first token's row; None without one."""
+    """ "weight" and "bias" of the pooler's dense layer; None without one."""
     from transformers import AutoModel
 
     model, missing = _load(AutoModel, name_or_path)
@@ -138,8 +138,8 @@ def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
 
 
 def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
-    """The model in float32, and the names of weights that the checkpoint lacks."""
-    with _quiet(), torch.random.fork_rng(devices=[]):  # it draws the weights that are missing
+    """The model in float32, and the names of weights missing from the checkpoint."""
+    with _quiet(), torch.random.fork_rng(devices=[]):  # missing weights are drawn at random
         model, loading = _fetch(
             name_or_path,
             lambda name, **where: kind.from_pretrained(
@@ -181,8 +181,8 @@ def _head_weights(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
-    """Write a whole Encoder as a BertForMaskedLM that transformers loads: config.json and
-    model.safetensors. The tokenizer is not written.
+    """Write a whole Encoder as a transformers BertForMaskedLM: config.json and
+    model.safetensors, no tokenizer.
     """
     theirs = _their_encoder(encoder, "bert.")
     weights = encoder.state_dict()
@@ -197,8 +197,8 @@ def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
 def export_electra(
     encoder: Encoder, dense: nn.Linear, score: nn.Linear, folder: Path, pad: int
 ) -> None:
-    """Write an Encoder and the two layers that score each token as an ElectraForPreTraining (a
-    discriminator) that transformers loads: config.json and model.safetensors, no tokenizer.
+    """Write an Encoder and its replaced-token head as a transformers ElectraForPreTraining:
+    config.json and model.safetensors, no tokenizer.
     """
     theirs = _their_encoder(encoder, "electra.")
     for name, layer in (("dense", dense), ("dense_prediction", score)):
@@ -254,22 +254,22 @@ def _write(folder: Path, weights: Mapping[str, Tensor], described: Mapping[str, 
 
 def _refusal(name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"PretrainedBackbone {name!r} {reason}; allowed are checkpoints of type "
-        f"{', '.join(MODEL_TYPES)} with absolute positions, one width throughout and an "
+        f"PretrainedBackbone {name!r} {reason}; supported are checkpoints of type "
+        f"{', '.join(MODEL_TYPES)} with absolute positions, a single width and an "
         f"activation among {', '.join(ACTIVATION_NAMES)}"
     )
 
 
 def _fetch(name: str, load: Callable[..., T]) -> T:
-    """Load from disk if it is there; ask the hub only when it answers, so that a machine without
-    network learns so at once and not after half a minute of retries.
+    """Load from disk if possible; ask the hub only if it answers, so that a machine without
+    network fails at once, not after half a minute of retries.
     """
     wanted = (
         f"put its config.json and model.safetensors into a folder and give the folder's path "
-        f"instead of {name!r}, or fill the hub's cache on a machine with network "
+        f"instead of {name!r}, or fill the hub cache on a machine with network access "
         f"(hf download {name}) and copy it to ~/.cache/huggingface/hub"
     )
-    unreachable = f"checkpoint {name!r} is not in the hub's cache, and the hub is out of reach"
+    unreachable = f"checkpoint {name!r} is not in the hub cache, and the hub is out of reach"
     is_folder = Path(name).expanduser().is_dir()
     if is_folder:
         name = str(Path(name).expanduser())
@@ -278,7 +278,7 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
     except OSError as error:
         if is_folder:
             raise DataError(
-                f"folder {name} is no whole checkpoint: {_first_line(error)}"
+                f"folder {name} is not a complete checkpoint: {_first_line(error)}"
             ) from error
         if name.startswith(("/", ".", "~")):
             raise DataError(f"no folder {name}; {wanted}") from None
@@ -300,7 +300,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar and no table of what was loaded; both are ours to judge."""
+    """No progress bar and no loading report: missing weights are handled here."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

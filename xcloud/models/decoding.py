@@ -1,6 +1,6 @@
-"""Searches for the best output text: greedy and beam. Know nothing of the network that scores.
+"""Greedy and beam search. Independent of the scoring network.
 
-Shapes: N live hypotheses, B sentences not yet finished, K beams (N = B*K), V words, L tokens.
+Shapes: N live hypotheses, B unfinished sentences, K beams (N = B*K), V token ids, L tokens.
 """
 
 from __future__ import annotations
@@ -18,31 +18,21 @@ from xcloud.parallel.stage import TokenIds
 
 
 class StepDecoder(Protocol):
-    """A network that scores the next token of many hypotheses at once and remembers their past."""
+    """Scores the next token of many hypotheses at once and caches their past."""
 
     def step(self, tokens_N: Tensor) -> Tensor:
-        """Append one token to each hypothesis; scores of what may follow, [N, V], a new tensor."""
+        """Append one token to each hypothesis; return next-token scores [N, V], a new tensor."""
 
     def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
-        """Hypothesis i continues what was hypothesis rows[i]; sentence j is what was sentence
-        sentences[j] (None: all stay). Each sentence has the same number of hypotheses, in a row.
+        """Hypothesis i continues the former hypothesis rows[i]; sentence j is the former sentence
+        sentences[j] (None: unchanged). All sentences have equally many, adjacent hypotheses.
         """
-
-
-class Search(Protocol):
-    """A way to find an output text with a StepDecoder."""
-
-    def limits(self, source_counts: Tensor, longest: int) -> Tensor:
-        """Most tokens to write for each sentence, eos included, int64 [B]; at most `longest`."""
-
-    def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
-        """Token ids of each sentence, without the begin and end ids."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A sentence ends after length_ratio * (source tokens) + length_extra tokens, or max_length;
-    a half-trained network would else ramble to the end of the longest text.
+    """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens, or
+    max_length; otherwise a half-trained network rambles on to the maximum length.
     """
 
     max_length: int | None = None  # None: the task's
@@ -57,6 +47,7 @@ class Limits:
         check_int(f"{owner}.length_extra", self.length_extra, 1)
 
     def limits(self, source_counts: Tensor, longest: int) -> Tensor:
+        """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
         if self.max_length is not None:
             longest = min(longest, self.max_length)
         wanted = (source_counts * self.length_ratio).long() + self.length_extra
@@ -65,9 +56,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Greedy(Limits):
-    """The likeliest token at each step."""
+    """The most probable token at each step."""
 
     def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
+        """Token ids of each sentence, without bos and eos. limits: int64 [B]."""
         num_sentences, longest = len(limits), int(limits.max())
         written = limits.new_full((num_sentences, longest), ids.eos)
         alive = torch.arange(num_sentences, device=limits.device)
@@ -86,11 +78,11 @@ class Greedy(Limits):
 
 @dataclass(frozen=True)
 class Beam(Limits):
-    """The best of `size` hypotheses carried along: log-probability / length ** length_penalty.
+    """Beam search of width `size`; score = log-probability / length ** length_penalty.
 
-    A sentence is done once `size` hypotheses have ended and no live one is better now, or when no
-    live one can still win. The bookkeeping (2K candidates, of which at most K end) is that of
-    fairseq's SequenceGenerator, which stops at `size` ends, good or bad. Beam(size=1) is Greedy.
+    A sentence is done once `size` hypotheses have ended and no live one is currently better, or
+    when no live one can still win. The bookkeeping (2K candidates, of which at most K end) follows
+    fairseq's SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
     """
 
     size: int = 4
@@ -111,7 +103,7 @@ class Beam(Limits):
         decoder.keep(alive.repeat_interleave(beams))
         tokens_N = limits.new_full((len(limits) * beams,), ids.bos)
         written_BKL = limits.new_full((len(limits), beams, longest), ids.eos)
-        # All beams are the same at first; only one of them may be continued.
+        # All beams start equal; only one of them may be continued.
         total_BK = torch.full((len(limits), beams), -torch.inf, device=limits.device)
         total_BK[:, 0] = 0.0
 
@@ -123,7 +115,7 @@ class Beam(Limits):
             parent, word = flat // num_words, flat % num_words
             ends = word == ids.eos
 
-            # A hypothesis that ends competes for its sentence; so does every one at the limit.
+            # Ended hypotheses, and all at the limit, compete to be the sentence's best.
             at_limit = limits[alive] == position + 1
             ended = (ends | at_limit[:, None])[:, :beams] & candidates[:, :beams].isfinite()
             scaled = candidates[:, :beams] / (position + 1) ** self.length_penalty
@@ -135,7 +127,7 @@ class Beam(Limits):
             best[alive] = torch.maximum(best[alive], score)
             num_ended[alive] += ended.sum(1)
 
-            # At most K of the 2K candidates end, so K are left to go on.
+            # At most K of the 2K candidates end, so K remain.
             total_BK, pick = candidates.masked_fill(ends, -torch.inf).topk(beams, dim=1)
             word, parent = word.gather(1, pick), parent.gather(1, pick)
             now = total_BK[:, 0] / (position + 1) ** self.length_penalty
@@ -153,14 +145,17 @@ class Beam(Limits):
         return _texts(best_written, ids.eos)
 
 
+Search = Greedy | Beam
+
+
 def check_search(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is one of the searches of this file."""
-    if not isinstance(value, Greedy | Beam):
+    if not isinstance(value, Search):
         raise ConfigError(f"{name} must be a Greedy or a Beam, got {value!r}")
 
 
 def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
-    """Padding, begin and mask are no words: a text never holds them. In place."""
+    """Exclude pad, bos and mask, which never occur in a text. In place."""
     scores_NV[:, sorted({ids.pad, ids.bos, ids.mask} - {ids.eos})] = -torch.inf
     return scores_NV
 

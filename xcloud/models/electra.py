@@ -1,11 +1,11 @@
-"""ELECTRA's two networks: a generator that fills masked tokens, a discriminator that tells which
-were replaced (Clark et al., arXiv:2003.10555). No optimizer, no data, no message.
+"""ELECTRA's two networks: a generator that fills masked tokens, a discriminator that detects
+replaced ones (Clark et al., arXiv:2003.10555). No optimizer, no data, no messages.
 
-Differences: the networks share no embeddings, because only ids go from one to the other; special
-ids are never sampled, and no loss is counted on the outer ones.
+Differences: the networks share no embeddings, because only ids pass between them; special ids are
+never sampled, and the outer bos and eos carry no loss.
 
 Shapes: B samples, R rows (tokens, bos and eos included), M masked rows, C rows without the outer
-bos and eos, V words, H features.
+bos and eos, V token ids, H features.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.parallel.stage import TokenIds
 
-SAMPLED_TOGETHER = 2**24  # probabilities held at once while words are sampled
-LONGEST_WORD = 24  # pieces; longer ones are addresses, or a script whose words are not known
+SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
+LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries
 
 
 class Corrupted(NamedTuple):
-    """loss: mean cross-entropy of the masked tokens, with graph. num_right: masked tokens for
-    which the original word was sampled, so that they do not count as replaced.
+    """loss: mean cross-entropy of the masked tokens, with graph. num_right: masked tokens whose
+    original id was sampled, so they do not count as replaced.
     """
 
     ids_R: Tensor
@@ -43,9 +43,9 @@ def choose_masked(
     draw: torch.Generator,
     starts_V: Tensor | None = None,
 ) -> Tensor:
-    """Rows to be masked, int64 [M], ascending, 1 or more: each token, or with starts_V (bool [V],
-    ids that begin a word) each word whole, with chance `share`; of a longer word than
-    LONGEST_WORD, each so long part. Never pad, bos or eos.
+    """Rows to mask, int64 [M], ascending, at least one: each token, or with starts_V (bool [V],
+    ids that start a word) each whole word, with probability `share`. Words longer than
+    LONGEST_WORD are split into parts of that length. Never pad, bos or eos.
     """
     fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
     if starts_V is None:
@@ -71,14 +71,14 @@ def corrupt(
     temperature: float,
     draw: torch.Generator,
 ) -> Corrupted:
-    """Mask these rows, let the generator fill them by chance, and take its loss on the truth.
+    """Mask these rows, sample replacements from the generator, and compute its loss.
 
-    ids_R, masked_M: on the generator's device. draw: a generator of the CPU, so that the same
-    numbers are drawn for every device.
+    ids_R, masked_M: on the generator's device. draw: a CPU generator, so that random numbers do
+    not depend on the device.
     """
     truth_M = ids_R[masked_M]
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
-    # Only the masked rows go through the head.
+    # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
     loss = F.cross_entropy(scores_MV, truth_M)
     words_M = sample_words(scores_MV.detach(), special, temperature, draw)
@@ -93,9 +93,8 @@ def corrupt(
 def sample_words(
     scores_MV: Tensor, special: TokenIds, temperature: float, draw: torch.Generator
 ) -> Tensor:
-    """One word of softmax(scores / temperature) for each row, int64 [M], by the inverse of the
-    cumulated chances: one random number a row. Special ids, and ids that the tokenizer does not
-    have, are never drawn.
+    """Sample one id per row from softmax(scores / temperature), int64 [M], by inverse CDF: one
+    random number per row. Special ids, and ids beyond the tokenizer's, are never drawn.
     """
     forbidden_V = torch.arange(scores_MV.shape[1], device=scores_MV.device) >= special.size
     forbidden_V[[special.pad, special.bos, special.eos, special.mask]] = True
@@ -106,14 +105,14 @@ def sample_words(
         scores, random = scores_MV[first : first + rows], random_M[first : first + rows]
         chances = (scores / temperature).masked_fill(forbidden_V, -torch.inf).softmax(1)
         sums = chances.cumsum(1)
-        # A hair below the whole sum, or rounding could step behind the last allowed word.
+        # Slightly below the total, or rounding could step past the last allowed id.
         wanted = (random * (1 - 1e-6))[:, None] * sums[:, -1:]
         drawn.append(torch.searchsorted(sums, wanted, right=True)[:, 0])
     return torch.cat(drawn)
 
 
 class ReplacedTokenHead(nn.Module):
-    """score = w . gelu(dense(x)) + b, above 0 for a replaced token."""
+    """score = w . gelu(dense(x)) + b; positive means replaced."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -130,7 +129,7 @@ class ReplacedTokenHead(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Encoder without a masked-language head, and a score for each token."""
+    """Encoder without a masked-language head, and a score per token."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -143,9 +142,9 @@ class Discriminator(nn.Module):
         return scores
 
 
-class Told(NamedTuple):
-    """Sums over the tokens of a batch. loss: with graph. A token is told to be replaced when its
-    score is above 0.
+class Detection(NamedTuple):
+    """Sums over the tokens of a batch. loss: with graph. A token counts as detected if its score
+    is positive.
     """
 
     loss: Tensor
@@ -154,23 +153,22 @@ class Told(NamedTuple):
     false_negatives: int
 
 
-def tell_replaced(
+def detect_replaced(
     discriminator: Discriminator, ids_C: Tensor, counts_B: Tensor, replaced_C: Tensor,
     special: TokenIds,
-) -> Told:  # fmt: skip
-    """Loss and counts of what arrived: tokens without outer bos and eos, which are put back."""
+) -> Detection:  # fmt: skip
+    """Loss and counts for received tokens, whose outer bos and eos are added back."""
     ids_R, inner_C = with_ends(ids_C, counts_B, special)
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
-    told_C = scores_C.detach() > 0
-    counts = torch.stack(
-        ((told_C & replaced_C).sum(), (told_C & ~replaced_C).sum(), (~told_C & replaced_C).sum())
-    ).tolist()
-    return Told(loss, *counts)
+    detected_C = scores_C.detach() > 0
+    hits, false_alarms = detected_C & replaced_C, detected_C & ~replaced_C
+    misses = ~detected_C & replaced_C
+    return Detection(loss, *torch.stack((hits.sum(), false_alarms.sum(), misses.sum())).tolist())
 
 
 def inner_rows(counts_B: Tensor) -> Tensor:
-    """Rows that are neither first nor last of their sample, int64 [C]. counts_B: with bos, eos."""
+    """Rows that are neither first nor last in their sample, int64 [C]. counts_B: with bos, eos."""
     ends = counts_B.cumsum(0)
     is_inner = torch.ones(int(ends[-1]), dtype=torch.bool, device=counts_B.device)
     is_inner[ends - 1] = False
@@ -179,7 +177,7 @@ def inner_rows(counts_B: Tensor) -> Tensor:
 
 
 def with_ends(ids_C: Tensor, counts_B: Tensor, special: TokenIds) -> tuple[Tensor, Tensor]:
-    """bos and eos around each sample: ids [R], and where the tokens now stand [C]."""
+    """Add bos and eos around each sample: ids [R], and the new rows of the tokens [C]."""
     inner_C = inner_rows(counts_B + 2)
     ids_R = ids_C.new_full((len(ids_C) + 2 * len(counts_B),), special.eos)
     ids_R[(counts_B + 2).cumsum(0) - counts_B - 2] = special.bos

@@ -1,12 +1,12 @@
-"""What every source -> target model shares: the cut, the border, the loss, the prediction.
-Not a network: abnet.py and transformer.py bring the layers.
+"""Shared by all source -> target models: the cut, the border, the loss and the prediction.
+The layers come from abnet.py and transformer.py.
 
-Stages 0..n-2 hold the encoder's layers, the last one holds the decoder. The source text is read in
-stage 0 only, the target text in the last only; what crosses is the encoder's hidden rows.
+Stages 0..n-2 hold the encoder layers, the last stage holds the decoder. Only stage 0 reads the
+source text, only the last the target text; the encoder's hidden rows cross the borders.
 Batch fields "source" and "target": int64 [B, S], `bos x1 .. xn eos`, padded on the right.
 
 Shapes: B samples, R rows of the source, T rows of the target (tokens that are not padding),
-H features, V words, N rows of a decoding step.
+H features, V token ids, N rows of a decoding step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EncoderDecoder:
     """The cut of a SplitModel into encoder | decoder."""
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Stage 0 reads the source, the last stage the target, those between read nothing."""
+        """Stage 0 reads the source, the last stage the target, the others nothing."""
         self.check_stage(stage, num_stages)
         if stage == 0:
             return frozenset({SOURCE})
@@ -46,7 +46,7 @@ class EncoderDecoder:
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        """Token counts and the encoder's rows [R, H]: 4 * R * H bytes, and as many back."""
+        """Token counts and the encoder's rows [R, H]: 4 * R * H bytes each way."""
         self.check_stage(stage, num_stages)
         counts = BorderField("counts", (), torch.int16)
         hidden = BorderField("hidden", (self.source_width(),), torch.float32, rows="counted")
@@ -57,11 +57,11 @@ class EncoderDecoder:
         raise NotImplementedError
 
     def check_stage(self, stage: int, num_stages: int) -> None:
-        """Raise ConfigError unless there is an encoder side, a decoder side, and such a stage."""
+        """Raise ConfigError unless there are at least two stages."""
         if num_stages < 2:
             raise ConfigError(
                 f"{type(self).__name__} is cut into encoder | decoder, so it needs 2 stages or "
-                f"more, got {num_stages}; for one cloud put both stages there"
+                f"more, got {num_stages}; with a single cloud put both stages there"
             )
         assert 0 <= stage < num_stages
 
@@ -79,7 +79,7 @@ def check_layers_per_stage(name: str, given: object) -> None:
 def layers_of(
     num_layers: int, stage: int, num_stages: int, given: Sequence[int] | None, name: str
 ) -> range:
-    """Encoder layers of a stage: as `given`, else evenly, the first stages taking what is over."""
+    """Encoder layers of a stage: as `given`, else evenly, remainder to the first stages."""
     num_parts = num_stages - 1
     if num_parts > num_layers:
         raise ConfigError(
@@ -91,7 +91,7 @@ def layers_of(
         given = [share + (part < over) for part in range(num_parts)]
     if len(given) != num_parts or sum(given) != num_layers:
         raise ConfigError(
-            f"{name} must be {num_parts} counts (one for each stage but the last) that add up to "
+            f"{name} must be {num_parts} counts (one per stage except the last) that add up to "
             f"the encoder's {num_layers} layers, got {list(given)}"
         )
     first = sum(given[:stage])
@@ -99,7 +99,7 @@ def layers_of(
 
 
 class SourceRows(NamedTuple):
-    """The encoder's rows [R, H] on arrival, and which sample each belongs to."""
+    """The received encoder rows [R, H] and their packing."""
 
     rows: Tensor
     packing: Packing
@@ -113,8 +113,8 @@ class SourceRows(NamedTuple):
 class SourceStage(Stage):
     """Part of the encoder. layers: modules of (rows [R, H], packing) -> rows [R, H].
 
-    embeddings, pad: in stage 0 only. norm: after the last layer of all, where a network has one.
-    architecture: JSON values from which the stage can be built again without its backbone.
+    embeddings, pad: in stage 0 only. norm: the encoder's final norm, if any.
+    architecture: JSON values to rebuild the stage without its backbone.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SourceStage(Stage):
 
 @dataclass
 class LayerCache:
-    """What one decoder layer remembers of the hypotheses and of the source sentences."""
+    """One decoder layer's cache of hypotheses and source sentences."""
 
     past: GrowingCache
     source: FixedCache
@@ -160,7 +160,7 @@ class LayerCache:
 
 
 class TargetLayer(nn.Module):
-    """One decoder layer with its cross-attention, for whole texts or one token at a time."""
+    """A decoder layer with cross-attention, for whole texts or one token at a time."""
 
     def open(self, source: SourceRows) -> FixedCache:
         """Cross-attention's keys and values of the source sentences."""
@@ -174,7 +174,7 @@ class TargetLayer(nn.Module):
 
 
 class TargetEmbeddings(Protocol):
-    """A module of token ids -> rows, for whole texts or for one position; `words` is [V, H]."""
+    """Token ids -> rows, for whole texts or one position; `words` is [V, H]."""
 
     words: nn.Embedding
 
@@ -185,7 +185,7 @@ class TargetEmbeddings(Protocol):
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What the last stage must know besides its network."""
+    """Settings of the last stage, besides its network."""
 
     ids: TokenIds
     max_length: int
@@ -197,8 +197,8 @@ class TargetStage(Stage):
     """The decoder, the loss and the prediction.
 
     loss: sum over the target tokens, eos included and bos not, of cross-entropy with label
-    smoothing e: -(1-e) log p(y) - e/V * sum over words of log p (Szegedy et al.,
-    arXiv:1512.00567; fairseq's spreads e over the V-1 other words).
+    smoothing e: -(1-e) log p(y) - e/V * sum over V of log p (Szegedy et al.,
+    arXiv:1512.00567; fairseq spreads e over the other V-1 ids).
     head: (rows [T, H], words [V, H]) -> scores [T, V].
     """
 
@@ -221,7 +221,7 @@ class TargetStage(Stage):
         source = SourceRows.of(received)
         target_BS = batch[TARGET]
         self._check_first(target_BS)
-        # The eos is not read, the bos not predicted: one row less than tokens.
+        # eos is not an input, bos not an output: one row fewer than tokens.
         packing = Packing((target_BS != self.settings.ids.pad).sum(1) - 1)
         scores = self.scores(packing.pack(target_BS), packing, source)
         loss = F.cross_entropy(
@@ -233,7 +233,7 @@ class TargetStage(Stage):
         return StageOutput(loss=loss)
 
     def scores(self, ids_T: Tensor, packing: Packing, source: SourceRows) -> Tensor:
-        """Scores [T, V] of the token after each row, given it and those before."""
+        """Next-token scores [T, V], given each row and those before it."""
         rows = self.embeddings(ids_T, packing)
         for layer in self.target_layers():
             rows = layer(rows, packing, layer.open(source))
@@ -245,7 +245,7 @@ class TargetStage(Stage):
 
     @torch.no_grad()
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
-        """Target ids without bos and eos. Reads nothing of the batch; never drops units out."""
+        """Target ids without bos and eos. Ignores the batch; no dropout."""
         source = SourceRows.of(received)
         was_training = self.training
         self.eval()
@@ -265,7 +265,7 @@ class TargetStage(Stage):
 
 
 class CachedDecoder:
-    """A TargetStage, one token at a time: decoding.StepDecoder."""
+    """A TargetStage as a decoding.StepDecoder, one token at a time."""
 
     def __init__(self, stage: TargetStage, source: SourceRows) -> None:
         self.stage = stage

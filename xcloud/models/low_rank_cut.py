@@ -1,8 +1,8 @@
-"""One encoder block cut in two so that few features of a row cross: the parts on either side.
-Settings are in split_point.py, stages in split_stages.py, measuring a basis in calibration.py.
+"""An encoder block cut in two so that few features per row cross: the parts on either side.
+Settings are in split_point.py, stages in split_stages.py, basis estimation in calibration.py.
 
 Shapes: R rows (tokens that are not padding), H features, F features inside the feed-forward
-sub-layer, K = rank features that cross, P places of an anchor.
+sub-layer, K = rank features that cross, P anchor positions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from xcloud.models.split_point import Split, num_places
 
 
 class BottomCut(nn.Module):
-    """The cut block's part before the border: rows [R, H] -> what crosses [R, K]."""
+    """The cut block before the border: rows [R, H] -> sent [R, K]."""
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         raise NotImplementedError
 
 
 class TopCut(nn.Module):
-    """The cut block's part behind the border: what crossed [R, K] -> the block's rows [R, H]."""
+    """The cut block after the border: sent [R, K] -> the block's rows [R, H]."""
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         raise NotImplementedError
@@ -50,7 +50,7 @@ class WholeTop(TopCut):
 
 
 class FeedForwardBottom(BottomCut):
-    """V activation(up(x)), x behind attention. `block.down` is V here."""
+    """V activation(up(x)), with x the attention output. `block.down` is V here."""
 
     def __init__(self, block: EncoderLayer) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class AttentionTop(TopCut):
 
 
 class Orthonormal(nn.Module):
-    """The Q of X = QR (of X' where X is wide), R with a positive diagonal: X itself where it is
-    orthonormal already, and the same for any multiple of X, so that weight decay does nothing.
+    """Q of X = QR (of X' if X is wide), R with positive diagonal. Equals X if X is orthonormal,
+    and is invariant to scaling X, so weight decay has no effect.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Orthonormal(nn.Module):
 
 
 class ProjectionBottom(BottomCut):
-    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without one."""
+    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor."""
 
     def __init__(self, block: EncoderLayer, rank: int, places: int, orthonormal: bool) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class ProjectionBottom(BottomCut):
 
 
 class ProjectionTop(TopCut):
-    """D z + anchor. anchor: [P, H], or [0, H] without one."""
+    """D z + anchor. anchor: [P, H], or [0, H] if none."""
 
     def __init__(self, hidden: int, rank: int, places: int, orthonormal: bool) -> None:
         super().__init__()
@@ -159,14 +159,14 @@ class ProjectionTop(TopCut):
 
 
 def at_places(table: Tensor, packing: Packing) -> Tensor:
-    """A table's line for each row: one line for all, or one for each position."""
+    """Table entry per row: one entry for all rows, or one per position."""
     return table if len(table) == 1 else table[packing.positions]
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Start of a projection: E [K, H], D [H, K], anchor [P, H], offset [P, K] = E anchor; made by
-    calibration.py. P is 0 without an anchor.
+    """Initial values of a projection, from calibration.py: E [K, H], D [H, K], anchor [P, H],
+    offset [P, K] = E anchor. P is 0 without an anchor.
     """
 
     encode: Tensor
@@ -176,7 +176,7 @@ class Basis:
 
 
 def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut:
-    """The part before the border, out of `block`, which is used up. U, S, V or E, D: `start_…`."""
+    """The part before the border; consumes `block`. Initial values of V or E: start_bottom."""
     if not split.is_low_rank:
         return WholeBottom(block)
     assert split.rank is not None
@@ -192,7 +192,7 @@ def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut
 
 
 def make_top(split: Split, block: EncoderLayer, max_length: int) -> TopCut:
-    """The part behind the border, out of `block`, which is used up."""
+    """The part after the border; consumes `block`."""
     if not split.is_low_rank:
         return WholeTop()
     assert split.rank is not None
@@ -214,7 +214,7 @@ def replaced_linear(split: Split, block: EncoderLayer) -> nn.Linear:
 @torch.no_grad()
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
-    of each column of U is positive, so that clouds which compute them apart agree on the signs.
+    of each column of U is positive, so that clouds computing it separately agree on signs.
     """
     u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
     sign = largest_entry_sign(u[:, :rank])
@@ -234,7 +234,7 @@ def largest_entry_sign(columns: Tensor) -> Tensor:
 def start_bottom(
     cut: BottomCut, split: Split, linear: nn.Linear | None, basis: Basis | None
 ) -> None:
-    """Give V or E its start. linear: W as it was, for svd; basis: for the other methods."""
+    """Initialise V or E. linear: the original W, for svd; basis: for the other methods."""
     if isinstance(cut, FeedForwardBottom | AttentionBottom):
         assert split.rank is not None and linear is not None
         v = cut.block.down if isinstance(cut, FeedForwardBottom) else cut.attention.output
@@ -247,7 +247,7 @@ def start_bottom(
 
 @torch.no_grad()
 def start_top(cut: TopCut, split: Split, linear: nn.Linear | None, basis: Basis | None) -> None:
-    """Give U, S and the bias of W, or D and anchor, their start."""
+    """Initialise U, S and the bias from W, or D and anchor from the basis."""
     if isinstance(cut, FeedForwardTop | AttentionTop):
         assert split.rank is not None and linear is not None
         u, s, _ = factors(linear.weight, split.rank)

@@ -1,5 +1,5 @@
-"""A BERT-type encoder fine-tuned for one answer per text, cut so that few features of a row cross.
-Settings of the cut: split_point.py; its parts: low_rank_cut.py; the answer: text_head.py.
+"""A BERT-type encoder fine-tuned for an understanding task, cut so that few features cross.
+Settings of the cut: split_point.py; its parts: low_rank_cut.py; the head: text_head.py.
 
 2 stages:  embeddings, lower blocks, V | S, U, upper blocks, head
 3 stages:  embeddings, lower blocks, V | S, U, upper blocks | head     ("U-shape": with the first
@@ -50,16 +50,16 @@ TEXT, TYPES, LABEL = "text", "types", "label"
 class LowRankSplit:
     """A SplitModel of 2 or 3 stages; see the module.
 
-    backbone: the pretrained encoder, which every cloud must be able to make or read without the
-        text: a PretrainedBackbone, or a PublicBackbone.
-    split: where it is cut and how.
-    output: what the head needs: "sample", one row of each sample (classes, a value), or "span",
-        all rows. The middle cloud does not see the task, so it must be said here.
-    public_text: what a basis is measured on, where split asks for it (LowRankSplit says so).
-    pooling: the row of a sample is that of its first token, or the mean over its tokens.
-    dropout: in the backbone and in front of the classifier. attention_dropout: 0 keeps attention
-        on the fused kernel; BERT's own is 0.1.
-    max_answer_tokens: longest answer that a span may be.
+    backbone: the pretrained encoder, which every cloud must be able to build without private
+        text: a PretrainedBackbone or a PublicBackbone.
+    split: where and how it is cut.
+    output: the head's input: "sample", one row per sample (classes, a value), or "span", all rows.
+        A setting, because the middle cloud does not see the task.
+    public_text: for estimating a basis, if split.calibration=public.
+    pooling: a sample's row is that of its first token, or the mean over its tokens.
+    dropout: in the backbone and before the classifier. attention_dropout: 0 keeps attention on
+        the fused kernel; BERT uses 0.1.
+    max_answer_tokens: maximum length of a predicted span.
     """
 
     backbone: Backbone
@@ -89,7 +89,7 @@ class LowRankSplit:
         elif self.split.needs_public_text:
             raise ConfigError(
                 f"split.method={self.split.method} with anchor {self.split.anchor_kind} is "
-                "measured on public text: set model.public_text, split.calibration=own, or "
+                "estimated on public text: set model.public_text, split.calibration=own, or "
                 "split.method=svd"
             )
         if isinstance(self.backbone, PublicBackbone):
@@ -104,16 +104,16 @@ class LowRankSplit:
         return read | {LABEL} if stage == num_stages - 1 else read
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Weights by name: embeddings in stage 0, the head in the last, layers where they are."""
+        """Parts held: embeddings in stage 0, the head in the last, layers where present."""
         check_stage(stage, num_stages)
         if stage == num_stages - 1:
             return frozenset({"head"} if num_stages == 3 else {"layers", "head"})
         return frozenset({"embeddings", "layers"} if stage == 0 else {"layers"})
 
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        """Behind stage 0: counts and [R, K] rows, 4 K bytes a token; nothing comes back of a
-        frozen bottom. In front of a head of its own: [B, H or head_rank], or as many for a row.
-        ConfigError for a layer, a rank or a length that the backbone has not.
+        """After stage 0: counts and rows [R, K], 4 K bytes per token; no gradient returns to a
+        frozen bottom. Before a separate head: [B, H or head_rank], or [R, …] for spans.
+        ConfigError for a layer, rank or length that exceeds the backbone's.
         """
         check_stage(stage, num_stages)
         self._check_network(self.backbone.depth(), self.backbone.width())
@@ -142,7 +142,7 @@ class LowRankSplit:
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         check_stage(stage, num_stages)
-        if stage == 2:  # the head alone needs nothing of the encoder but its width
+        if stage == 2:  # a separate head needs only the encoder's width
             pooler = self.backbone.pooler() if self.output == "sample" else None
             width = self.backbone.width()
             check_rank(self.split, width)
@@ -172,16 +172,16 @@ class LowRankSplit:
         max_length: int,
         architecture: Mapping[str, Any] | None = None,
     ) -> Stage:
-        """The stage with weights that mean nothing yet, to be filled by load_state_dict.
+        """The stage with arbitrary weights, to be filled by load_state_dict.
 
-        architecture: what the trained stage's `architecture` said; the head is known from nothing
-        else. ConfigError without it.
+        architecture: the trained stage's `architecture`, required because only it describes the
+        head. ConfigError without it.
         """
         check_stage(stage, num_stages)
         if architecture is None:
             raise ConfigError(
-                "a LowRankSplit stage is rebuilt from what its exported file says of its "
-                "architecture, and this file says nothing"
+                "a LowRankSplit stage is rebuilt from the architecture in its exported file, "
+                "and this file has none"
             )
         head = Head(**architecture["head"]) if architecture["head"] is not None else None
         if stage == 2:
@@ -210,14 +210,14 @@ class LowRankSplit:
         check_rank(self.split, hidden)
 
     def _basis(self, stage: int, weights: Weights, context: BuildContext) -> Basis | None:
-        """What the two sides of the cut start from, the same in both clouds; None for svd."""
+        """Initial basis of both sides of the cut, equal in both clouds; None for svd."""
         if not self.split.is_low_rank or self.split.method == "svd":
             return None
         if not self.split.is_measured:
             return random_basis(self.split, weights.config.hidden, context.seed)
         if self.split.needs_public_text:
             return measured_basis(self.split, weights, self.public_text, context)
-        if stage > 0:  # told before the first step
+        if stage > 0:  # received before the first step
             return blank_basis(self.split, weights.config.hidden, context.max_length)
         return measured_basis(self.split, weights, None, context)
 
@@ -317,13 +317,13 @@ class LowRankSplit:
     ) -> HeadPart:
         if head is None:
             raise ConfigError(
-                "LowRankSplit answers what a task of text understanding asks, and this task has "
-                "no such answer: choose task=sst2, qnli, squad or glue"
+                "LowRankSplit needs an understanding task, and this is none: choose task=glue, "
+                "classification, squad or xnli"
             )
         wanted = "span" if head.kind == "span" else "sample"
         if self.output != wanted:
             raise ConfigError(
-                f"the task asks for {head.kind}, so set model.output={wanted} (now {self.output})"
+                f"the task predicts {head.kind}, so set model.output={wanted} (now {self.output})"
             )
         rank = self.split.kept_head_rank
         return HeadPart(
@@ -333,7 +333,7 @@ class LowRankSplit:
 
 
 def check_stage(stage: int, num_stages: int) -> None:
-    """Raise ConfigError unless the model can be cut into so many stages."""
+    """Raise ConfigError unless there are 2 or 3 stages."""
     if num_stages not in (2, 3):
         raise ConfigError(
             f"LowRankSplit has 2 stages (bottom, top with head) or 3 (bottom, middle, head), got "

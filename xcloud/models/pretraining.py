@@ -1,5 +1,5 @@
-"""Masked language modelling: gives our own small encoders real weights from one side's own texts.
-Not the training loop of a run (training/), and no cache (backbone.py).
+"""Masked language modelling: pretrains our small encoders on one side's own texts.
+Not a run's training loop (training/); caching is in backbone.py.
 
 Shapes: R rows (tokens that are not padding), M masked rows, H features.
 """
@@ -17,24 +17,25 @@ from torch import Tensor
 from xcloud.checks import check_int, check_number
 from xcloud.errors import DataError
 from xcloud.models.attention import Packing
+from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
 from xcloud.parallel.stage import TokenIds
 
 REPORT_EVERY_S = 5.0
-MAX_HELD_OUT = 500  # sentences; enough for the loss to be known to about 1 %
+MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
 
 
 @dataclass(frozen=True)
 class MaskedLanguageModelling:
-    """How a backbone is pretrained: Adam with linear warm-up, then linear decay to zero.
+    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero.
 
-    Of the tokens `mask_share` are to be guessed; of these 80 % are replaced by the mask id, 10 %
-    by a random word, 10 % stay (Devlin et al., arXiv:1810.04805). Other masks each time a sentence
-    is seen (Liu et al., arXiv:1907.11692).
+    `mask_share` of the tokens are predicted; of these 80 % are replaced by the mask id, 10 % by a
+    random id, 10 % are kept (Devlin et al., arXiv:1810.04805). Masking is dynamic (Liu et al.,
+    arXiv:1907.11692).
     seed is the backbone's own, not the run's: runs with different seeds share one cached backbone,
-    as they would share a published checkpoint. steps=0 leaves random weights (an ablation).
+    as they would share a published checkpoint. steps=0 keeps random weights (an ablation).
     """
 
     steps: int = 2000
@@ -58,7 +59,7 @@ class MaskedLanguageModelling:
         check_int(f"{owner}.seed", self.seed, 0)
 
     def learning_rate_at(self, step: int) -> float:
-        """step counts from 0."""
+        """Learning rate of a step, counted from 0."""
         warm = (step + 1) / (self.warmup_steps + 1)
         left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
         return self.learning_rate * min(1.0, warm, left)
@@ -66,7 +67,7 @@ class MaskedLanguageModelling:
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """Of sentences never trained on: mean cross-entropy (nats) and share guessed right."""
+    """On held-out sentences: mean cross-entropy (nats) and accuracy."""
 
     loss: float
     accuracy: float
@@ -82,10 +83,10 @@ def pretrain(
     settings: MaskedLanguageModelling,
     report: Callable[[str], None],
 ) -> HeldOutScore:
-    """Train `encoder` in place on the device it is on. The result depends on the settings, the
-    sentences and the start weights only, never on the time, or on when something is reported.
+    """Train `encoder` in place, on its device. Deterministic given settings, sentences and initial
+    weights; independent of timing and reports.
 
-    sentences: token ids without special ids; DataError when fewer than two are not empty.
+    sentences: token ids without special ids; DataError if fewer than two are non-empty.
     """
     config = encoder.config
     device = next(encoder.parameters()).device
@@ -96,7 +97,7 @@ def pretrain(
     ]
     if len(texts) < 2:
         raise DataError(
-            f"a backbone is pretrained on 2 sentences or more, got {len(texts)}. "
+            f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
             "Is the corpus empty?"
         )
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
@@ -140,7 +141,7 @@ def pretrain(
 def evaluate(
     encoder: Encoder, texts: Sequence[Tensor], ids: TokenIds, settings: MaskedLanguageModelling
 ) -> HeldOutScore:
-    """texts: with their special ids. The same masks at each call."""
+    """texts: with special ids. Uses the same masks at each call."""
     was_training = encoder.training
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
@@ -156,7 +157,7 @@ def evaluate(
 def _batches(
     texts: Sequence[Tensor], batch_tokens: int, draw: torch.Generator
 ) -> Iterator[list[Tensor]]:
-    """Endless; about `batch_tokens` tokens each, of similar length, so that little is padded."""
+    """Endless batches of about `batch_tokens` tokens, with texts of similar length."""
     pending: list[Tensor] = []
     while True:
         order = torch.randperm(len(texts), generator=draw).tolist()
@@ -191,13 +192,13 @@ def _loss(
     mask_share: float,
     draw: torch.Generator,
 ) -> tuple[Tensor, Tensor, int]:
-    """Mean cross-entropy of the masked tokens, how many were guessed right, and their number."""
+    """Mean cross-entropy of the masked tokens, number correct, and their number."""
     device = next(encoder.parameters()).device
     truth_R = torch.cat(list(texts))
     seen_R, masked_M = mask_tokens(truth_R, ids, mask_share, draw)
     packing = Packing(torch.tensor([len(text) for text in texts], device=device))
     rows = encoder(seen_R.to(device), packing)
-    # Only the masked rows go through the head, which is most of the work of a small network.
+    # Masked rows only: the head is most of the work in a small network.
     scores = encoder.logits(rows.index_select(0, masked_M.to(device)))
     truth_M = truth_R[masked_M].to(device)
     loss = F.cross_entropy(scores.float(), truth_M)
@@ -207,12 +208,8 @@ def _loss(
 def mask_tokens(
     truth_R: Tensor, ids: TokenIds, mask_share: float, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """What the network sees [R], and which rows it must guess [M]: 1 or more, not bos or eos."""
-    chance = torch.rand(len(truth_R), generator=draw)
-    chance[(truth_R == ids.bos) | (truth_R == ids.eos)] = 1.0
-    masked_M = (chance < mask_share).nonzero()[:, 0]
-    if not len(masked_M):
-        masked_M = chance.argmin(0, keepdim=True)
+    """Network input [R] and the rows to predict [M]: at least one, never bos or eos."""
+    masked_M = choose_masked(truth_R, ids, mask_share, draw)
     fate = torch.rand(len(masked_M), generator=draw)
     words = torch.randint(ids.size, (len(masked_M),), generator=draw)
     replaced = torch.where(fate < 0.8, torch.full_like(words, ids.mask), words)

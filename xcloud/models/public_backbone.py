@@ -1,5 +1,5 @@
-"""A small encoder pretrained on the spot on public text, so that every cloud can make the same one
-without seeing anybody's private text. Not for a side's own text (backbone.OwnBackbone).
+"""A small encoder pretrained on public text, so that every cloud can build the same one without
+private text. For a side's own text see backbone.OwnBackbone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ PUBLIC = "public text"
 
 @dataclass(frozen=True)
 class PublicBackbone:
-    """An OwnBackbone made from public text and kept in the same cache; a Backbone.
+    """An OwnBackbone pretrained on public text, in the same cache; a Backbone.
 
-    text, num_texts: what it is pretrained on, and how many of them; the task must cut its texts
-        with the same tokenizer.
+    text, num_texts: the pretraining texts and their number; the task must use the same tokenizer.
     network: sizes and pretraining.
     """
 
@@ -46,7 +45,7 @@ class PublicBackbone:
 
     @property
     def needs_sentences(self) -> bool:
-        """Of no private field."""
+        """No private text is needed."""
         return False
 
     def width(self) -> int:
@@ -58,7 +57,7 @@ class PublicBackbone:
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
     ) -> EncoderConfig:
-        """vocabularies: must hold the field, seen here or not; `weights` knows it by itself."""
+        """vocabularies: must contain the field, visible or not; `weights` needs none."""
         return self.network.config(name, vocabularies, max_length)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
@@ -66,8 +65,8 @@ class PublicBackbone:
         seen = context.vocabularies.get(name)
         if seen not in (None, ids):
             raise ConfigError(
-                f"the encoder's public text has the special ids {ids}, the task's {name!r} has "
-                f"{seen}: give both the same tokenizer"
+                f"the encoder's public text has the special ids {ids}, but the task's {name!r} "
+                f"has {seen}: give both the same tokenizer"
             )
         sentences = self.text.sentences(self.num_texts, context.cache_dir)
         public = replace(

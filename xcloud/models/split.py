@@ -1,4 +1,4 @@
-"""What a model must offer to be cut over clouds. No model lives here."""
+"""The protocol of models that can be split over clouds. No models here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xcloud.parallel.stage import Batch, Border, Head, Stage, TokenIds
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a rank hands to a model that builds one of its stages; only what this rank may see.
+    """What a rank passes to a model that builds one of its stages; only what the rank may see.
 
-    vocabularies: field name -> special ids, for the visible fields only.
+    vocabularies: field name -> special ids, visible fields only.
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
-    lane: position among the ranks that hold the same stage; lane 0 fills the cache.
+    lane: index among the ranks that hold the same stage; lane 0 fills the cache.
     barrier: waits for the other lanes. report: one line of progress for the user.
-    head: what the last stage must answer; None where labels are not seen, and in translation.
-    samples: so many training samples, evenly spread, as a batch of the visible fields.
+    head: what the last stage predicts; None if labels are not visible, and in translation.
+    samples: n -> a batch of n evenly spaced training samples, visible fields only.
     """
 
     seed: int
@@ -38,23 +38,23 @@ class BuildContext:
 
 
 class SplitModel(Protocol):
-    """A model that can be cut into `num_stages` stages, one after the other."""
+    """A model that can be cut into `num_stages` consecutive stages."""
 
     def describe(self) -> str:
-        """Which model, in a few words."""
+        """A short description of the model."""
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Batch fields that this stage reads. Decides what a cloud must be allowed to see."""
+        """Batch fields this stage reads, which its cloud must be allowed to see."""
 
     def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        """Names of the parts whose weights this stage holds (embeddings, layers, head …), for
-        the rule about who may hold them."""
+        """Names of the parts whose weights this stage holds (embeddings, layers, head …), to check
+        who may hold them."""
 
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        """What crosses from `stage` to `stage + 1`, known without building anything."""
+        """What crosses from `stage` to `stage + 1`, without building anything."""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        """The stage with its start weights: the same whatever the cluster, for the same seed."""
+        """The stage with its initial weights, which depend on the seed but not on the cluster."""
 
     def empty_stage(
         self,
@@ -64,7 +64,7 @@ class SplitModel(Protocol):
         max_length: int,
         architecture: Mapping[str, Any] | None = None,
     ) -> Stage:
-        """The stage with weights that mean nothing yet, to be filled from an exported file.
+        """The stage with arbitrary weights, to be filled from an exported file.
 
-        architecture: what the exported stage said of itself.
+        architecture: the exported stage's `architecture`.
         """

@@ -1,4 +1,4 @@
-"""Where an encoder is cut, and how: the settings. The parts themselves are in low_rank_cut.py."""
+"""Settings of where and how an encoder is cut. The parts are in low_rank_cut.py."""
 
 from __future__ import annotations
 
@@ -16,42 +16,41 @@ USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": 
 
 @dataclass(frozen=True)
 class Split:
-    """Where the encoder is cut, and what is done so that only `rank` features of a row cross.
+    """Where the encoder is cut, and how its output is reduced to `rank` features per row.
 
-    layer: block that is cut, from 0. null: the unsplit model, the reference: rows cross whole
-        behind block 0, and nothing below acts.
-    rank: features that cross; null: all of them cross behind the block, and nothing is lost.
+    layer: index of the cut block. null: the unsplit reference model: full rows cross after block
+        0, and all other settings are ignored.
+    rank: features that cross; null: all features cross after the block, without loss.
     method:
-      svd: one linear layer of the block, W = U S V by truncated SVD, all three trained, cut
-        between S and V; the skip connection around that sub-layer is gone: its rows stay behind.
-        As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4), section 2.2.2.
-      identity: the block stays whole; its output h crosses as E h and goes on as D E h, E with
-        random orthonormal rows, D = E' at the start: a low-rank identity path across the cut,
-        after ResBM, arXiv:2604.11947. Difference: linear, nothing beside that path.
-      pca: as identity, but E and D are the principal components of h.
-      orthogonal: as pca, and E and D stay orthonormal while they are trained; the mean of h at
-        each position is taken out before and put back behind, after MAPL, arXiv:2606.05484.
-        Difference: MAPL's anchor is that of the token, which the other cloud must not know.
-      LoRA's down projection (section 1.2 of the paper) is none of them: in y = W x + B A x the
-      other cloud needs W x besides A x, so x must cross whole, or W be given up. Given up, it is
-      the cut of svd with weights that know nothing at the start.
-    linear: which W (svd only): the last of the feed-forward sub-layer, or that of attention.
-    anchor: what is taken out before E and put back behind D: none, mean (of h),
-        position (its mean at each position); null = none for identity, mean for pca, position for
-        orthogonal. Trained behind D.
-    whiten: scale the features that cross to variance 1, so that one scale fits all
-        of them when they are quantised.
-    freeze_bottom: all before the cut, V or E included, keeps its weights, without dropout: then no
-        gradient comes back over the border.
-    calibration: the text that basis and anchor are measured on. own: the owner's training text;
-        the other cloud gets D and the anchor in one message before the first step (4 K H bytes,
-        and 4 H or 4 P H), which tells it the second moments of h. public: text that every cloud
+      svd: replace one linear layer of the block by W = U S V (truncated SVD), all three trained,
+        and cut between S and V. The skip connection around that sub-layer is dropped, because its
+        rows do not cross. As published: Shi et al., arXiv:2211.16703; Pan et al., ZTE 2023(4),
+        section 2.2.2.
+      identity: the block is kept; its output h crosses as E h and continues as D E h, E with
+        random orthonormal rows and D = E' initially: a low-rank identity path across the cut,
+        after ResBM, arXiv:2604.11947. Difference: linear, with no other path.
+      pca: as identity, but E and D start as the principal components of h.
+      orthogonal: as pca, with E and D kept orthonormal during training; the mean of h at each
+        position is subtracted before the cut and added after it, after MAPL, arXiv:2606.05484.
+        Difference: MAPL's anchor is per token id, which the other cloud must not know.
+      LoRA's down projection (section 1.2 of the paper) does not apply: in y = W x + B A x the
+        other cloud needs W x besides A x, so x must cross in full, or W be dropped. Without W it
+        is the svd cut with random initial weights.
+    linear: which W (svd only): the last of the feed-forward sub-layer, or attention's output.
+    anchor: what is subtracted before E and added after D: none, mean (of h) or position (mean of
+        h per position); null = none for identity, mean for pca, position for orthogonal. The
+        anchor added after D is trained.
+    whiten: scale the crossing features to unit variance, so that one quantisation scale fits all.
+    freeze_bottom: freeze everything before the cut, V or E included, and disable its dropout; no
+        gradient then returns over the border.
+    calibration: the text for estimating basis and anchor. own: the owner's training text; the
+        other cloud receives D and the anchor in one message before the first step (4 K H bytes,
+        plus 4 H or 4 P H), which reveals the second moments of h. public: text that every cloud
         has; nothing crosses, and the basis fits less well.
-    calibration_texts: how many of these texts.
-    calibration_pairs: whether public texts are joined to pairs, for a task of pairs. The owner's
-        own samples are what they are.
-    head_rank: features of what crosses to the head where that is a stage of its own; null = all.
-        The bottleneck is part of the model whatever the number of stages.
+    calibration_texts: number of texts to use.
+    calibration_pairs: join public texts to pairs, for pair tasks. Does not affect own samples.
+    head_rank: features that cross to the head if it is a separate stage; null = all. The
+        bottleneck is part of the model whatever the number of stages.
     """
 
     layer: int | None
@@ -81,14 +80,14 @@ class Split:
         check_int("split.calibration_texts", self.calibration_texts, 1)
         if self.method == "svd":
             self._refuse(
-                f"belongs to the methods {', '.join(METHODS[1:])}; svd has none: leave it out, or "
-                "choose one of them",
+                f"applies only to the methods {', '.join(METHODS[1:])}: remove it, or choose one "
+                "of them",
                 anchor=(None, "none"), whiten=(False,), calibration=("own",),
             )  # fmt: skip
         elif self.linear != "feed_forward_output":
             raise ConfigError(
                 "split.linear says which linear layer split.method=svd replaces; "
-                f"{self.method} cuts behind the whole block: leave it out"
+                f"{self.method} cuts after the whole block: remove it"
             )
         if self.whiten and self.method in ("identity", "orthogonal"):
             raise ConfigError(
@@ -98,7 +97,7 @@ class Split:
 
         if self.rank is None:
             self._refuse(
-                "does nothing where all features cross (split.rank=null): leave it out",
+                "has no effect if all features cross (split.rank=null): remove it",
                 linear=("feed_forward_output",), anchor=(None,), whiten=(False,),
                 calibration=("own",),
             )  # fmt: skip
@@ -111,12 +110,12 @@ class Split:
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether anything is left out at the cut."""
+        """Whether fewer features cross than there are."""
         return self.layer is not None and self.rank is not None
 
     @property
     def block(self) -> int:
-        """The block that the cut is in, or behind."""
+        """The block that is cut, or after which rows cross."""
         return self.layer or 0
 
     @property
@@ -125,7 +124,7 @@ class Split:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a basis or an anchor is measured before training."""
+        """Whether a basis or an anchor is estimated before training."""
         if not self.is_low_rank:
             return False
         return self.method in ("pca", "orthogonal") or self.anchor_kind != "none"
@@ -136,7 +135,7 @@ class Split:
 
     @property
     def hands_over(self) -> bool:
-        """Whether the owner measures, and tells the other cloud its half."""
+        """Whether the owner estimates the basis and sends the other cloud its half."""
         return self.is_measured and self.calibration == "own"
 
     @property
@@ -145,9 +144,9 @@ class Split:
 
     def describe(self) -> str:
         if self.layer is None:
-            return "unsplit (split.layer=null: nothing else of split acts)"
+            return "unsplit (split.layer=null: all other split settings are ignored)"
         if self.rank is None:
-            return f"cut behind block {self.layer}, full width"
+            return f"cut after block {self.layer}, full width"
         return f"cut in block {self.layer}, rank {self.rank} by {self.method}"
 
 
@@ -156,7 +155,7 @@ def num_places(anchor: str, max_length: int) -> int:
 
 
 def check_rank(split: Split, hidden: int) -> None:
-    """Raise ConfigError when more features than there are would cross."""
+    """Raise ConfigError if a rank exceeds the number of features."""
     if split.is_low_rank:
         assert split.rank is not None
         if split.rank > hidden:

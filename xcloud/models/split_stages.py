@@ -1,5 +1,4 @@
-"""The stages of a cut encoder: run what they were given, send what crosses.
-Who holds what and where it comes from is low_rank_split.py's.
+"""The stages of a cut encoder. They are built by low_rank_split.py.
 
 Shapes: B samples, S positions, R rows (tokens that are not padding), H features, K features that
 cross.
@@ -23,8 +22,8 @@ from xcloud.parallel.stage import Batch, Message, Stage, StageOutput
 class BottomStage(Stage):
     """Embeddings, lower blocks, and the cut block up to the border. Reads "text" and "types".
 
-    frozen: no weight is trained and nothing is dropped out.
-    architecture: JSON values from which the stage can be built again without its backbone.
+    frozen: no training and no dropout.
+    architecture: JSON values to rebuild the stage without its backbone.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class BottomStage(Stage):
             self.requires_grad_(False)
 
     def hand_over(self) -> tuple[Tensor, ...]:
-        """D [H, K] and anchor [P, H], where this cloud alone has measured them."""
+        """D [H, K] and anchor [P, H], if estimated in this cloud alone."""
         return self.handed_over
 
     def train(self, mode: bool = True) -> BottomStage:
@@ -58,7 +57,7 @@ class BottomStage(Stage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         assert received is None
         packing = Packing.of(batch["text"], self.pad)
-        # A network with one type (RoBERTa's kind) is told the two texts apart by their end ids.
+        # Networks with one type, such as RoBERTa, tell the texts apart by their eos ids.
         has_types = self.embeddings.types.num_embeddings > 1
         types = packing.pack(batch["types"]) if has_types else None
         rows = self.embeddings(packing.pack(batch["text"]), packing, types)
@@ -69,9 +68,9 @@ class BottomStage(Stage):
 
 
 class TopPart(nn.Module):
-    """The cut block from the border on, upper blocks, pooling, and the way to the head.
+    """The cut block after the border, upper blocks, pooling, and the bottleneck to the head.
 
-    pooling: None hands on all rows. narrow: what makes rows of H features few, or nn.Identity.
+    pooling: None keeps all rows. narrow: a Bottleneck, or nn.Identity.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class TopPart(nn.Module):
 
 
 class HeadPart(nn.Module):
-    """What stands in front of the head, and the head. widen: the counterpart of TopPart.narrow."""
+    """The head and what precedes it. widen: the inverse of TopPart.narrow."""
 
     def __init__(self, widen: nn.Module, answer: TextHead) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class HeadPart(nn.Module):
 
 
 class MiddleStage(Stage):
-    """Everything between the cut and the head. Reads no field."""
+    """Everything between the cut and the head. Reads no fields."""
 
     def __init__(self, top: TopPart, architecture: Mapping[str, Any]) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class MiddleStage(Stage):
 
 
 class HeadStage(Stage):
-    """The head; with 2 stages, also what lies between it and the cut. Reads "label"."""
+    """The head; with 2 stages also everything between it and the cut. Reads "label"."""
 
     def __init__(
         self, top: TopPart | None, head: HeadPart, architecture: Mapping[str, Any]

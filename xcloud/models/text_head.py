@@ -1,5 +1,5 @@
-"""From an encoder's last rows to an answer: pooling, the way to the head, head, loss, prediction.
-Holds no encoder and no stage (low_rank_split.py).
+"""Heads of understanding tasks: pooling, bottleneck, scores, loss and prediction.
+No encoder and no stage (low_rank_split.py).
 
 Shapes: B samples, S positions of the longest sample, R rows (tokens that are not padding),
 H features, K features that cross to the head, C classes.
@@ -25,7 +25,7 @@ Pooling = Literal["first", "mean"]
 
 
 def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
-    """One row of each sample, [B, H]: that of its first token, or the mean of all of them."""
+    """One row per sample, [B, H]: the first token's, or the mean over tokens."""
     counts = packing.counts
     if how == "first":
         return rows_RH.index_select(0, counts.cumsum(0) - counts)
@@ -35,8 +35,8 @@ def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """H -> K on the way to the head, one linear map with orthonormal rows at the start; with its
-    counterpart `Widening`, the transposed at the start, a low-rank identity path."""
+    """H -> K before the border to the head: linear, initially with orthonormal rows. Together with
+    `Widening`, initially its transpose, a low-rank identity path."""
 
     def __init__(self, hidden: int, rank: int, seed: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Bottleneck(nn.Module):
 
 
 class Widening(nn.Module):
-    """K -> H in front of the head."""
+    """K -> H before the head."""
 
     def __init__(self, hidden: int, rank: int, seed: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Widening(nn.Module):
 
 
 def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Tensor:
-    """[K, H], random, the same for the same seed and names wherever it is drawn."""
+    """[K, H], random but reproducible from seed and names."""
     with seeded(seed, *names):
         drawn = torch.randn(hidden, rank, dtype=torch.float64)
     columns: Tensor = torch.linalg.qr(drawn)[0]
@@ -73,20 +73,20 @@ def orthonormal_rows(rank: int, hidden: int, seed: int, *names: str | int) -> Te
 
 
 class TextHead(nn.Module):
-    """One kind of answer: its scores, its loss, its prediction. forward: rows -> scores."""
+    """Scores, loss and prediction for one kind of task. forward: rows -> scores."""
 
     def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
         """Sum over the samples."""
         raise NotImplementedError
 
     def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        """As parallel.stage.Head says."""
+        """See parallel.stage.Head."""
         raise NotImplementedError
 
 
 class SampleHead(TextHead):
-    """linear(dropout(tanh(dense(x)))), x one row of each sample [B, H] (BERT's pooler and
-    classifier, Devlin et al., arXiv:1810.04805). pooler: weights of `dense` from the checkpoint.
+    """linear(dropout(tanh(dense(x)))), x one row per sample [B, H] (BERT's pooler and
+    classifier, Devlin et al., arXiv:1810.04805). pooler: the checkpoint's weights for `dense`.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class SampleHead(TextHead):
 
 
 class SpanHead(TextHead):
-    """Scores of being the first and the last token of the answer, [R, 2].
+    """Scores for the first and the last token of the answer, [R, 2].
 
     loss: mean of the two cross-entropies over the sample's tokens, summed over samples.
-    predict: the span of the best sum of its two scores, of at most `max_answer_tokens`, that
-    starts no earlier than label[:, 2] and ends before the closing eos.
+    predict: the span with the highest sum of both scores, of at most `max_answer_tokens`, within
+    the half-open interval from label[:, 2] to the final eos.
     """
 
     def __init__(self, hidden: int, max_answer_tokens: int, seed: int) -> None:
@@ -154,7 +154,7 @@ class SpanHead(TextHead):
         grid_BS2 = packing.unpack(scores)
         places_S = torch.arange(packing.longest, device=scores.device)
         allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
-        assert allowed_BS.any(1).all(), "a sample has no token that may be an answer"
+        assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
         grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
         sums_BSS = grid_BS2[:, :, None, 0] + grid_BS2[:, None, :, 1]
         length_SS = places_S[None, :] - places_S[:, None] + 1
@@ -167,7 +167,7 @@ class SpanHead(TextHead):
 
 
 def fresh_linear(in_features: int, out_features: int) -> nn.Linear:
-    """BERT's start of a new layer: normal with deviation 0.02, bias zero."""
+    """BERT's initialisation: normal with std 0.02, bias zero."""
     linear = nn.Linear(in_features, out_features)
     nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)

@@ -1,4 +1,4 @@
-"""What a model asks of a source of public text, which every cloud may see. No text lives here."""
+"""The protocol of public text, which every cloud may see. No text here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from xcloud.parallel.stage import TokenIds
 
 @runtime_checkable
 class PublicTexts(Protocol):
-    """Text that every cloud makes or reads alike, as token ids."""
+    """Text that every cloud produces or reads identically, as token ids."""
 
     def describe(self) -> str:
-        """In a few words, without reading it."""
+        """A short name, without reading anything."""
 
     def token_ids(self, cache_dir: Path) -> TokenIds:
         """Size and special ids of the tokenizer."""
 
     def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
-        """Token ids of `num` texts without special ids, the same everywhere. Raises DataError if
-        there are not so many."""
+        """Token ids of `num` texts without special ids, equal in every cloud. Raises DataError if
+        there are fewer."""
 
 
 def check_public_text(name: str, value: object) -> None:

@@ -1,9 +1,9 @@
-"""A Transformer trained from scratch, encoder | decoder: the line AB-Net is compared with.
-Loads nothing, freezes nothing.
+"""An encoder | decoder Transformer trained from scratch: AB-Net's baseline.
+Loads and freezes nothing.
 
 Vaswani et al., arXiv:1706.03762 ("base": hidden 512, 6 + 6 layers, 8 heads, 2048). Difference:
 pre-LN (Xiong et al., arXiv:2002.04745), x + f(LN(x)), because it trains at learning rates and
-warm-ups where post-LN diverges, so one setting serves all sizes here.
+warm-ups where post-LN diverges, so one setting works for all sizes here.
 
 Shapes: R rows of the source, T rows of the target, H features, N rows of a decoding step.
 """
@@ -42,14 +42,14 @@ from xcloud.parallel.stage import Stage, TokenIds
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
-    """[positions, H]: sine in the even features, cosine in the odd (section 3.5 of the paper)."""
+    """[positions, H]: sine in even features, cosine in odd ones (section 3.5 of the paper)."""
     rate = torch.exp(torch.arange(0, hidden, 2) * (-math.log(10_000.0) / hidden))
     angle = torch.arange(num_positions)[:, None] * rate
     return torch.stack((angle.sin(), angle.cos()), 2).flatten(1)[:, :hidden]
 
 
 class ScaledEmbeddings(nn.Module):
-    """sqrt(H) * word + sinusoid. The sinusoids are computed again, not saved."""
+    """sqrt(H) * word + sinusoid. Sinusoids are recomputed, not saved."""
 
     positions: Tensor
 
@@ -64,7 +64,7 @@ class ScaledEmbeddings(nn.Module):
     def forward(self, ids_R: Tensor, packing: Packing) -> Tensor:
         if packing.longest > self.positions.shape[0]:
             raise ValueError(
-                f"a text of {packing.longest} tokens came; this network was made for at most "
+                f"got a text of {packing.longest} tokens; this network supports at most "
                 f"{self.positions.shape[0]}. Lower the task's max_length."
             )
         return self._sum(ids_R, self.positions[packing.positions])
@@ -142,7 +142,7 @@ class CausalLayer(TargetLayer):
 
 
 class TiedHead(nn.Module):
-    """words . LN(x): the scores are products with the target embedding itself."""
+    """words . LN(x): output weights tied to the target embedding."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -154,10 +154,10 @@ class TiedHead(nn.Module):
 
 @dataclass(frozen=True)
 class Transformer(EncoderDecoder):
-    """Encoder | decoder from scratch; a SplitModel. Each side has its own words, since neither may
-    see the other's; the target's are tied to the output.
+    """Encoder | decoder from scratch; a SplitModel. Each side has its own vocabulary, because
+    neither may see the other's; the target embedding is tied to the output.
 
-    encoder_layers_per_stage: a count for each stage but the last; null spreads them evenly.
+    encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
     hidden: int = 512
@@ -202,8 +202,8 @@ class Transformer(EncoderDecoder):
         max_length: int,
         architecture: Mapping[str, Any] | None = None,
     ) -> Stage:
-        """The stage with weights that mean nothing yet, to be filled by load_state_dict; on the
-        CPU. The settings tell all of its architecture.
+        """The stage with arbitrary weights on the CPU, to be filled by load_state_dict. The
+        settings determine the architecture.
         """
         return self._stage(stage, num_stages, vocabularies, max_length, 0)
 
@@ -237,7 +237,7 @@ class Transformer(EncoderDecoder):
             self.encoder_layers_per_stage,
             "Transformer.encoder_layers_per_stage",
         ):
-            # One stream for each layer, so that the layout does not change the start weights.
+            # One random stream per layer: initial weights do not depend on the layout.
             with seeded(seed, "encoder layer", i):
                 layers[str(i)] = SourceLayer(*shape)
         first = None

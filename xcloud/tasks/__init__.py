@@ -1,1 +1,1 @@
-"""Half of the layer "task" of the paper: what is learned, and how it is scored."""
+"""The data half of the paper's task layer: what is learned and how it is scored."""

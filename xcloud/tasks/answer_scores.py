@@ -1,7 +1,7 @@
-"""Scores of answers in text, as SQuAD 1.1 defines them: exact match and F1 of words, in percent.
+"""SQuAD 1.1 scores of text answers: exact match and word F1, in percent.
 
-Source: Rajpurkar et al., arXiv:1606.05250, section 6.1. Before comparing, an answer is lowercased,
-and ASCII punctuation, English articles and superfluous spaces are taken out.
+Source: Rajpurkar et al., arXiv:1606.05250, section 6.1. Answers are lowercased and stripped of
+ASCII punctuation, English articles and extra spaces before they are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(answer: str) -> str:
-    """The form in which answers are compared: "The  Denver Broncos!" -> "denver broncos"."""
+    """Normalise an answer for comparison: "The  Denver Broncos!" -> "denver broncos"."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
@@ -26,7 +26,7 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 
 def word_f1(answer: str, references: Sequence[str]) -> float:
-    """F1 of the words that answer and reference share; the best over the references."""
+    """F1 over the words shared with a reference; best reference."""
     return max(_f1(normalised(answer).split(), normalised(r).split()) for r in references)
 
 

@@ -1,11 +1,10 @@
-"""What a label is: one of some classes, or a value. From cells of a file to numbers and back."""
+"""Label types: a class or a value. Converts table cells to numbers and predictions to labels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,28 +13,13 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Head
 from xcloud.tasks.label_scores import CLASS_SCORES, VALUE_SCORES
 
-VALUE_UNIT = 1e-6  # of a predicted value; see Head
+VALUE_UNIT = 1e-6  # predictions are in these units; see Head
 MOST_CLASSES = 1000
-
-
-class Answer(Protocol):
-    """The labels of a task, once its training labels are known."""
-
-    @property
-    def head(self) -> Head: ...
-
-    def parse(self, cells: Sequence[str], where: str) -> Tensor:
-        """One number for each cell. Raises DataError for a cell that is no label."""
-
-    def read(self, prediction: Sequence[int]) -> float:
-        """A stage's prediction as the number it stands for."""
-
-    def show(self, label: float) -> str: ...
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Classes by name. A cell holds the name, or the number of its place in `names`."""
+    """Named classes. A cell holds the name or its index in `names`."""
 
     names: tuple[str, ...]
 
@@ -49,9 +33,9 @@ class Classes:
                 return Classes(tuple(str(number) for number in range(most + 1)))
         if not 2 <= len(found) <= MOST_CLASSES:
             raise DataError(
-                f"{where}: {len(found):,} different labels ({_some(found)}); classes are 2 to "
-                f"{MOST_CLASSES}. Is this the right task.label_column? Of numbers that measure "
-                "something say task.kind=value"
+                f"{where}: {len(found):,} different labels ({_some(found)}); expected 2 to "
+                f"{MOST_CLASSES} classes. Is task.label_column right? For numeric targets set "
+                "task.kind=value"
             )
         return Classes(tuple(sorted(found)))
 
@@ -60,22 +44,24 @@ class Classes:
         return Head("classes", len(self.names))
 
     def parse(self, cells: Sequence[str], where: str) -> Tensor:
+        """One number per cell. Raises DataError for an invalid label."""
         numbers = {name: number for number, name in enumerate(self.names)}
         by_number = {str(number): number for number in range(len(self.names))}
         known = by_number | numbers
         if unknown := set(cells) - known.keys():
             hidden = unknown == {"-1"}
             said = (
-                "its labels are -1, that is hidden; test on the dev set (task.test_file=dev or "
+                "its labels are hidden (-1); test on the dev set (task.test_file=dev or "
                 "task.test=validation)"
                 if hidden
-                else f"labels that are no class: {_some(unknown)}; the classes are "
+                else f"unknown labels: {_some(unknown)}; the classes are "
                 f"{', '.join(self.names[:20])}"
             )
             raise DataError(f"{where}: {said}")
         return torch.tensor([known[cell] for cell in cells], dtype=torch.int64)
 
     def read(self, prediction: Sequence[int]) -> float:
+        """Convert a stage's prediction to a label value."""
         return prediction[0]
 
     def show(self, label: float) -> str:
@@ -84,7 +70,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Value:
-    """A number, such as a similarity from 0 to 5; learned and scored as it stands."""
+    """A number, such as a similarity from 0 to 5; learned and scored unscaled."""
 
     @property
     def head(self) -> Head:
@@ -94,7 +80,7 @@ class Value:
         try:
             numbers = [float(cell) for cell in cells]
         except ValueError as error:
-            raise DataError(f"{where}: a label is no number ({error})") from error
+            raise DataError(f"{where}: a label is not a number ({error})") from error
         if not all(math.isfinite(number) for number in numbers):
             raise DataError(f"{where}: a label is not a finite number")
         return torch.tensor(numbers, dtype=torch.float32)
@@ -106,13 +92,16 @@ class Value:
         return f"{label:.3g}"
 
 
+Answer = Classes | Value
+"""How a task's labels are encoded, once its training labels are known."""
+
 Score = Callable[[Sequence[float], Sequence[float]], float]
 
 
 def scores_of(kind: str, names: Sequence[str] | None) -> Mapping[str, Score]:
-    """The named scores, in this order; None: accuracy of classes, both correlations of values.
+    """The named scores, in this order. None: accuracy for classes, both correlations for values.
 
-    Raises ConfigError for one that does not fit the kind.
+    Raises ConfigError for a score that does not fit the kind.
     """
     there = CLASS_SCORES if kind == "classes" else VALUE_SCORES
     if names is None:
@@ -123,11 +112,11 @@ def scores_of(kind: str, names: Sequence[str] | None) -> Mapping[str, Score]:
         )
     if unknown := [name for name in names if name not in there]:
         raise ConfigError(
-            f"task.metrics: {unknown[0]!r} is no score of {kind}; there are {', '.join(there)}"
+            f"task.metrics: {unknown[0]!r} is not a score for {kind}; choose from "
+            f"{', '.join(there)}"
         )
     return {name: there[name] for name in names}
 
 
-def _some(cells: set[str], most: int = 5) -> str:
-    shown = sorted(cells)[:most]
-    return ", ".join(repr(cell) for cell in shown) + (", …" if len(cells) > most else "")
+def _some(cells: set[str]) -> str:
+    return ", ".join(map(repr, sorted(cells)[:5])) + (", …" if len(cells) > 5 else "")

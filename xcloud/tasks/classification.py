@@ -1,6 +1,6 @@
-"""A class or a value for one text or for two: what is read, cut into ids, and how it is scored.
+"""Classification and regression of texts or text pairs: data, tokenisation and scoring.
 
-Where texts come from is in corpus/, what a label is in answers.py; no network lives here.
+Texts are read by corpus/, labels are defined in answers.py; no networks here.
 Shapes: B samples, S positions, special ids included.
 """
 
@@ -18,7 +18,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Head
-from xcloud.project import project_root
+from xcloud.project import in_project
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
 from xcloud.tasks.corpus.demo_labelled import DemoReviews
 from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus
@@ -37,7 +37,7 @@ from xcloud.tasks.tokenizer import (
 )
 
 FIELDS = frozenset({"text", "types", "label"})
-MIN_LENGTH = 8  # room for the special ids of a pair and a little of both texts
+MIN_LENGTH = 8  # special ids of a pair and a few tokens of both texts
 TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 
@@ -45,12 +45,12 @@ TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 class Classification:
     """A class (kind classes) or a number (kind value) for each text or pair of `corpus`.
 
-    classes: their names in the order of their numbers; None: those of the training labels.
-    metrics: scores by name, the main one first; None: those of the kind (scores_of).
-    max_length: most tokens, special ids included; what is longer is cut, the longer text first.
-    tokenizer: a public one. A TrainedTokenizer is trained on public_sentences, not on the task's
-    texts: a vocabulary tells of what it was made from.
-    sizes: see sizes.py. cache_dir: where trained tokenizers are kept; relative to the checkout.
+    classes: names in label order; None: taken from the training labels.
+    metrics: names of scores, main one first; None: the defaults of the kind (scores_of).
+    max_length: in tokens, special ids included; longer samples are truncated, longer text first.
+    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
+    because a vocabulary reveals its training text.
+    sizes: see sizes.py. cache_dir: for trained tokenizers; relative to the checkout.
     """
 
     answers: ClassVar[Answers] = "sample"
@@ -76,8 +76,8 @@ class Classification:
             raise ConfigError(f"task.classes must be a list of names, got {names!r}")
         if self.kind == "value" or len(set(names)) != len(names) or len(names) < 2:
             raise ConfigError(
-                f"task.classes must be two different names or more, and none where task.kind is "
-                f"value; got {list(names)}"
+                f"task.classes must be at least two different names, and null with "
+                f"task.kind=value; got {list(names)}"
             )
 
     @property
@@ -88,11 +88,11 @@ class Classification:
         return f"{self.name} ({self.corpus.describe()})"
 
     def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         self.corpus.check()
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
-        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        """`seed` is ignored: all seeds train and are scored on the same rows."""
         check_fields(self.name, fields)
         visible = frozenset({"text"} if fields & {"text", "types"} else ()) | (fields & {"label"})
         if not visible and self.sizes is not None:
@@ -118,7 +118,7 @@ class Classification:
 
 
 def check_fields(name: str, fields: frozenset[str]) -> None:
-    """Raise ConfigError if a model asks for what understanding tasks do not have."""
+    """Raise ConfigError if a model reads fields that understanding tasks lack."""
     if unknown := fields - FIELDS:
         raise ConfigError(
             f"the task {name} has the fields text, types and label, but the model reads "
@@ -127,12 +127,10 @@ def check_fields(name: str, fields: frozenset[str]) -> None:
 
 
 def public_tokenizer(choice: TokenizerChoice, cache_dir: str) -> Tokenizer:
-    """The tokenizer, trained on public sentences if it has to be."""
-    folder = Path(cache_dir).expanduser()
-    folder = folder if folder.is_absolute() else project_root() / folder
+    """The tokenizer, trained on public sentences if needed."""
     trained = isinstance(choice, TrainedTokenizer)
     texts = public_sentences(TOKENIZER_TEXTS, TOKENIZER_SEED) if trained else ()
-    return choice.prepare(texts, folder)
+    return choice.prepare(texts, in_project(cache_dir))
 
 
 class ClassificationData(TextData):
@@ -168,7 +166,7 @@ class ClassificationData(TextData):
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
 
     def fingerprint(self) -> str:
-        """Of settings and sizes. A rank without files knows no file names, hence task.sizes."""
+        """Covers settings and sizes; file names only if task.sizes is unset."""
         task = self._task
         shared = {
             "task": task.name,
@@ -196,9 +194,9 @@ class ClassificationData(TextData):
         return texts
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
-        """The task's metrics, in percent, of the samples in `predictions`.
+        """The task's metrics, in percent, over the samples in `predictions`.
 
-        Of a split with parts: the first metric's mean over the parts, then every metric of each
+        If the split has parts: the main metric averaged over parts, then every metric of each
         part (accuracy, accuracy_en, accuracy_de …).
         """
         labels, answer = self._known_labels(split)
@@ -231,7 +229,7 @@ class ClassificationData(TextData):
         lines = []
         for ident in sorted(predictions)[:count]:
             if self.text is None or "text" not in self._fields:
-                lines.append(f"sample  {ident} of {split}; its text is not seen in this cloud")
+                lines.append(f"sample  {ident} of {split}; its text is not visible in this cloud")
             else:
                 table, decode = self._tables[split], self.text.tokenizer.decode
                 lines.append(f"text    {decode(table.first(ident))}")
@@ -242,7 +240,7 @@ class ClassificationData(TextData):
         return "\n".join(lines)
 
     def save_tokenizers(self, folder: Path) -> None:
-        """text_tokenizer.json where text is seen, labels.json where labels are."""
+        """Write text_tokenizer.json if text is visible, labels.json if labels are."""
         super().save_tokenizers(folder)
         if self._answer is not None:
             names = self._answer.names if isinstance(self._answer, Classes) else None
@@ -253,7 +251,7 @@ class ClassificationData(TextData):
 
     def _known_labels(self, split: Split) -> tuple[Tensor, Answer]:
         if self._answer is None:
-            raise DataError("labels may not be seen here, so nothing can be scored")
+            raise DataError("labels are not visible here, so nothing can be scored")
         return self._labels[split], self._answer
 
 
@@ -269,7 +267,9 @@ OWN = Group(Classification, ("corpus", "name"))
 def classification_from_demo(**settings: Any) -> Classification:
     """The embedded film reviews."""
     if (kind := settings.get("kind", "classes")) != "classes":
-        raise ConfigError(f"task.kind={kind}: the demo has classes; take profile=files for values")
+        raise ConfigError(
+            f"task.kind={kind}: the demo has only classes; set profile=files for values"
+        )
     return OWN.make(settings, corpus=DemoReviews(DEMO.make(settings)))
 
 
@@ -281,7 +281,7 @@ def classification_from_files(**settings: Any) -> Classification:
 
 @settings_of(HUB, COLUMNS, SAMPLES, OWN)
 def classification_from_hub(**settings: Any) -> Classification:
-    """A labelled data set of the hub, or a folder in the same form."""
+    """A labelled data set from the hub, or a folder in the same format."""
     return OWN.make(settings, corpus=_labelled(HUB, settings))
 
 

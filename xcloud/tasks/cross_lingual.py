@@ -1,7 +1,7 @@
-"""Pairs learned in one language and tested in others, by name: XNLI and PAWS-X.
+"""Text pairs trained in one language and tested in others: XNLI and PAWS-X.
 
 Sources: Conneau et al., arXiv:1809.05053 (XNLI); Yang et al., arXiv:1908.11828 (PAWS-X).
-The score is the mean accuracy over the tested languages, then that of each.
+Scores: mean accuracy over the tested languages, then accuracy per language.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ HUB_SAMPLES = samples_without("dev_share", "test_share")
 def cross_lingual_from_demo(name: str = "xnli", **settings: Any) -> Classification:
     """Embedded inference pairs in English and Spanish; num_test pairs in each language."""
     if name != "xnli":
-        raise ConfigError(f"task.name={name}: the demo has xnli only; take profile=files")
+        raise ConfigError(f"task.name={name}: the demo has xnli only; use profile=files")
     return _built(name, LANGUAGES.make(settings, sizes=DEMO.make(settings)), settings)
 
 
 @settings_of(FOLDER, COLUMNS, FILE_SAMPLES, TEXT)
 def cross_lingual_from_files(name: str = "xnli", **settings: Any) -> Classification:
-    """The task from files in the folder `path`. max_eval_samples: of dev, and of each language of
-    the test."""
+    """The task from files in the folder `path`. max_eval_samples: of dev and of each test
+    language."""
     _task(name)
     sampling, columns = FILE_SAMPLES.make(settings), COLUMNS.make(settings, num_texts=2)
     return _built(name, Labelled(FOLDER.make(settings), columns, sampling), settings)
@@ -79,7 +79,7 @@ def cross_lingual_from_hub(
     revision: str | None = None,
     **settings: Any,
 ) -> Classification:
-    """The task from the hub, in all its languages unless some are named."""
+    """The task from the hub; `languages` None: all of its languages."""
     task, sampling = _task(name), HUB_SAMPLES.make(settings)
     tested = task.languages if languages is None else languages
     source = HubByLanguage(path or task.hub, train_language, tested, revision)

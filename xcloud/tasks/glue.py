@@ -1,7 +1,7 @@
-"""The tasks of GLUE by name: classes, scores and columns of each.
+"""GLUE tasks: classes, scores and columns.
 
-Source: Wang et al., arXiv:1804.07461 (GLUE). Its test labels are kept back, so its scores here are
-of the dev sets, as those of most papers.
+Source: Wang et al., arXiv:1804.07461 (GLUE). Its test labels are not public, so scores here are
+dev scores, as in most papers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from xcloud.tasks.settings import DEMO, FOLDER, SAMPLES, Group, samples_without,
 
 @dataclass(frozen=True)
 class GlueTask:
-    """classes: None for a value. columns: of the hub. files, hub_splits: sets that make up a
-    split, with the name of their part; see LabelledFolder and HubSet."""
+    """classes: None for regression. columns: on the hub. files, hub_splits: the sets that make up
+    a split, with their part names; see LabelledFolder and HubSet."""
 
     classes: tuple[str, ...] | None
     metrics: tuple[str, ...]
@@ -82,7 +82,7 @@ def glue_from_demo(name: str = "sst2", **settings: Any) -> Classification:
     }
     if name not in corpora:
         raise ConfigError(
-            f"task.name={name}: the demo has {' and '.join(corpora)} only; for {name} take "
+            f"task.name={name}: the demo has {' and '.join(corpora)} only; for {name} use "
             "profile=files with task.path=DIR, or profile=paper"
         )
     return _glue(name, task, corpora[name], settings)
@@ -99,7 +99,7 @@ def glue_from_files(name: str = "sst2", **settings: Any) -> Classification:
 
 @settings_of(HUB_SET, HUB_SAMPLES, TEXT, path="nyu-mll/glue")
 def glue_from_hub(name: str = "sst2", **settings: Any) -> Classification:
-    """A GLUE task from the hub. Its dev set is the test; dev is held out of train."""
+    """A GLUE task from the hub. Its dev set becomes test; dev is held out of train."""
     task, sampling = glue_task(name), HUB_SAMPLES.make(settings)
     columns = ColumnChoice(list(task.columns), "label", len(task.columns), task.kind)
     source = HUB_SET.make(settings, config=name, own_names=task.hub_splits, hidden_test=True)

@@ -1,7 +1,7 @@
-"""How well predicted classes or values agree with the right ones, in percent. Pure arithmetic.
+"""Agreement of predictions with labels, in percent. Pure arithmetic.
 
-All take two lists of the same length, the right ones first. A score that is not defined (one class
-only, equal values throughout) is 0, as the GLUE scorers have it.
+All functions take two lists of equal length, labels first. Undefined scores (only one class,
+constant values) are 0, as in the GLUE scorers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 
 def accuracy(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Share of equal ones."""
+    """Share of correct predictions."""
     return 100.0 * sum(a == b for a, b in zip(right, predicted, strict=True)) / len(right)
 
 
@@ -22,7 +24,7 @@ def f1(right: Sequence[float], predicted: Sequence[float]) -> float:
 
 
 def macro_f1(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Mean of the F1 of every class that occurs, as right one or as predicted."""
+    """Mean F1 over every class among labels or predictions."""
     classes = sorted({*right, *predicted})
     return sum(_f1_of(c, right, predicted) for c in classes) / len(classes)
 
@@ -34,9 +36,9 @@ def _f1_of(label: float, right: Sequence[float], predicted: Sequence[float]) -> 
 
 
 def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Correlation of the classes (Matthews 1975; for more than two Gorodkin 2004), -100..100.
+    """Matthews correlation (Matthews 1975; multi-class: Gorodkin 2004), -100..100.
 
-    With s samples, c of them right, t_k of class k and p_k predicted as k:
+    For s samples, c correct, t_k labelled k and p_k predicted as k:
     (c*s - sum t_k*p_k) / sqrt((s^2 - sum p_k^2) (s^2 - sum t_k^2))
     """
     s, c = len(right), sum(a == b for a, b in zip(right, predicted, strict=True))
@@ -48,29 +50,20 @@ def matthews(right: Sequence[float], predicted: Sequence[float]) -> float:
 
 def pearson(right: Sequence[float], predicted: Sequence[float]) -> float:
     """Linear correlation, -100..100."""
-    mean_r, mean_p = sum(right) / len(right), sum(predicted) / len(predicted)
-    above_r, above_p = [a - mean_r for a in right], [b - mean_p for b in predicted]
-    spread = math.sqrt(sum(a * a for a in above_r)) * math.sqrt(sum(b * b for b in above_p))
-    if spread == 0:
+    if len(set(right)) == 1 or len(set(predicted)) == 1:
         return 0.0
-    return 100.0 * sum(a * b for a, b in zip(above_r, above_p, strict=True)) / spread
+    return 100.0 * float(np.corrcoef(right, predicted)[0, 1])
 
 
 def spearman(right: Sequence[float], predicted: Sequence[float]) -> float:
-    """Pearson correlation of the ranks; equal values share their mean rank."""
+    """Pearson correlation of ranks; ties share their mean rank."""
     return pearson(_ranks(right), _ranks(predicted))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for stop in range(1, len(order) + 1):
-        if stop < len(order) and values[order[stop]] == values[order[start]]:
-            continue
-        for i in order[start:stop]:
-            ranks[i] = (start + stop - 1) / 2
-        start = stop
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean_rank_of_group = counts.cumsum() - (counts + 1) / 2
+    ranks: list[float] = mean_rank_of_group[group].tolist()
     return ranks
 
 
@@ -81,9 +74,9 @@ VALUE_SCORES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] 
     "pearson": pearson, "spearman": spearman
 }  # fmt: skip
 MEANINGS = {
-    "accuracy": "share of right classes, percent",
+    "accuracy": "share of correct classes, percent",
     "f1": "F1 of class 1, percent",
-    "macro_f1": "mean F1 of the classes, percent",
+    "macro_f1": "mean F1 over classes, percent",
     "matthews": "Matthews correlation, times 100",
     "pearson": "Pearson correlation, times 100",
     "spearman": "Spearman rank correlation, times 100",

@@ -1,8 +1,8 @@
-"""Texts of several languages as token ids, for pre-training: which are read, how they are mixed.
-Where texts come from is corpus/; masking is models/electra.py's affair.
+"""Multilingual text as token ids for pre-training: which texts are read, how they are mixed.
+Sources are in corpus/; masking is in models/electra.py.
 
-Shapes: B samples of a batch, R tokens of a batch, L parts (languages, and pairs of languages),
-N samples of a batch in all lanes.
+Shapes: B samples of a batch, R tokens of a batch, L parts (languages and language pairs),
+N samples of a batch over all lanes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xcloud.tasks.token_table import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
 
 FORMAT = "xcloud tokens 1"
-CHUNK = 1000  # texts that are tokenised together
+CHUNK = 1000  # texts tokenised at a time
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class MultilingualText:
     language as `bos text eos`, a pair as `bos text eos translation eos` (TLM, Lample & Conneau,
     arXiv:1901.07291).
 
-    tokenizer: the same in all clouds: a FileTokenizer, a PretrainedTokenizer, or, with a source
-        that is public (the demo), a TrainedTokenizer that each cloud trains for itself.
-    language_power: of p ~ n**power, n the samples of a part; 1 = as there are, 0 = all alike. XLM
-        takes 0.7, XLM-R 0.3.
-    max_texts: of every part, the first ones; null = all.
+    tokenizer: the same in all clouds: a FileTokenizer, a PretrainedTokenizer or, if the source is
+        public (the demo), a TrainedTokenizer that each cloud trains on its own.
+    language_power: parts are drawn with p ~ n**power, n samples in the part; 1 = proportional,
+        0 = uniform. XLM uses 0.7, XLM-R 0.3.
+    max_texts: use only the first texts of each part; null = all.
     """
 
     source: TextSource
@@ -55,8 +55,8 @@ class MultilingualText:
             check_int("text.max_texts", self.max_texts, 1)
         if isinstance(self.tokenizer, TrainedTokenizer) and self.source.public_texts() is None:
             raise ConfigError(
-                "text.tokenizer cannot be trained within this run: each cloud reads its own "
-                "languages only, and all need the same tokenizer. Make it beforehand with "
+                "text.tokenizer cannot be trained within this run: each cloud reads only its own "
+                "languages, but all need the same tokenizer. Train it first with "
                 "`python -m xcloud train-tokenizer --out FILE …` and set "
                 "text.tokenizer={_target_: xcloud.tasks.tokenizer.FileTokenizer, path: FILE}"
             )
@@ -65,7 +65,7 @@ class MultilingualText:
         return self.source.describe()
 
     def check(self, parts: Sequence[str]) -> None:
-        """Raise DataError or ConfigError if the texts of these parts are not there."""
+        """Raise DataError or ConfigError if the texts of these parts are missing."""
         self.source.check(parts)
         if isinstance(self.tokenizer, FileTokenizer):
             self.tokenizer.check()
@@ -82,11 +82,11 @@ class MultilingualText:
         return self.load_tokenizer(cache_dir).token_ids
 
     def sentences(self, num: int, cache_dir: Path) -> Sequence[Sequence[int]]:
-        """The first `num` public texts, for a PublicBackbone. Raises ConfigError if the source is
-        not public, DataError if it has fewer."""
+        """Token ids of the first `num` public texts, for a PublicBackbone. Raises ConfigError if
+        the source is not public, DataError if it has fewer texts."""
         texts = self.source.public_texts()
         if texts is None:
-            raise ConfigError(f"{self.describe()} is not public: no cloud may read it for all")
+            raise ConfigError(f"{self.describe()} is not public, so other clouds may not read it")
         if len(texts) < num:
             raise DataError(f"{self.describe()} has {len(texts):,} public texts, not {num:,}")
         return self.load_tokenizer(cache_dir).encode(list(texts[:num]))
@@ -94,9 +94,9 @@ class MultilingualText:
     def table(
         self, part: str, tokenizer: Tokenizer, cache_dir: Path, report: Callable[[str], None]
     ) -> TokenTable:
-        """The samples of a language or pair without their outer special ids. Tokenised once, then
-        mapped from cache_dir/tokens. Raises DataError if there are none. report: may be read in
-        another cloud, and so names no folder.
+        """Samples of a part without their outer special ids. Tokenised once, then memory-mapped
+        from cache_dir/tokens. Raises DataError if there are none. report: may be shown in another
+        cloud, so it must not name folders.
         """
         described = (
             f"{FORMAT} {self.source.identity(part)} {tokenizer.digest} {self.max_length} "
@@ -114,7 +114,7 @@ class MultilingualText:
                               for path in (tokens, offsets)]  # fmt: skip
                 write_table(self._samples(part, tokenizer), *unfinished)
                 for path, whole in zip(unfinished, (tokens, offsets), strict=True):
-                    path.replace(whole)  # the offsets last: they say that all is there
+                    path.replace(whole)  # offsets last: they mark the table complete
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
         return TokenTable.mapped(tokens, offsets)
@@ -137,9 +137,9 @@ class MultilingualText:
 
 
 class TextStream:
-    """Endless batches of one cloud's texts. Batch `number` of a lane depends on seed, number and
-    the texts alone; the lanes of a cloud deal a common order, in which every sample of a part
-    comes once before any comes again.
+    """Endless batches of one cloud's texts. Batch `number` of a lane depends only on seed, number
+    and texts. The lanes of a cloud share one order, in which every sample of a part appears once
+    per epoch.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class TextStream:
         )
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """int64 [R], each sample as bos, its tokens, eos; and int64 [B], tokens of each."""
+        """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""
         if number < self._next:
             self._next, self._used_L = 1, torch.zeros_like(self._used_L)
         while self._next < number:
@@ -191,7 +191,7 @@ class TextStream:
         return torch.cat(lines), torch.tensor([len(line) for line in lines])
 
     def _parts(self, number: int) -> Tensor:
-        """Which part each sample of this number comes from, for all lanes."""
+        """int64 [N]: the part each sample of batch `number` is drawn from, for all lanes."""
         draw = torch.Generator().manual_seed(_seed(self._seed, "parts", number))
         num = self._batch_size * self._num_lanes
         return torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
@@ -201,7 +201,7 @@ class TextStream:
         self._next += 1
 
     def _rows(self, part: int, turns: Tensor) -> Tensor:
-        """The samples at these places of a part's endless order."""
+        """Row numbers at these positions of a part's endless order."""
         size = len(self._tables[part])
         rows = torch.empty_like(turns)
         for epoch in sorted(set((turns // size).tolist())):

@@ -1,7 +1,7 @@
-"""Token ids of one or two texts a sample, joined as a checkpoint expects them. Knows no text.
+"""Token ids of single texts or text pairs, joined as a checkpoint expects. Knows no text.
 
     bos a eos            types 0 0 0
-    bos a eos b eos      types 0 0 0 1 1      (between a and b as many eos as the tokenizer says)
+    bos a eos b eos      types 0 0 0 1 1      (num_separators eos between a and b)
 
 Shapes: B samples, S positions, N samples in the table.
 """
@@ -23,7 +23,7 @@ class PairTable:
     """Sample i is sentence `first_of[i]` of `firsts`, cut to `first_length[i]` tokens, and
     `second_length[i]` tokens of sentence `second_of[i]` of `seconds`, from `second_start[i]` on.
 
-    Several samples may share a sentence (windows of one paragraph). seconds None: one text.
+    Samples may share a sentence (windows of one paragraph). seconds None: single texts.
     All tensors int64 [N].
     """
 
@@ -48,8 +48,8 @@ class PairTable:
         special: TokenIds,
         num_separators: int,
     ) -> PairTable:
-        """One sample for each text or pair. A pair that is longer than max_length with its
-        special ids loses tokens at the end of its longer text, until both are cut alike."""
+        """One sample per text or pair. A pair that exceeds max_length (special ids included) is
+        truncated at the end of its longer text, until both are equally long."""
         room = max_length - num_special(seconds is not None, num_separators)
         table = TokenTable(firsts, max(0, room))
         each = torch.arange(len(table))
@@ -59,22 +59,23 @@ class PairTable:
             return PairTable(
                 special, num_separators, table, each, first_length, None, none, none, none
             )
-        behind = TokenTable(seconds, max(0, room))
-        second_length = behind.lengths(each)
-        # The shorter text may use half of the room and whatever the longer one leaves.
+        second_table = TokenTable(seconds, max(0, room))
+        second_length = second_table.lengths(each)
+        # The shorter text may use half the room plus whatever the longer one leaves.
         half = room // 2
         first_length = first_length.minimum((room - second_length).clamp(min=room - half))
         second_length = second_length.minimum(room - first_length)
         return PairTable(
-            special, num_separators, table, each, first_length, behind, each, none, second_length
-        )
+            special, num_separators, table, each, first_length,
+            second_table, each, none, second_length,
+        )  # fmt: skip
 
     def first(self, index: int) -> list[int]:
-        """Tokens of a sample's first text, as cut."""
+        """Tokens of a sample's first text, truncated."""
         return self.firsts[int(self.first_of[index])][: int(self.first_length[index])]
 
     def second(self, index: int) -> list[int]:
-        """Tokens of a sample's second text, as cut; none where there is one text."""
+        """Tokens of a sample's second text, truncated; empty for single texts."""
         if self.seconds is None:
             return []
         start, length = int(self.second_start[index]), int(self.second_length[index])
@@ -85,7 +86,7 @@ class PairTable:
         return self.first_length[ids] + 1 + self.num_separators
 
     def padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, types), int64 [B, S] each, padded to the longest of these samples."""
+        """(tokens, types), int64 [B, S] each, padded to the longest sample."""
         paired = self.seconds is not None
         first_B, second_B = self.first_length[ids], self.second_length[ids]
         total_B = first_B + second_B + num_special(paired, self.num_separators)
@@ -94,7 +95,7 @@ class PairTable:
         tokens_BS = torch.full((len(ids), len(position_S)), self.special.pad, dtype=torch.int64)
         types_BS = torch.zeros_like(tokens_BS)
 
-        tokens_BS[position_S <= end_B] = self.special.eos  # all but the texts and bos, for now
+        tokens_BS[position_S <= end_B] = self.special.eos  # bos and the texts are filled in below
         in_first_BS = (position_S >= 1) & (position_S <= first_B[:, None])
         at_BS = (position_S - 1).expand_as(tokens_BS)
         tokens_BS = torch.where(
@@ -112,5 +113,5 @@ class PairTable:
 
 
 def num_special(paired: bool, num_separators: int) -> int:
-    """Special ids of a sample: bos and eos, and in a pair those between."""
+    """Special ids per sample: bos, eos and, in a pair, the separators."""
     return 2 + (num_separators if paired else 0)

@@ -1,10 +1,9 @@
-"""Public English text as token ids, for whatever several clouds must make alike without showing
-each other theirs: a pretrained start, the basis of a cut. No private corpus is read here.
+"""Public English text as token ids, for what every cloud must compute identically without seeing
+private text: a pretrained start, the basis of a cut. Reads no private corpus.
 """
 
 from __future__ import annotations
 
-import gzip
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,16 @@ from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.classification import public_tokenizer
+from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 
 @dataclass(frozen=True)
 class PublicText:
-    """Sentences of the package's own grammar, or the lines of a file that every cloud has.
+    """Sentences of the demo grammar, or the lines of a file that every cloud has.
 
-    tokenizer: as the task's, and the encoder's. path: one text a line, UTF-8, .gz allowed; null
-    for the grammar. seed: which sentences, or which lines.
+    tokenizer: same as the task's and the encoder's. path: one text per line, UTF-8, may be .gz;
+    null: the demo grammar. seed: selects the sentences or lines.
     """
 
     tokenizer: TokenizerChoice
@@ -50,22 +50,18 @@ class PublicText:
     def _texts(self, num: int) -> list[str]:
         if self.path is None:
             return public_sentences(num, self.seed)
-        lines = self._lines(Path(self.path).expanduser())
+        try:
+            found = [line.strip() for line in read_lines(Path(self.path).expanduser())]
+        except DataError as error:
+            raise DataError(
+                f"public_text.path {error}; give a UTF-8 file with one text per line, the same in "
+                "every cloud, or null for the demo grammar"
+            ) from error
+        lines = [line for line in found if line]
         if len(lines) < num:
             raise DataError(
-                f"public_text.path {self.path} has {len(lines)} lines, but {num} are asked for: "
+                f"public_text.path {self.path} has {len(lines)} lines, but {num} are needed: "
                 "lower model.split.calibration_texts (twice as many lines are read with "
-                "calibration_pairs) or num_texts of the backbone, or give a longer file"
+                "calibration_pairs) or the backbone's num_texts, or use a longer file"
             )
         return random.Random(self.seed).sample(lines, num)
-
-    def _lines(self, path: Path) -> list[str]:
-        try:
-            raw = path.read_bytes()
-            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-        except (OSError, UnicodeDecodeError, EOFError) as error:
-            raise DataError(
-                f"public_text.path {self.path} cannot be read ({error}); give a UTF-8 file with "
-                "one text a line, the same in every cloud, or null for the demo grammar"
-            ) from error
-        return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,8 +1,8 @@
-"""Answers to questions that stand in a paragraph (SQuAD 1.1): windows, spans, and their scores.
+"""Extractive question answering (SQuAD 1.1): windows, spans and scores.
 
-A sample is a window: the question, and as much of the paragraph as fits. A long paragraph makes
-several, which overlap; the answer is the span with the best score over all windows of a question.
-Where paragraphs come from is in corpus/paragraphs.py.
+A sample is a window: the question and as much of the paragraph as fits. A long paragraph yields
+several overlapping windows; the answer is the best-scoring span over all windows of a question.
+Paragraphs are read by corpus/paragraphs.py.
 Shapes: B samples (windows), S positions, N windows of a split.
 """
 
@@ -40,19 +40,19 @@ from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, coun
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows
 
-LEAST_CONTEXT = 8  # tokens of the paragraph in a window
+LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
 @dataclass(frozen=True)
 class QuestionAnswering:
-    """Spans of a paragraph that answer a question.
+    """Find the span of a paragraph that answers a question.
 
-    max_length: tokens of a window, question and special ids included. max_question: what of a
-    question is kept. stride: tokens from the start of a window to that of the next.
-    tokenizer, cache_dir: as in Classification. sizes: windows of each split, see sizes.py.
+    max_length: tokens per window, question and special ids included. max_question: longer
+    questions are truncated. stride: tokens between the starts of consecutive windows.
+    tokenizer, cache_dir: as in Classification. sizes: windows per split, see sizes.py.
 
-    An answer can neither be placed nor scored without its paragraph: a rank that reads labels must
-    read the text too, as in the layout where the first and the last stage have one owner.
+    Answers cannot be located or scored without their paragraph: a rank that reads labels must also
+    read the text, as when the first and the last stage have one owner.
     """
 
     answers: ClassVar[Answers] = "span"
@@ -72,7 +72,7 @@ class QuestionAnswering:
         if isinstance(self.max_length, int) and self.max_length < least:
             raise ConfigError(
                 f"task.max_length is {self.max_length}, too short for a question of "
-                f"task.max_question={self.max_question} tokens and a piece of the paragraph; set "
+                f"task.max_question={self.max_question} tokens and some of the paragraph; set "
                 f"it to at least {least}, or lower task.max_question"
             )
         check_int("task.max_length", self.max_length, 1)
@@ -82,16 +82,16 @@ class QuestionAnswering:
         return f"{self.name} ({self.corpus.describe()})"
 
     def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         self.corpus.check()
 
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
-        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        """`seed` is ignored: all seeds train and are scored on the same rows."""
         check_fields(self.name, fields)
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
-                f"{self.name}: a rank of this layout reads label and not text, but an answer is a "
-                "place in a text: it can be neither placed nor scored without. Give the first and "
+                f"{self.name}: a rank of this layout reads labels but not text, and an answer "
+                "cannot be located or scored without its text. Give the first and "
                 "the last stage to one owner, as in cluster.clouds={owner: {stages: [0, 2]}, "
                 "other: {stages: [1]}}"
             )
@@ -105,7 +105,7 @@ class QuestionAnswering:
         windows = {s: self._windows(reading.splits[s], tokenizer) for s in SPLITS}
         found = {split: len(windows[split].table) for split in SPLITS}
         check_found(self.sizes, found, self.describe())
-        if not fields:  # the counts are all that this rank keeps
+        if not fields:  # this rank keeps only the counts
             bare = Reading(reading.name, {}, reading.remarks, reading.agreed)
             return QuestionAnsweringData(self, fields, bare, found)
         return QuestionAnsweringData(self, fields, reading, found, tokenizer, windows)
@@ -115,7 +115,7 @@ class QuestionAnswering:
 
 
 class QuestionAnsweringData(TextData):
-    """One rank's view (TaskData): all of it, or without any field the sizes alone."""
+    """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
     def __init__(
         self,
@@ -170,14 +170,14 @@ class QuestionAnsweringData(TextData):
         return Head("span", 2) if "label" in self._fields else None
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        """The training questions and the pieces of paragraphs in their windows."""
+        """Training questions and the paragraph parts of their windows."""
         self._texts(field)
         windows = self._windows["train"]
         questions = [list(tokens) for tokens in windows.table.firsts]
         return questions + [windows.table.second(i) for i in range(len(windows.table))]
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
-        """F1 and exact match in percent, of the questions that have a window in `predictions`."""
+        """F1 and exact match in percent, over questions with a window in `predictions`."""
         asked = self._questions(split)
         check_predictions(predictions, split, self._rows[split], "window")
         answers = self._answers(split, predictions)
@@ -205,7 +205,7 @@ class QuestionAnsweringData(TextData):
         return "\n".join(lines)
 
     def _answers(self, split: Split, predictions: dict[int, list[int]]) -> dict[int, str]:
-        """Number of a question -> its best span over its windows, as text."""
+        """Question number -> text of its best span over all windows."""
         self._questions(split)
         windows = self._windows[split]
         best: dict[int, int] = {}  # question -> window
@@ -223,7 +223,7 @@ class QuestionAnsweringData(TextData):
 
     def _questions(self, split: Split) -> list[Question]:
         if "label" not in self._fields:
-            raise DataError("labels may not be seen here, so nothing can be scored")
+            raise DataError("labels are not visible here, so nothing can be scored")
         return [q for paragraph in self._paragraphs[split] for q in paragraph.questions]
 
 
@@ -237,19 +237,19 @@ HUB_SET = Group(HubSet, ("train", "dev", "test", "own_names", "hidden_test"))
     stride=48,
 )  # fmt: skip
 def squad_from_demo(**settings: Any) -> QuestionAnswering:
-    """Embedded stories with questions; sizes count questions."""
+    """Demo stories with questions; sizes count questions."""
     return OWN.make(settings, corpus=DemoParagraphs(DEMO.make(settings)))
 
 
 @settings_of(FILES, SAMPLES, OWN)
 def squad_from_files(**settings: Any) -> QuestionAnswering:
-    """Paragraphs in the folder `path`. max_*_samples: of the questions."""
+    """Paragraphs in the folder `path`. max_*_samples count questions."""
     sampling = SAMPLES.make(settings)
     return OWN.make(settings, corpus=Paragraphs(FILES.make(settings), sampling))
 
 
 @settings_of(HUB_SET, SAMPLES, OWN, path="rajpurkar/squad")
 def squad_from_hub(**settings: Any) -> QuestionAnswering:
-    """A data set of the hub in the form of SQuAD 1.1, one question a row."""
+    """A hub data set in the format of SQuAD 1.1, one question per row."""
     sampling = SAMPLES.make(settings)
     return OWN.make(settings, corpus=Paragraphs(HUB_SET.make(settings), sampling))

@@ -1,5 +1,5 @@
-"""Functions for the config whose settings are those of the constructors that they fill, so that
-each setting, its default and its check are written once. No task lives here.
+"""Config factories that take their parameters from the constructors they call, so that each
+setting, its default and its check are written once. No tasks here.
 
     @settings_of(FOLDER, SAMPLES, Group(MyTask, without=("corpus",)))
     def my_task_from_files(**settings: Any) -> MyTask: ...
@@ -24,8 +24,8 @@ PLAIN = (str, int, float, tuple, type(None))
 
 
 class Group(Generic[T]):
-    """What a user sets of a constructor. without: parameters that the function gives instead.
-    names: parameter=NAME where users call it otherwise (seed="split_seed")."""
+    """The user's settings of a constructor. without: parameters that the factory passes itself.
+    names: parameter=NAME if the setting has another name (seed="split_seed")."""
 
     def __init__(
         self, constructor: Callable[..., T], without: tuple[str, ...] = (), **names: str
@@ -40,11 +40,11 @@ class Group(Generic[T]):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """By the name that users know."""
+        """By setting name."""
         return self._parameters
 
     def make(self, settings: Mapping[str, Any], **given: Any) -> T:
-        """The constructor's object, from its own among the settings and what is given."""
+        """Call the constructor with its own settings and `given`."""
         own = {
             self._own.get(name, name): settings[name]
             for name in self._parameters
@@ -56,10 +56,10 @@ class Group(Generic[T]):
 def settings_of(
     *groups: Group[Any], **defaults: Any
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function's `**settings` be those of the groups, in that order, after its own.
+    """Replace a factory's `**settings` by the groups' parameters, after its own.
 
-    The signature says so: the config is checked against it. defaults: where they differ from the
-    constructors'. null for an object (a tokenizer) is its default.
+    The config is checked against the resulting signature. defaults: override the constructors'.
+    null for an object (a tokenizer) means its default.
     """
 
     def decorate(build: Callable[..., R]) -> Callable[..., R]:
@@ -87,7 +87,7 @@ def settings_of(
 
 
 def samples_without(*shares: str) -> Group[Sampling]:
-    """Sampling of samples, less the shares that have nothing to be held out for."""
+    """Sampling settings without the shares that do not apply."""
     return Group(
         functools.partial(Sampling, unit="samples"),
         (*shares, "unit"),

@@ -1,4 +1,4 @@
-"""How many samples there are, for a cloud that holds none of them."""
+"""Sample counts for a cloud that holds no samples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.task import Split, Task
 
 Sizes = Mapping[Split, int] | None
-"""task.sizes: samples of train, dev and test. A rank that sees no field opens no file: where they
-are not given, rank 0 tells them (xcloud/run/loading.py). In one process alone they are counted."""
+"""task.sizes: samples of train, dev and test. A rank that sees no field opens no file: if sizes
+are not set, rank 0 sends them (xcloud/run/loading.py). In a single process they are counted."""
 
 
 def asks_for_sizes(task: Task) -> bool:
-    """Whether this is a task with `sizes`, and they are not given."""
+    """Whether the task has `sizes` and they are not set."""
     return getattr(task, "sizes", ()) is None
 
 
 def told_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
-    """The same task, for ranks that read no field."""
+    """The task with these sizes, for ranks that read no field."""
     return replace(task, sizes=sizes)  # type: ignore[type-var]
 
 
@@ -38,7 +38,7 @@ def check_sizes(sizes: Sizes) -> None:
 
 
 def check_found(sizes: Sizes, found: Mapping[Split, int], what: str) -> None:
-    """Raise DataError if task.sizes are not those of the data."""
+    """Raise DataError if task.sizes differ from the data."""
     if sizes is not None and dict(sizes) != dict(found):
         said = ", ".join(f"{split}: {found[split]}" for split in SPLITS)
         raise DataError(f"{what}: task.sizes differ from the data, which has {{{said}}}")

@@ -1,4 +1,4 @@
-"""What a task must offer: data by sample id, and a score. No task lives here."""
+"""The task protocols: data by sample id, and scores. No tasks here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xcloud.parallel.stage import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
 Answers = Literal["sample", "span"]
-"""What a task of text understanding asks for: something of each sample, or a span in it."""
+"""What an understanding task predicts: one label per sample, or a span in it."""
 
 
 class TaskData(Protocol):
-    """One rank's view of a task: only the fields that its cloud may see are ever read.
+    """One rank's view of a task: only the fields visible to its cloud are read.
 
     Sample ids run from 0 to num_samples(split) - 1 and mean the same sample in every cloud.
     """
@@ -25,20 +25,20 @@ class TaskData(Protocol):
         """Corpus, sizes and languages in one line."""
 
     def fingerprint(self) -> str:
-        """Hex digest of what every cloud must agree on (settings and sizes, no private text)."""
+        """Hex digest of what all clouds must agree on (settings and sizes, no private text)."""
 
     def num_samples(self, split: Split) -> int: ...
 
     @property
     def text_fields(self) -> frozenset[str]:
-        """The visible fields that are token ids, and so have a vocabulary."""
+        """The visible fields that hold token ids and have a vocabulary."""
 
     @property
     def head(self) -> Head | None:
-        """What the last stage must answer; None where labels are not seen, and in translation."""
+        """What the last stage predicts; None if labels are not visible, and in translation."""
 
     def vocabulary(self, field: str) -> TokenIds:
-        """Raises DataError for a field that is no text or may not be seen here."""
+        """Raises DataError for a field that is not text or not visible here."""
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Token ids of the training texts of a visible field, without special ids."""
@@ -47,20 +47,19 @@ class TaskData(Protocol):
         """The visible fields of these samples, padded to the longest. ids: int64 [B]."""
 
     def weight(self, ids: Tensor) -> float:
-        """How much these training samples count in the loss (target tokens, say)."""
+        """Weight of these training samples in the loss, such as their target tokens."""
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
         """Quality of the predictions of a whole split, by sample id."""
 
     def save_tokenizers(self, folder: Path) -> None:
-        """Write what turns the visible fields' text into ids and back, to use a trained model
-        without the corpus."""
+        """Write the visible fields' tokenizers, to use a trained model without the corpus."""
 
     def signature(self) -> dict[str, str]:
         """How each score was computed, by its name."""
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
-        """A few predictions beside their references, for a person to read."""
+        """A few predictions with their references, for display."""
 
 
 class Task(Protocol):
@@ -71,10 +70,10 @@ class Task(Protocol):
         """Longest sample, in tokens, special ids included."""
 
     def describe(self) -> str:
-        """Which corpus, in a few words; known without reading it."""
+        """Name of the corpus in a few words, without reading it."""
 
     def check(self) -> None:
-        """Raise DataError if what `load` reads is missing, as far as that is seen at once."""
+        """Quick check: raise DataError if data that `load` reads is missing."""
 
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
-        """Read the data of these fields only. Raises DataError: what is missing, how to get it."""
+        """Read only these fields. Raises DataError: what is missing and how to get it."""

@@ -1,4 +1,4 @@
-"""One text or two into token ids, as a model reads them; and what the tasks that do so share."""
+"""Tokenise texts and text pairs; shared code of the understanding tasks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from xcloud.tasks.tokenizer import Tokenizer
 
 
 class TextPairs:
-    """The tokenizer of an understanding task, and how long its samples may be."""
+    """An understanding task's tokenizer and maximum sample length."""
 
     def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
         self.tokenizer, self._max_length = tokenizer, max_length
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TextPairs:
-        """From what `save` wrote. Raises DataError if it is not there."""
+        """Load what `save` wrote. Raises DataError if it is missing."""
         return TextPairs(Tokenizer.load(folder / "text_tokenizer.json"), max_length)
 
     def save(self, folder: Path) -> None:
@@ -38,21 +38,21 @@ class TextPairs:
         )  # fmt: skip
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """A text that comes several times, as premises do, is cut into tokens once."""
+        """Repeated texts, such as premises, are tokenised once."""
         distinct = list(dict.fromkeys(texts))
         ids = dict(zip(distinct, self.tokenizer.encode(distinct), strict=True))
         return [ids[text] for text in texts]
 
     def batch(self, firsts: Sequence[str], seconds: Sequence[str] | None = None) -> Batch:
-        """ids, text and types of texts that are in no corpus."""
+        """ids, text and types of texts outside the corpus."""
         ids = torch.arange(len(firsts))
         text, types = self.table(firsts, seconds).padded(ids)
         return {"ids": ids, "text": text, "types": types}
 
 
 class TextData:
-    """One rank's view of texts with labels (most of TaskData): what may not be seen here was
-    never kept. Without text there is no tokenizer and no table, without labels none of them."""
+    """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
+    text is None and tables is empty if text is not visible; labels likewise."""
 
     def __init__(
         self,
@@ -89,19 +89,19 @@ class TextData:
         return float(len(ids))
 
     def save_tokenizers(self, folder: Path) -> None:
-        """text_tokenizer.json where text is seen."""
+        """Write text_tokenizer.json if text is visible."""
         if self.text is not None:
             self.text.save(folder)
 
     def _texts(self, field: str) -> TextPairs:
         if self.text is None or field not in self.text_fields:
             visible = ", ".join(sorted(self._fields)) or "none"
-            raise DataError(f"{field!r} is no text that may be seen here; visible: {visible}")
+            raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
         return self.text
 
 
 def digest_of(shared: Mapping[str, object]) -> str:
-    """Of what every cloud must agree on (TaskData.fingerprint)."""
+    """Hex digest of what all clouds must agree on (TaskData.fingerprint)."""
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
@@ -113,7 +113,7 @@ def counted(counts: Mapping[Split, int]) -> str:
 def check_predictions(
     predictions: Mapping[int, object], split: Split, num: int, what: str
 ) -> None:
-    """Raise ValueError where there is none, or one of no sample of the split."""
+    """Raise ValueError if there are none, or one is for no sample of the split."""
     if not predictions:
         raise ValueError(f"no predictions to score on {split}")
     if outside := [i for i in predictions if not 0 <= i < num]:

@@ -18,7 +18,7 @@ from xcloud.parallel.stage import TokenIds
 
 
 def write_table(sentences: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:
-    """A table as two files, written as the sentences come: int32 tokens, int64 offsets."""
+    """Stream a table to two files: int32 tokens, int64 offsets."""
     ends = array("q", [0])
     with tokens.open("wb") as file:
         for sentence in sentences:
@@ -29,7 +29,8 @@ def write_table(sentences: Iterable[Sequence[int]], tokens: Path, offsets: Path)
 
 
 class TokenTable(Sequence[Sequence[int]]):
-    """Sentences without special ids, cut to `max_tokens`. 4 bytes a token, 8 a sentence."""
+    """Sentences without special ids, truncated to `max_tokens`. 4 bytes per token, 8 per
+    sentence."""
 
     def __init__(self, sentences: Sequence[Sequence[int]], max_tokens: int) -> None:
         cut = [sentence[:max_tokens] for sentence in sentences]
@@ -40,7 +41,7 @@ class TokenTable(Sequence[Sequence[int]]):
 
     @classmethod
     def mapped(cls, tokens: Path, offsets: Path) -> TokenTable:
-        """From files that `write_table` wrote, as long as they stay; read where they are used."""
+        """Memory-map files written by `write_table`; they must stay in place."""
         table = cls.__new__(cls)
         table._offsets = torch.from_file(
             str(offsets), size=offsets.stat().st_size // 8, dtype=torch.int64
@@ -79,7 +80,7 @@ class TokenTable(Sequence[Sequence[int]]):
         return self._offsets[ids + 1] - self._offsets[ids]
 
     def gather(self, index_B: Tensor, position_BS: Tensor) -> Tensor:
-        """int64 [B, S]: the token at this position of these sentences; 0 outside of one."""
+        """int64 [B, S]: tokens at these positions of these sentences; 0 outside a sentence."""
         inside_BS = (position_BS >= 0) & (position_BS < self.lengths(index_B)[:, None])
         if not len(self._flat_T):
             return torch.zeros(inside_BS.shape, dtype=torch.int64)
@@ -87,7 +88,7 @@ class TokenTable(Sequence[Sequence[int]]):
         return self._flat_T[flat_BS].long() * inside_BS
 
     def padded(self, ids: Tensor, special: TokenIds) -> Tensor:
-        """int64 [B, S]: bos, the sentence, eos, then pad up to the longest of these samples."""
+        """int64 [B, S]: bos, sentence, eos, padded to the longest sample."""
         lengths_B = self.lengths(ids)
         if not len(ids):
             return torch.zeros((0, 2), dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Text to token ids and back: trained on the task's own text, or taken from a pretrained model.
+"""Tokenizers: trained on the task's own text, or taken from a pretrained model.
 
-Both come down to one `Tokenizer`, kept as one JSON file. Nothing here knows sentence pairs.
+Both yield a `Tokenizer`, saved as one JSON file. Knows nothing of sentence pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.word_starts import begins_word
 
-# Ranks are processes that share the cores already, and a fork after parallel work warns.
+# Ranks already share the cores, and forking after parallel tokenisation warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 FORMAT = "xcloud tokenizer 1"
@@ -33,12 +33,12 @@ BYTES = 256
 
 
 class Tokenizer:
-    """A ready tokenizer. encode adds no special ids; decode stops at eos and drops the others.
+    """Text to ids and back. encode adds no special ids; decode stops at eos and drops the others.
 
-    special: all special ids, so also an unknown word's. rejoin: pieces are words and marks, and
-    decode puts the marks back to their words ("Ve ." becomes "Ve."); without it
-    decode(encode(text)) is `text` to the byte.
-    num_separators: eos ids between the two texts of a pair: 1 as in BERT, 2 as in RoBERTa.
+    special: all special ids, including unknown. rejoin: pieces are words and punctuation, and
+    decode reattaches punctuation ("Ve ." becomes "Ve."); if false, decode(encode(text)) is `text`
+    byte for byte.
+    num_separators: eos ids between the texts of a pair: 1 as in BERT, 2 as in RoBERTa.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Tokenizer:
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids, and for each its first and behind-last character in the text."""
+        """Ids, and for each its half-open character span in the text."""
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -78,27 +78,27 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> int:
-        """32 bits for vocabulary and rules: equal where two clouds hold the same tokenizer."""
+        """32-bit digest of vocabulary and rules, equal if two clouds hold the same tokenizer."""
         described = f"{self.token_ids!r} {sorted(self._special)} {self._backend.to_str()}"
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:4], "big")
 
     def word_starts(self) -> list[bool]:
-        """Of every id, whether it begins a word when it stands in a text: special ids, pieces
-        behind a space, and those of scripts written without spaces (word_starts.py).
+        """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
+        scripts written without spaces (word_starts.py).
         """
         model, decoder = self._backend.model, str(self._backend.decoder)
-        goes_on = None
+        continuation = None
         if type(model).__name__ == "WordPiece":
-            goes_on = model.continuing_subword_prefix
+            continuation = model.continuing_subword_prefix
         pieces = [self._backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
-            i in self._special or begins_word(piece, goes_on, "ByteLevel" in decoder)
+            i in self._special or begins_word(piece, continuation, "ByteLevel" in decoder)
             for i, piece in enumerate(pieces)
         ]
 
     def save_pretrained(self, folder: Path, max_length: int) -> None:
-        """tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer loads them:
-        bos a eos, pairs in the tokenizer's own form or bos a eos b eos.
+        """Write tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer: `bos a
+        eos`, pairs in the tokenizer's own format or `bos a eos b eos`.
         """
         from tokenizers.processors import TemplateProcessing
 
@@ -142,7 +142,7 @@ class Tokenizer:
             "tokenizer": json.loads(self._backend.to_str()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A reader never meets half a file: another rank may be waiting for it.
+        # Atomic: another rank may be waiting for the file.
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         part.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         part.replace(path)
@@ -157,29 +157,29 @@ class Tokenizer:
                 raise ValueError(f"format {content['format']!r}")
             backend = Backend.from_str(json.dumps(content["tokenizer"]))
             token_ids = TokenIds(**content["token_ids"])
-            separators = content.get("num_separators", 1)  # older files have none
+            separators = content.get("num_separators", 1)  # missing in older files
             return Tokenizer(backend, token_ids, content["special"], content["rejoin"], separators)
         except OSError as error:
-            raise DataError(f"{path}: no tokenizer file here ({error.strerror})") from error
+            raise DataError(f"{path}: cannot read tokenizer file ({error.strerror})") from error
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
 
 
 class TokenizerChoice(Protocol):
-    """A tokenizer as configured. `repr` is its settings, part of the task's fingerprint."""
+    """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint."""
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
-        """The tokenizer, trained on these training texts if it has to be. Raises DataError."""
+        """The tokenizer, trained on these texts if needed. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Trained on one side's own training text; the same text and settings give the same ids.
+    """Trained on one side's training text; deterministic for the same text and settings.
 
-    bpe: byte-level pieces, no unknown text, decode gives back every byte; at least 261 ids.
-    wordpiece: pieces of words as in BERT; marks stand alone and decode rejoins them by rule.
-    vocab_size: most ids, special ones included; small texts give fewer.
-    Kept under cache_dir/tokenizers by the hash of text and settings.
+    bpe: byte-level, no unknown tokens, decode is lossless; at least 261 ids.
+    wordpiece: as in BERT; punctuation is split off and decode reattaches it by rule.
+    vocab_size: upper limit, special ids included; small texts give fewer.
+    Cached under cache_dir/tokenizers by the hash of text and settings.
     """
 
     vocab_size: int = 4000
@@ -213,7 +213,7 @@ class TrainedTokenizer:
     def _train(self, texts: Sequence[str]) -> Tokenizer:
         backend = self._train_bpe(texts) if self.kind == "bpe" else self._train_wordpiece(texts)
         content = json.loads(backend.to_str())
-        # A text that says "[EOS]" is text: without this list it would become the special id.
+        # So that a literal "[EOS]" in a text stays text and does not become the special id.
         content["added_tokens"] = []
         backend = backend.from_str(json.dumps(content))
         ids = [backend.token_to_id(token) for token in SPECIAL_TOKENS]
@@ -249,8 +249,8 @@ class TrainedTokenizer:
             lowercase=self.lowercase, strip_accents=False
         )
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        # The trainer numbers pieces such as ##a in the order of a hash table, which differs from
-        # process to process, and its merges follow. Numbered beforehand they are always the same.
+        # The trainer numbers pieces such as ##a in hash-table order, which differs between
+        # processes and changes the merges. Fixing the numbers first makes it deterministic.
         characters = sorted({c for text in texts for c in backend.normalizer.normalize_str(text)})
         pieces = [piece for c in characters if not c.isspace() for piece in (c, f"##{c}")]
         if len(SPECIAL_TOKENS) + len(pieces) > self.vocab_size:
@@ -271,7 +271,7 @@ class TrainedTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """One that was made beforehand, and that all clouds hold a copy of:
+    """A tokenizer trained beforehand, of which every cloud has a copy:
     python -m xcloud train-tokenizer --out FILE …
     """
 
@@ -280,11 +280,11 @@ class FileTokenizer:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError(
-                "FileTokenizer.path must name a file of `python -m xcloud train-tokenizer`"
+                "FileTokenizer.path must name a file made by `python -m xcloud train-tokenizer`"
             )
 
     def check(self) -> None:
-        """Raise DataError if the file is not there."""
+        """Raise DataError if the file is missing."""
         if not Path(self.path).expanduser().is_file():
             raise DataError(
                 f"no tokenizer file {self.path}; make it with "
@@ -300,7 +300,7 @@ class PretrainedTokenizer:
     """The tokenizer of a pretrained model: a hub id such as bert-base-cased, a local folder, or
     the name of a packaged checkpoint (minilm).
 
-    Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) serve as bos and eos.
+    Its classifier and separator ids ([CLS] and [SEP], <s> and </s>) are used as bos and eos.
     """
 
     name_or_path: str
@@ -325,13 +325,13 @@ class PretrainedTokenizer:
                 str(Path(name).expanduser()) if local else name,
                 local_files_only=not reached or local,
             )
-        except Exception as error:  # whatever a broken or missing folder makes of it
+        except Exception as error:  # broken folders raise all kinds
             reason = " ".join(str(error).split())[:200]
             if not reached:
                 reason = "the hub cannot be reached and no copy is in the cache"
             raise DataError(
-                f"tokenizer {name}: {reason}; load it once where there is network, or give a "
-                "folder with tokenizer.json"
+                f"tokenizer {name}: {reason}; load it once with network access, or give "
+                "a folder with tokenizer.json"
             ) from error
         return self._wrap(pretrained)
 
@@ -347,8 +347,8 @@ class PretrainedTokenizer:
         }
         if missing := [name for name, token in ids.items() if token is None]:
             raise DataError(
-                f"tokenizer {self.name_or_path}: has no {', '.join(missing)} token; take one of "
-                "the BERT or RoBERTa kind"
+                f"tokenizer {self.name_or_path}: has no {', '.join(missing)} token; use a "
+                "BERT or RoBERTa tokenizer"
             )
         backend.no_padding()
         backend.no_truncation()
@@ -365,9 +365,9 @@ def _first(*ids: int | None) -> int | None:
 
 
 def rejoin_marks(text: str) -> str:
-    """Spaces as people write them, after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?".
+    """Reattach punctuation after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?".
 
-    A rule, so not without fault: what stood in the text is known only to bpe.
+    Rule-based, so not always right; only bpe restores the text exactly.
     """
     text = re.sub(r"([¿¡(\[{«]) ", r"\1", text)
     text = re.sub(r" ([.,;:!?…)\]}»%])", r"\1", text)

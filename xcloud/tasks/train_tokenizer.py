@@ -1,14 +1,14 @@
-"""Make the tokenizer that all clouds of a one-way job share, from public text:
+"""Train the tokenizer that all clouds of a one-way job share, on public text:
     python -m xcloud train-tokenizer FOLDER --languages es en --out tokenizer.json
 
-FOLDER is read as text.source.path of a run is (xcloud/tasks/corpus/text_folder.py). Whoever gets
-the file learns which pieces of words the texts use: train it on text that may be known, then copy
-the file to every cloud and set model.text.tokenizer.path.
+FOLDER has the format of a run's text.source.path (xcloud/tasks/corpus/text_folder.py). The file
+reveals which word pieces the texts use: train on text that may be public, then copy the file to
+every cloud and set model.text.tokenizer.path.
 
-At most --max-texts texts are used, drawn from all of each language; how many of each goes with
-n ** power, n the texts of the language, and what a small language lacks goes to the others.
-Training mixes with the same formula (model.text.language_power), but inside each cloud alone, and
-n are samples there: pieces of text of at most max_length tokens.
+At most --max-texts texts are used, sampled per language in proportion to n ** power, n the number
+of texts in the language; what a small language cannot fill goes to the others. Training uses the
+same formula (model.text.language_power), but within each cloud, and n counts samples: pieces of
+text of at most max_length tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def train(
     max_texts: int,
     power: float = POWER,
 ) -> Tokenizer:
-    """From at most max_texts texts of the languages, mixed by n ** power. Raises DataError if a
-    language is not there.
+    """Train on at most max_texts texts, mixed by n ** power. Raises DataError if a language is
+    missing.
     """
     check_int("--max-texts", max_texts, 1)
     check_number("--power", power, 0, 1)
@@ -60,8 +60,8 @@ def train(
 
 
 def draw_texts(texts: Iterable[str], most: int, draw: random.Random) -> tuple[int, list[str]]:
-    """How many there are, and `most` of them, each with the same chance, or all if there are fewer
-    (Vitter, ACM TOMS 1985, algorithm R).
+    """The number of texts and a uniform sample of at most `most` of them (reservoir sampling:
+    Vitter, ACM TOMS 1985, algorithm R).
     """
     seen = 0
     kept: list[str] = []
@@ -75,7 +75,7 @@ def draw_texts(texts: Iterable[str], most: int, draw: random.Random) -> tuple[in
 
 
 def mixed(sizes: Mapping[str, int], most: int, power: float) -> dict[str, int]:
-    """Texts of each language: at most `most` in all, by size ** power, none more than it has."""
+    """Texts to use per language: `most` in all, proportional to size ** power, capped by size."""
     left = dict(sizes)
     numbers: dict[str, int] = {}
     while left:
@@ -102,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--kind", choices=("bpe", "wordpiece"), default="bpe")
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument("--max-texts", type=int, default=200_000, help="of all languages together")
+    parser.add_argument("--max-texts", type=int, default=200_000, help="over all languages")
     parser.add_argument("--power", type=float, default=POWER, help=f"0 to 1, usually {POWER}")
     arguments = parser.parse_args(words)
     try:

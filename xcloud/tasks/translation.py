@@ -1,7 +1,7 @@
-"""Translation from one language to another: what is read, cut into ids, and how it is scored.
+"""Translation between two languages: data, tokenisation and scoring.
 
-The files, grammars and archives that texts come from are in corpus/; no network lives here.
-Shapes: B samples, S source positions, T target positions, both with bos and eos.
+Files, grammars and archives are read by corpus/; no networks here.
+Shapes: B samples, S source positions, T target positions, bos and eos included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.stage import Batch, TokenIds
-from xcloud.project import project_root
+from xcloud.project import in_project
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.pairs import Pairs
@@ -43,9 +43,9 @@ SPECIAL_PER_SAMPLE = 2  # bos and eos
 class Translation:
     """Sentence pairs of `corpus`, from language `source` to language `target`.
 
-    max_length: most tokens of a side, bos and eos included; what is longer is cut, on its own
-    side only, and an empty side stays a sample. So every cloud knows which samples there are.
-    cache_dir: where trained tokenizers are kept; relative to the checkout.
+    max_length: tokens per side, bos and eos included. Longer sides are truncated independently and
+    empty ones are kept, so that every cloud knows which samples exist.
+    cache_dir: for trained tokenizers; relative to the checkout.
     """
 
     corpus: Corpus
@@ -69,11 +69,11 @@ class Translation:
         return f"{self.corpus.describe()} {self.source}→{self.target}"
 
     def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is not there, before any rank starts."""
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         self.corpus.check(self.source, self.target)
 
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
-        """`seed` changes nothing: runs of several seeds learn and are scored on the same rows."""
+        """`seed` is ignored: all seeds train and are scored on the same rows."""
         if unknown := fields - set(FIELDS):
             raise ConfigError(f"translation has the fields source and target, not {unknown}")
         languages = {"source": self.source, "target": self.target}
@@ -82,8 +82,7 @@ class Translation:
         for split, rows in parallel.splits.items():
             if not rows.num_rows:
                 raise DataError(f"{self.describe()}: the {split} split has no rows")
-        cache_dir = Path(self.cache_dir).expanduser()
-        cache_dir = cache_dir if cache_dir.is_absolute() else project_root() / cache_dir
+        cache_dir = in_project(self.cache_dir)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
             key: choices[key].prepare(parallel.splits["train"].texts[languages[key]], cache_dir)
@@ -94,7 +93,7 @@ class Translation:
 
 
 class TranslationText:
-    """Text into ids and back, for the sides that are there; needs no corpus."""
+    """Encode and decode the available sides; needs no corpus."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
         self._tokenizers = tokenizers
@@ -102,7 +101,7 @@ class TranslationText:
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TranslationText:
-        """From what `save` wrote. Raises DataError if neither side is there."""
+        """Load what `save` wrote. Raises DataError if neither side is found."""
         paths = {key: folder / f"{key}_tokenizer.json" for key in FIELDS}
         found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
         if not found:
@@ -120,29 +119,24 @@ class TranslationText:
     def tokenizer(self, key: str) -> Tokenizer:
         if key not in self._tokenizers:
             there = ", ".join(self._tokenizers) or "none"
-            raise DataError(f"the {key} side may not be seen here; visible: {there}")
+            raise DataError(f"the {key} side is not visible here; visible: {there}")
         return self._tokenizers[key]
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         return TokenTable(self.tokenizer(key).encode(texts), self._max_tokens)
 
-    def encode_source(self, text: str) -> list[int]:
-        """bos, the text cut to max_length, eos."""
-        ids = self.tokenizer("source").token_ids
-        return [ids.bos, *self.table("source", [text])[0], ids.eos]
-
     def source_batch(self, texts: Sequence[str]) -> Tensor:
-        """int64 [B, S] for lines that are in no corpus."""
+        """int64 [B, S] for texts outside the corpus."""
         table = self.table("source", texts)
         return table.padded(torch.arange(len(texts)), self.tokenizer("source").token_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Target text of these ids up to eos."""
+        """Target text of these ids, up to eos."""
         return self.tokenizer("target").decode(ids)
 
 
 class TranslationData:
-    """One rank's view (TaskData): the texts of the invisible side were never kept."""
+    """One rank's view (TaskData); texts of an invisible side are not kept."""
 
     def __init__(
         self, task: Translation, parallel: Parallel, tokenizers: Mapping[str, Tokenizer]
@@ -157,7 +151,7 @@ class TranslationData:
             for split in SPLITS
             for key in tokenizers
         }
-        # Raw, for scoring: a reference is neither cut nor passed through a tokenizer.
+        # Raw, for scoring: references are neither truncated nor tokenised.
         self._references: dict[Split, Sequence[str]] = {}
         if "target" in tokenizers:
             evaluated: tuple[Split, ...] = ("dev", "test")
@@ -172,7 +166,7 @@ class TranslationData:
         return ", ".join(parts)
 
     def fingerprint(self) -> str:
-        """Tokenizers are left out: each is the affair of the side that sees its text."""
+        """Excludes tokenizers, which are private to the side that sees the text."""
         shared = {
             "task": self._task.name,
             "source": self._task.source,
@@ -207,11 +201,11 @@ class TranslationData:
         return batch
 
     def weight(self, ids: Tensor) -> float:
-        """Target tokens that these training samples predict: T without bos, without padding."""
+        """Target tokens to predict in these training samples: T without bos and padding."""
         return float(self._table("train", "target").lengths(ids).sum() + len(ids))
 
     def score(self, split: Split, predictions: dict[int, list[int]]) -> dict[str, float]:
-        """BLEU and chrF (0..100) of the samples in `predictions`, cased, by sacreBLEU."""
+        """Cased sacreBLEU BLEU and chrF (0..100) over the samples in `predictions`."""
         references = self._reference_texts(split)
         check_predictions(predictions, split, len(references), "sample")
         order = sorted(predictions)
@@ -240,7 +234,7 @@ class TranslationData:
         self.text.save(folder)
 
     def _table(self, split: Split, key: str) -> TokenTable:
-        self.text.tokenizer(key)  # refuses the side that may not be seen
+        self.text.tokenizer(key)  # refuses an invisible side
         return self._tables[split, key]
 
     def _reference_texts(self, split: Split) -> Sequence[str]:
@@ -255,14 +249,14 @@ def _metrics() -> dict[str, Any]:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    # force: no warning about tokenised lines at each evaluation; it changes no number.
+    # force: suppresses the warning about tokenised text; scores are unchanged.
     return {"bleu": BLEU(force=True), "chrf": CHRF()}
 
 
 @cache
 def _signatures() -> dict[str, str]:
     for metric in _metrics().values():
-        metric.corpus_score(["a"], [["a"]])  # a signature knows its reference count only then
+        metric.corpus_score(["a"], [["a"]])  # sets the reference count of the signature
     return {name: str(metric.get_signature()) for name, metric in _metrics().items()}
 
 
@@ -278,7 +272,7 @@ SAMPLING = Group(Sampling, ("unit",), seed="split_seed")
     GRAMMAR, OWN, source_tokenizer=TrainedTokenizer(2000), target_tokenizer=TrainedTokenizer(2000)
 )
 def translation_from_demo(**settings: Any) -> Translation:
-    """The embedded Spanish-English corpus: no files, no network."""
+    """The embedded Spanish-English demo: no files, no network."""
     return OWN.make(settings, corpus=GRAMMAR.make(settings))
 
 
@@ -306,7 +300,7 @@ def translation_from_files(**settings: Any) -> Translation:
 def translation_from_paper(**settings: Any) -> Translation:
     """IWSLT'14 from its original archive in the folder `path`; see Wit3.
 
-    The tokenizers are those of the recipe's pretrained models unless others are given.
+    By default the tokenizers of the recipe's pretrained models.
     """
     return OWN.make(settings, corpus=ARCHIVE.make(settings, sampling=SAMPLING.make(settings)))
 
@@ -320,7 +314,7 @@ def translation_from_paper(**settings: Any) -> Translation:
     target_tokenizer=TrainedTokenizer(8000),
 )
 def translation_from_hub(**settings: Any) -> Translation:
-    """A data set of the Hugging Face hub, or a folder in the same form."""
+    """A Hugging Face data set, or a folder in the same format."""
     sampling = SAMPLING.make(settings)
     corpus = COLUMNS.make(settings, source=HUB.make(settings), sampling=sampling)
     return OWN.make(settings, corpus=corpus)

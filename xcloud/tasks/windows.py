@@ -1,6 +1,6 @@
-"""A long paragraph cut into windows that overlap, each beside the question; and spans in them.
+"""Overlapping windows over long paragraphs, each with its question; spans within them.
 
-Between characters of a paragraph, its tokens, and positions of a window's batch row.
+Maps between paragraph characters, paragraph tokens and positions in a window's batch row.
 Shapes: N windows.
 """
 
@@ -22,10 +22,10 @@ from xcloud.tasks.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a split, in the order of the questions.
+    """The windows of a split, in question order.
 
-    question_of: N, number of the window's question. offsets: of each paragraph, the first and the
-    behind-last character of each of its tokens. paragraph_of: number of a question's paragraph.
+    question_of: [N], each window's question. paragraph_of: each question's paragraph.
+    offsets: per paragraph, the half-open character span of each token.
     """
 
     table: PairTable
@@ -41,8 +41,8 @@ class Windows:
         max_question: int,
         stride: int,
     ) -> Windows:
-        """max_length: tokens of a window, special ids and question included, which keeps
-        max_question tokens. stride: from the start of a window to that of the next."""
+        """max_length: tokens per window, special ids and question included; questions are
+        truncated to max_question. stride: tokens between the starts of consecutive windows."""
         asked = [q.text for paragraph in paragraphs for q in paragraph.questions]
         questions = TokenTable(tokenizer.encode(asked), max_question)
         encoded = tokenizer.encode_with_offsets([p.context for p in paragraphs])
@@ -75,20 +75,20 @@ class Windows:
         return Windows(table, question_of, paragraph_of, [offsets for _, offsets in encoded])
 
     def label(self, window: int, answer: tuple[str, int]) -> tuple[int, int, int]:
-        """First and last token of the answer in this window, 0 and 0 where it is not whole in it,
-        and the first token of the paragraph."""
+        """Positions of the answer's first and last token in this window (0 and 0 if not fully
+        inside), and of the paragraph's first token."""
         begin, start, length = self._place(window)
         tokens = self.offsets[self.paragraph_of[self.question_of[window]]]
         text, first_char = answer
-        first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends behind the first one
+        first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends after it
         last = bisect_left(tokens, first_char + len(text), key=itemgetter(0)) - 1
         if not start <= first <= last < start + length:
             return 0, 0, begin
         return begin + first - start, begin + last - start, begin
 
     def span(self, window: int, first: int, last: int) -> tuple[int, int]:
-        """First and behind-last character of a predicted span in its paragraph; (0, 0) where it
-        is no span of the paragraph."""
+        """Half-open character span of a prediction in its paragraph; (0, 0) if it lies outside the
+        paragraph."""
         begin, start, length = self._place(window)
         first, last = first - begin, min(last - begin, length - 1)
         if not 0 <= first <= last:
@@ -97,14 +97,14 @@ class Windows:
         return tokens[start + first][0], tokens[start + last][1]
 
     def _place(self, window: int) -> tuple[int, int, int]:
-        """Position of its first token of the paragraph, number of that token, and how many."""
+        """Position of the window's first paragraph token, its token number, and token count."""
         table = self.table
         begin = int(table.first_length[window]) + 1 + table.num_separators
         return begin, int(table.second_start[window]), int(table.second_length[window])
 
 
 def window_starts(length: int, fits: int, stride: int) -> list[int]:
-    """First tokens of the windows of `fits` tokens that cover a text of `length` tokens."""
+    """Start tokens of windows of `fits` tokens that cover a text of `length` tokens."""
     step, starts = min(stride, fits), [0]
     while starts[-1] + fits < length:
         starts.append(starts[-1] + step)

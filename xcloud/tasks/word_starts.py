@@ -1,6 +1,6 @@
-"""Which pieces begin a word, so that words can be masked whole. Knows pieces, not ids or models.
+"""Which pieces start a word, for whole-word masking. Knows pieces, not ids or models.
 
-Scripts written without spaces have no mark of a word: there each piece is a word of its own.
+Scripts written without spaces do not mark words: each piece counts as a word.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ UNSPACED = (
     (0x1B000, 0x1B16F),  # kana
     (0x20000, 0x3FFFF),  # Chinese
 )
-# The bytes that GPT-2's alphabet shows as themselves; the others follow from U+0100 on.
+# Bytes that GPT-2's alphabet maps to themselves; the others are mapped to U+0100 and up.
 _SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
 BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(0x100 + i): b for i, b in enumerate(_HIDDEN)}
 
 
-def begins_word(piece: str, goes_on: str | None, byte_level: bool) -> bool:
-    """goes_on: the mark of a piece inside a word, "##" in WordPiece. None: spaces are marked, as
-    "▁" (SentencePiece) or as "Ġ" (byte_level: pieces are bytes in GPT-2's alphabet).
+def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
+    """continuation: the prefix of word-internal pieces, "##" in WordPiece. None: spaces are marked
+    instead, by "▁" (SentencePiece) or "Ġ" (byte_level: pieces are bytes in GPT-2's alphabet).
     """
-    if goes_on is not None:
-        inside = piece.startswith(goes_on)
-        return not inside or begins_unspaced(piece.removeprefix(goes_on).encode())
+    if continuation is not None:
+        inside = piece.startswith(continuation)
+        return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
     if piece.startswith(("Ġ", "▁")):
         return True
     if byte_level and all(sign in BYTE_OF for sign in piece):
@@ -40,8 +40,8 @@ def begins_word(piece: str, goes_on: str | None, byte_level: bool) -> bool:
 
 
 def begins_unspaced(text: bytes) -> bool:
-    """Whether UTF-8 begins with a character of such a script that is no combining mark. Of a part
-    of a character: whether both the first and the last that it can be are of such a script.
+    """Whether UTF-8 text starts with a character of an unspaced script, combining marks excluded.
+    For an incomplete character: whether its first and last possible values both are.
     """
     if not text:
         return False
@@ -55,5 +55,5 @@ def begins_unspaced(text: bytes) -> bool:
 
 
 def _character(text: bytes) -> str:
-    """U+FFFD, which is of no such script, for what is no character."""
+    """Decode one character; U+FFFD, in no unspaced script, if invalid."""
     return text.decode(errors="replace")[0]

@@ -1,1 +1,1 @@
-"""Where sentence pairs come from. Each class reads the visible languages and nothing else."""
+"""Readers of text corpora. Each reads only the visible columns."""

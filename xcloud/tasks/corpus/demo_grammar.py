@@ -1,4 +1,4 @@
-"""The sentence pairs of xcloud/demo_corpus as a corpus of translation: no download, no files."""
+"""The sentence pairs of xcloud/demo_corpus as a translation corpus: no download, no files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from xcloud.tasks.task import Split
 class DemoGrammar:
     """`num_pairs` different sentence pairs of 4 to 25 words, train, dev and test together.
 
-    No Spanish and no English sentence occurs twice, so the splits share none. The same seed gives
-    the same pairs on every machine; the experiment's seed does not change them.
+    No sentence occurs twice in either language, so the splits are disjoint. The same seed gives
+    the same pairs on every machine, whatever the experiment's seed.
     """
 
     num_pairs: int = 24_000
@@ -39,7 +39,7 @@ class DemoGrammar:
         if {source, target} != {"es", "en"}:
             raise ConfigError(
                 f"the demo grammar has es and en only, got source={source!r}, target={target!r}; "
-                "for other languages take profile=files and give task.path"
+                "for other languages set profile=files and task.path"
             )
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
@@ -54,7 +54,7 @@ class DemoGrammar:
             split: Rows(len(pairs[part]), {lang: sides[lang][part] for lang in visible})
             for split, part in slices.items()
         }
-        # The text is public, so its digest may show that two clouds run the same grammar.
+        # The text is public, so a digest of it can show that all clouds run the same grammar.
         digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in pairs).encode())
         agreed = {"demo_grammar": digest.hexdigest(), "seed": self.seed}
         return Parallel(self.describe(), splits, [f"seed {self.seed}"], agreed)

@@ -1,19 +1,20 @@
-"""The reviews, answers, inferences and stories of xcloud/demo_corpus as corpora for
-understanding: no download, no files.
+"""Reviews, answers, inferences and stories of xcloud/demo_corpus as understanding corpora: no
+download, no files.
 
-Labels are drawn sample by sample, not in turn: an order by label would show labels to a cloud
-that sees nothing but sample numbers.
+Labels are drawn independently for each sample: a fixed order would reveal labels to a cloud that
+sees only sample numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from xcloud.checks import check_int
-from xcloud.demo_corpus import Story, answers, inferences, reviews, stories
+from xcloud.demo_corpus import STORY_QUESTIONS, Story, answers, inferences, reviews, stories
 from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.labelled import Sets, interleaved
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
@@ -26,7 +27,7 @@ LANGUAGES = ("en", "es")
 
 @dataclass(frozen=True)
 class DemoSizes:
-    """Samples of each split, and the seed of all; the experiment's seed does not change them."""
+    """Split sizes and the corpus seed, which is independent of the experiment's seed."""
 
     num_train: int = 8_000
     num_dev: int = 500
@@ -48,23 +49,21 @@ class DemoSizes:
                 "test": samples[ends[1] : self.total]}  # fmt: skip
 
     def parallel(self, name: str, splits: Mapping[Split, Rows], samples: object) -> Parallel:
-        # The text is public, so its digest may show that two clouds run the same grammar.
+        # The text is public, so a digest of it can show that all clouds run the same grammar.
         digest = hashlib.sha256(repr(samples).encode()).hexdigest()
         return Parallel(name, splits, [f"seed {self.seed}"], {"demo": digest, "seed": self.seed})
 
 
-def rows_of(columns: Mapping[str, Sequence[str]], visible: frozenset[str]) -> Rows:
-    num_rows = len(next(iter(columns.values())))
-    shown = {
-        name: cells for name, cells in columns.items()
-        if ("label" if name == "label" else "text") in visible
-    }  # fmt: skip
-    return Rows(num_rows, shown)
+def rows_of(samples: Sequence[tuple[str, ...]], visible: frozenset[str]) -> Rows:
+    """Visible columns of samples (first text, perhaps a second, label)."""
+    *texts, labels = map(list, zip(*samples, strict=True))
+    columns = dict(zip(("first", "second"), texts, strict=False)) if "text" in visible else {}
+    return Rows(len(samples), columns | ({"label": labels} if "label" in visible else {}))
 
 
 @dataclass(frozen=True)
 class DemoReviews:
-    """Film reviews of one sentence; label 1 praises, 0 does not."""
+    """One-sentence film reviews; label 1 is positive, 0 negative."""
 
     sizes: DemoSizes = DemoSizes()
 
@@ -72,17 +71,12 @@ class DemoReviews:
         return "demo film reviews"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = reviews(self.sizes.total, self.sizes.seed)
-        splits = {
-            split: rows_of(
-                {"first": [text for text, _ in part], "label": [str(int(y)) for _, y in part]},
-                visible,
-            )
-            for split, part in self.sizes.cut(samples).items()
-        }
+        rows = [(text, str(int(positive))) for text, positive in samples]
+        splits = {split: rows_of(part, visible) for split, part in self.sizes.cut(rows).items()}
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
@@ -96,28 +90,19 @@ class DemoAnswers:
         return "demo questions and sentences"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = answers(self.sizes.total, self.sizes.seed)
-        splits = {
-            split: rows_of(
-                {
-                    "first": [question for question, _, _ in part],
-                    "second": [sentence for _, sentence, _ in part],
-                    "label": ["entailment" if y else "not_entailment" for _, _, y in part],
-                },
-                visible,
-            )
-            for split, part in self.sizes.cut(samples).items()
-        }
+        rows = [(q, s, "entailment" if y else "not_entailment") for q, s, y in samples]
+        splits = {split: rows_of(part, visible) for split, part in self.sizes.cut(rows).items()}
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
 @dataclass(frozen=True)
 class DemoInference:
-    """Premise and hypothesis in English and Spanish: learned in one, tested in both. The test
-    set has num_test pairs in each language."""
+    """Premise and hypothesis in English and Spanish: trained in one, tested in both. The test
+    set has num_test pairs per language."""
 
     sizes: DemoSizes = DemoSizes()
     train_language: str = "en"
@@ -128,29 +113,23 @@ class DemoInference:
             if language not in LANGUAGES:
                 raise ConfigError(
                     f"the demo has the languages {', '.join(LANGUAGES)}, got {language!r}; for "
-                    "others take profile=files and give task.path"
+                    "others set profile=files and task.path"
                 )
         if self.languages is not None and not self.languages:
-            raise ConfigError("task.languages must name a language, or be null for all")
+            raise ConfigError("task.languages must name at least one language, or be null for all")
 
     def describe(self) -> str:
         return "demo inference"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
         samples = inferences(self.sizes.total, self.sizes.seed)
         cut = self.sizes.cut(samples)
 
         def rows(split: Split, language: str) -> Rows:
-            pairs = [pair[language] for pair, _ in cut[split]]
-            columns = {
-                "first": [premise for premise, _ in pairs],
-                "second": [hypothesis for _, hypothesis in pairs],
-                "label": [relation for _, relation in cut[split]],
-            }
-            return rows_of(columns, visible)
+            return rows_of([(*pair[language], relation) for pair, relation in cut[split]], visible)
 
         here = self.train_language
         tested = self.languages or sorted(LANGUAGES, key=lambda x: (x != here, x))
@@ -161,10 +140,9 @@ class DemoInference:
         return self.sizes.parallel(self.describe(), splits, samples)
 
 
-def demo_stories(sizes: DemoSizes, questions_each: int) -> dict[Split, Sequence[Story]]:
-    """Paragraphs with `questions_each` questions; sizes count questions, rounded up."""
-    each = questions_each
-    counts = {split: -(-getattr(sizes, f"num_{split}") // each) for split in SPLITS}
-    samples = stories(sum(counts.values()), sizes.seed, each)
+def demo_stories(sizes: DemoSizes) -> dict[Split, Sequence[Story]]:
+    """Paragraphs with STORY_QUESTIONS questions each; sizes count questions, rounded up."""
+    counts = {s: math.ceil(getattr(sizes, f"num_{s}") / STORY_QUESTIONS) for s in SPLITS}
+    samples = stories(sum(counts.values()), sizes.seed)
     rounded = DemoSizes(counts["train"], counts["dev"], counts["test"], sizes.seed)
     return rounded.cut(samples)

@@ -1,9 +1,9 @@
-"""The forms of text files: .tsv, .jsonl or line pairs, plain or gzipped. No filtering.
+"""Text file formats: .tsv, .jsonl or line pairs, plain or gzipped. No filtering.
 
-Formats, told by the file's name (each may end in .gz):
-    train.tsv              tab-separated, no quoting; the first line names the columns: es, en
-    train.jsonl, .json     one object a line: {"es": …, "en": …} or {"translation": {"es": …, …}}
-    train.es, train.en     one sentence a line, row i with row i; also train.es-en.es
+The format follows from the file name (any may end in .gz):
+    train.tsv              tab-separated, no quoting; the header names the columns: es, en
+    train.jsonl, .json     one object per line: {"es": …, "en": …} or {"translation": {"es": …}}
+    train.es, train.en     one sentence per line, aligned by row; also train.es-en.es
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xcloud.tasks.corpus.text import Rows
 
 @dataclass(frozen=True)
 class TextFile:
-    """A Table: one file, or the files of a line pair. `name` is what is left without endings."""
+    """A Table: one file, or the files of a line pair. `name` has no suffixes."""
 
     name: str
     kind: Literal["table", "json", "lines"]
@@ -42,7 +42,7 @@ class TextFile:
         return str(self.path)
 
     def columns(self) -> list[str]:
-        """What the first line names."""
+        """Column names: the header, or the first object's keys."""
         if self.kind == "lines":
             return list(self.paths)
         if self.kind == "table":
@@ -51,7 +51,7 @@ class TextFile:
         return list(row) if isinstance(row, dict) else []
 
     def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
-        """As in Table."""
+        """See Table."""
         if self.kind == "table":
             return self._read_table(wanted, keys)
         return (
@@ -64,15 +64,15 @@ class TextFile:
         header = self.columns()
         if missing := sorted(set(wanted.values()) - set(header)):
             raise DataError(
-                f"{self.path}: no column {', '.join(missing)}; its first line names these "
-                f"columns: {', '.join(header)}. Choose with {keys}"
+                f"{self.path}: no column {', '.join(missing)}; the header has "
+                f"{', '.join(header)}. Choose with {keys}"
             )
         places = {name: header.index(column) for name, column in wanted.items()}
         texts: dict[str, list[str]] = {name: [] for name in wanted}
         num_rows = 0
         for cells in table_rows(self.path):
             num_rows += 1
-            # The other columns are dropped here, line by line: they may not be ours to see.
+            # Other columns are dropped line by line: this cloud may not see them.
             for name, place in places.items():
                 texts[name].append(cells[place].strip())
         return Rows(num_rows, texts)
@@ -98,7 +98,7 @@ class TextFile:
         return Rows(num_rows, texts)
 
     def _read_lines(self, wanted: Mapping[str, str]) -> Rows:
-        """Opens the visible sides only. A rank that sees neither counts the rows of one."""
+        """Opens only the visible sides. A rank that sees neither counts the rows of one."""
         for side in wanted.values():
             if side not in self.paths:
                 raise DataError(f"{self.path}: its other side, {self.name}.{side}, is missing")
@@ -116,10 +116,10 @@ class TextFile:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their end, from UTF-8 text, plain or .gz. Raises DataError on other bytes.
+    """Lines without their ending, from plain or gzipped UTF-8. Raises DataError otherwise.
 
-    Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not shift
-    the rows of one side.
+    Only a line feed ends a line: a U+2028 or a lone carriage return inside a text must not
+    misalign the sides.
     """
     try:
         file: IO[str]
@@ -137,21 +137,21 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def table_rows(path: Path) -> Iterator[list[str]]:
-    """The cells of each line after the first. Raises DataError where their number differs."""
+    """Cells of each line after the header. Raises DataError if their number differs."""
     lines = read_lines(path)
     width = len(next(lines, "").split("\t"))
     for number, line in enumerate(lines, start=2):
         cells = line.split("\t")
         if len(cells) != width:
             raise DataError(
-                f"{path}, line {number}: {len(cells)} columns, but the first line names {width}; "
-                "a text may hold no tab"
+                f"{path}, line {number}: {len(cells)} columns, but the header has {width}; "
+                "texts must not contain tabs"
             )
         yield cells
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, what stands there) of each line that is not empty."""
+    """(line number, parsed value) of each non-empty line."""
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
@@ -159,5 +159,5 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{path}, line {number}: not JSON ({error.msg}); expected one object a line"
+                f"{path}, line {number}: not JSON ({error.msg}); expected one object per line"
             ) from error

@@ -1,4 +1,4 @@
-"""Folders as sources: which of their files are train, dev and test. A file's form: files.py."""
+"""Folders as sources: which files are train, dev and test. Formats: files.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 @dataclass(frozen=True)
 class _Path:
-    """What every folder is as a source."""
+    """Common part of the folder sources."""
 
     path: str = ""
 
@@ -42,10 +42,10 @@ class _Path:
 
 @dataclass(frozen=True)
 class Folder(_Path):
-    """A folder with train, dev (val, valid, validation) and test files, told by their names.
+    """A folder with train, dev (val, valid, validation) and test files, recognised by name.
 
-    train_file, dev_file, test_file: other files for a split: a name, a pattern such as
-    "newstest20*.tsv.gz", or a list of them.
+    train_file, dev_file, test_file: override the files of a split: a name, a pattern such as
+    "newstest20*.tsv.gz", or a list of these.
     """
 
     train_file: Names = None
@@ -65,7 +65,7 @@ class Folder(_Path):
         return Found(splits, None if self.test_file is None else "task.test_file", facts)
 
     def _asked(self) -> dict[Split, list[str]]:
-        """The patterns of each split."""
+        """File patterns requested for each split."""
         return {s: patterns_of(getattr(self, f"{s}_file"), f"task.{s}_file") for s in SPLITS}
 
     def _parts(self, split: Split, files: Sequence[TextFile]) -> Mapping[str, Sequence[TextFile]]:
@@ -74,9 +74,9 @@ class Folder(_Path):
     def _choose(
         self, files: Sequence[TextFile], form: Form, asked: Mapping[Split, Sequence[str]]
     ) -> dict[Split, list[TextFile]]:
-        """The files of each split: those asked for, else the one whose name is usual for it.
+        """The files of each split: those requested, else the one with a usual name.
 
-        dev and test may stay without one. Raises DataError where a choice is missing or ambiguous.
+        dev and test may have none. Raises DataError if a choice is missing or ambiguous.
         """
         there = ", ".join(file.label for file in files) or "none"
         chosen: dict[Split, list[TextFile]] = {}
@@ -85,16 +85,13 @@ class Folder(_Path):
                 found = [file for file in files if matches(file, pattern)]
                 if not found:
                     raise DataError(
-                        f"{self.where}: no file for task.{split}_file={pattern}; there are: "
-                        f"{there}"
+                        f"{self.where}: no file for task.{split}_file={pattern}; found: {there}"
                     )
                 new = [file for file in found if file not in chosen.get(split, [])]
                 chosen.setdefault(split, []).extend(new)
         taken = [file for parts in chosen.values() for file in parts]
         if twice := [file.label for file in taken if taken.count(file) > 1]:
-            raise DataError(
-                f"{self.where}: {twice[0]} is asked for in two splits; check task.*_file"
-            )
+            raise DataError(f"{self.where}: {twice[0]} is used for two splits; check task.*_file")
         for split in SPLITS:
             if split in chosen:
                 continue
@@ -102,24 +99,24 @@ class Folder(_Path):
             if len(found) > 1:
                 raise DataError(
                     f"{self.where}: several files for {split}: "
-                    f"{', '.join(f.label for f in found)}; say which with task.{split}_file=NAME"
+                    f"{', '.join(f.label for f in found)}; choose with task.{split}_file=NAME"
                 )
             if found:
                 chosen[split] = found
         if "train" not in chosen:
             raise DataError(
-                f"{self.where}: no training file; expected {form.expected}; there are: {there}. "
-                "Another name: task.train_file=NAME (dev and test are then held out of it)"
+                f"{self.where}: no training file; expected {form.expected}; found: {there}. "
+                "Choose with task.train_file=NAME (missing dev or test is held out of it)"
             )
         return chosen
 
 
 @dataclass(frozen=True)
 class LabelledFolder(Folder):
-    """A Folder of a corpus that may have files for each language, or names of its own.
+    """A Folder that may have files per language, or corpus-specific names.
 
-    language: which of train.en.tsv, train.de.tsv, … is meant; files without one are for all.
-    own_names: count where no file was asked for.
+    language: selects among train.en.tsv, train.de.tsv, …; files without a language always match.
+    own_names: used where no file was requested.
     """
 
     language: str = "en"
@@ -149,15 +146,15 @@ class LabelledFolder(Folder):
         parts: dict[str, list[TextFile]] = {}
         for file in files:
             parts.setdefault(names.get(file.name, ""), []).append(file)
-        return {"": files} if "" in parts else parts  # some have no part: then the split has none
+        return {"": files} if "" in parts else parts  # parts only if every file has one
 
 
 @dataclass(frozen=True)
 class FolderByLanguage(_Path):
     """A folder with train.en.tsv (or train.tsv), dev.en.tsv, test.de.tsv, …, or as .jsonl.
 
-    train_language: of train and dev. languages: those tested; None: all that have a test file.
-    Without a training file the dev file of train_language is the training set, which is said.
+    train_language: of train and dev. languages: tested ones; None: all with a test file.
+    Without a training file, the dev file of train_language is used and a remark says so.
     """
 
     train_language: str = "en"
@@ -182,11 +179,11 @@ class FolderByLanguage(_Path):
         wanted = ordered if self.languages is None else self.languages
         if missing := [language for language in wanted if language not in tests]:
             raise DataError(
-                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; there "
-                f"are: {there}"
+                f"{self.where}: no test.{missing[0]}.tsv (or .jsonl) for task.languages; "
+                f"found: {there}"
             )
         if not wanted:
-            raise DataError(f"{self.where}: no test.LANGUAGE.tsv to test on; there are: {there}")
+            raise DataError(f"{self.where}: no test.LANGUAGE.tsv; found: {there}")
         dev = next((by_name[f"{n}.{here}"] for n in DEV_NAMES if f"{n}.{here}" in by_name), None)
         train = by_name.get(f"train.{here}") or by_name.get("train")
         remarks = []
@@ -195,8 +192,8 @@ class FolderByLanguage(_Path):
             train, dev = dev, None
         if train is None:
             raise DataError(
-                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to learn from; there "
-                f"are: {there}. Another language: task.train_language"
+                f"{self.where}: no train.{here}.tsv and no dev.{here}.tsv to train on; found: "
+                f"{there}. For another language set task.train_language"
             )
         splits: dict[Split, Mapping[str, Sequence[TextFile]]] = {"train": {"": [train]}}
         if dev is not None:
@@ -214,7 +211,7 @@ def check_languages(train_language: str, languages: Sequence[str] | None) -> Non
     if isinstance(languages, str) or not languages:
         raise ConfigError(f"task.languages must be a list such as [en, de], got {languages!r}")
     if wrong := [x for x in languages if not isinstance(x, str) or not LANGUAGE.fullmatch(x)]:
-        raise ConfigError(f"task.languages: {wrong[0]!r} is no language code (quote 'no')")
+        raise ConfigError(f"task.languages: {wrong[0]!r} is not a language code (quote 'no')")
 
 
 def patterns_of(names: Names, setting: str) -> list[str]:
@@ -236,7 +233,7 @@ def is_usual_name(name: str, split: Split) -> bool:
 
 
 def list_files(folder: Path, form: Form) -> list[TextFile]:
-    """Every file of these forms in this folder, sorted by name. Opens none of them."""
+    """Files of these formats in the folder, sorted by name. Opens none."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {what}; task.path must be a folder with {form.expected}")
@@ -255,6 +252,6 @@ def list_files(folder: Path, form: Form) -> list[TextFile]:
                 name = name.removesuffix(pair)
             if ending in pairs.setdefault(name, {}):
                 both = f"{pairs[name][ending].name} and {path.name}"
-                raise DataError(f"{folder}: {both} are the same side; remove one")
+                raise DataError(f"{folder}: {both} are both that side; remove one")
             pairs[name][ending] = path
     return tables + [TextFile(name, "lines", paths) for name, paths in pairs.items()]

@@ -1,6 +1,6 @@
-"""Data sets through `datasets` as sources: a hub id, or a local folder of parquet or jsonl.
+"""Data sets loaded by `datasets` as sources: a hub id, or a local folder of parquet or jsonl.
 
-Rows are columns, or {"translation": {"es": …, "en": …}}. Dataset scripts are gone from `datasets`.
+Rows are columns, or {"translation": {"es": …, "en": …}}. `datasets` no longer runs scripts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH_ROWS = 1000
 
 @dataclass(frozen=True)
 class HubTable:
-    """A Table: one split of a data set, map-style or streaming. Cells become text."""
+    """A Table: one split of a data set, map-style or streaming. Cells are converted to text."""
 
     dataset: Any
     where: str
@@ -31,11 +31,11 @@ class HubTable:
         return list(self.dataset.column_names or next(iter(self.dataset), {}))
 
     def batches(self, columns: Sequence[str]) -> Iterator[Mapping[str, Sequence[Any]]]:
-        """Only these are loaded. Raises DataError where one is missing."""
+        """Load only these columns. Raises DataError if one is missing."""
         yield from self.dataset.select_columns(list(columns)).iter(batch_size=BATCH_ROWS)
 
     def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
-        """As in Table."""
+        """See Table."""
         there = self.columns()
         nested = "translation" in there
         if not nested and (missing := sorted(set(wanted.values()) - set(there))):
@@ -43,7 +43,7 @@ class HubTable:
                 f"{self.where}: no column {', '.join(missing)}; there are: {', '.join(there)}. "
                 f"Choose with {keys}"
             )
-        # A rank that sees nothing counts the rows, of whichever column.
+        # A rank that sees nothing counts the rows of any column.
         kept = ["translation"] if nested else sorted(set(wanted.values())) or there[:1]
         texts: dict[str, list[str]] = {name: [] for name in wanted}
         num_rows = 0
@@ -63,14 +63,14 @@ class HubTable:
 
 @dataclass(frozen=True)
 class HubSet:
-    """A data set of the Hugging Face hub, or a local folder in the same form.
+    """A Hugging Face data set, or a local folder in the same format.
 
-    path: "Helsinki-NLP/opus-100", say, or a folder. config: the data set's own, such as "en-es".
-    train, dev, test: split names; None: train, validation (valid, dev), test where there are any.
-    own_names: where several splits make up one. hidden_test: its test labels are kept back.
+    path: such as "Helsinki-NLP/opus-100", or a folder. config: such as "en-es".
+    train, dev, test: split names; None: train, validation (valid, dev) and test, if present.
+    own_names: splits to be joined into one. hidden_test: its test labels are not public.
 
-    Of a local folder only the visible columns are kept. A hub id is public: `datasets` keeps all
-    columns in its cache on disk, and a rank loads the visible ones.
+    Only the visible columns of a local folder are kept. A hub data set is public: `datasets`
+    caches all columns on disk, and a rank loads the visible ones.
     """
 
     path: str = ""
@@ -108,13 +108,13 @@ class HubSet:
         splits = {split: parts for split, parts in splits.items() if parts}
         if "train" not in splits:
             raise DataError(
-                f"{self.path}: no split train; there are: {', '.join(loaded)}. Another: task.train"
+                f"{self.path}: no split train; there are: {', '.join(loaded)}. Set task.train"
             )
         facts = {"config": self.config, "revision": self.revision}
         return Found(splits, None if self.test is None else "task.test", facts)
 
     def _names(self, split: Split, there: Sequence[str]) -> Mapping[str, str]:
-        """The data set's own splits that make up this one, each with its part."""
+        """The data set's splits that make up this one, with their part names."""
         asked: str | None = getattr(self, split)
         if asked is not None:
             if asked not in there:
@@ -134,8 +134,8 @@ class HubSet:
 
 @dataclass(frozen=True)
 class HubByLanguage:
-    """A data set with one config for each language, such as facebook/xnli: train and validation
-    are taken of train_language, test of every one of `languages`."""
+    """A data set with one config per language, such as facebook/xnli: train and validation of
+    train_language, test of every language in `languages`."""
 
     path: str
     train_language: str = "en"
@@ -147,8 +147,8 @@ class HubByLanguage:
         check_languages(self.train_language, self.languages)
         if is_local(self.path):
             raise ConfigError(
-                f"task.path={self.path} is a folder; the paper profile reads the hub. Take "
-                "profile=files for a folder"
+                f"task.path={self.path} is a folder, but the paper profile reads the hub; "
+                "use profile=files for a folder"
             )
 
     @property
@@ -193,14 +193,14 @@ def load_hub(
     split: str | None = None,
     streaming: bool | None = None,
 ) -> Any:
-    """Split name -> data set; or the one `split`. Raises DataError: missing, and how to get it."""
+    """Split name -> data set, or only `split`. Raises DataError: what is missing and why."""
     local = is_local(name)
-    # A rank must not ask the network about a folder that is there.
+    # Never ask the network about a local folder.
     reached = local or go_offline_if_unreachable()
     import datasets
 
     path = str(Path(name).expanduser()) if local else name
-    # Streaming reads local files in place: no copy of the other side in a cache.
+    # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = local if streaming is None else streaming
     try:
         return datasets.load_dataset(
@@ -211,7 +211,7 @@ def load_hub(
 
 
 def check_hub(name: str, config: str | None, revision: str | None) -> None:
-    """Raise DataError if the hub cannot be reached and its cache has no such data set."""
+    """Raise DataError if the hub is out of reach and the data set is not cached."""
     if is_local(name) or go_offline_if_unreachable():
         return
     import datasets
@@ -227,5 +227,5 @@ def not_loaded(name: str, reached: bool, error: Exception) -> DataError:
         return DataError(f"{name}: {' '.join(str(error).split())[:300]}")
     return DataError(
         f"{name}: the hub cannot be reached and no copy is in the cache; load it "
-        "once where there is network, or give a folder of parquet or jsonl files"
+        "once with network access, or give a folder of parquet or jsonl files"
     )

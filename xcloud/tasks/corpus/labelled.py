@@ -1,7 +1,7 @@
-"""Labelled texts from any source of tables: which columns are what, and how sets are arranged.
+"""Labelled texts from any source: which columns are used and how sets make up splits.
 
-Rows (text.py) have the columns "first" and perhaps "second" where text may be seen, "label" where
-labels may be seen, and in splits made of several sets "part", the name of a row's set.
+Rows (text.py) have the columns "first" and possibly "second" if text is visible, "label" if labels
+are visible, and "part" (the name of a row's set) in splits made of several sets.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LABELS: Mapping[str, Sequence[str]] = {
 
 
 class LabelledCorpus(Protocol):
-    """Where labelled texts come from. Frozen, checked when built, reads nothing before `read`."""
+    """A source of labelled texts. Frozen, validated on construction, reads only in `read`."""
 
     def describe(self) -> str:
-        """In a few words, without reading it."""
+        """A short name, without reading anything."""
 
     def check(self) -> None:
-        """Raise DataError at once if data is missing. Keeps no text and no label."""
+        """Quick check: raise DataError if data is missing. Keeps no text or label."""
 
     def read(self, visible: frozenset[str]) -> Parallel:
-        """visible: a part of {"text", "label"}; nothing else is kept. Raises DataError."""
+        """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Which columns hold text and label; None: by the usual names. num_texts None: 1 or 2."""
+    """Which columns hold text and label; None: by usual names. num_texts None: 1 or 2."""
 
     text_columns: Names = None
     label_column: str | None = None
@@ -70,7 +70,7 @@ class ColumnChoice:
             raise ConfigError(f"task.label_column must name a column, got {self.label_column!r}")
 
     def find(self, there: Sequence[str], where: str) -> Columns:
-        """The columns of a training set that has the columns `there`."""
+        """Choose among a training set's columns `there`."""
         said = f"{where} has the columns {', '.join(there) or 'none'}"
         texts = tuple(patterns_of(self.text_columns, "task.text_columns"))
         usual = [*PAIRS, *((name,) for name in SINGLES)]
@@ -80,14 +80,14 @@ class ColumnChoice:
                 if set(names) <= set(there) and self.num_texts in (None, len(names))
             ]  # fmt: skip
             if not fitting:
-                what = {None: "one text or two", 1: "one text", 2: "two texts"}[self.num_texts]
+                what = {None: "one or two texts", 1: "one text", 2: "two texts"}[self.num_texts]
                 raise DataError(
-                    f"{said}; of {what} none has a usual name. Say which: task.text_columns=[NAME]"
+                    f"{said}; none has a usual name for {what}. Set task.text_columns=[NAME]"
                 )
             texts = fitting[0]
         label = self.label_column or next((n for n in LABELS[self.kind] if n in there), None)
         if label is None:
-            raise DataError(f"{said}; none is a usual label. Say which: task.label_column=NAME")
+            raise DataError(f"{said}; none has a usual label name. Set task.label_column=NAME")
         if missing := [name for name in (*texts, label) if name not in there]:
             raise DataError(
                 f"{said}, but no {', '.join(missing)}; see task.text_columns, task.label_column"
@@ -101,7 +101,7 @@ class Columns:
     label: str
 
     def visible(self, visible: frozenset[str]) -> dict[str, str]:
-        """first, second, label -> the column, as far as it may be seen."""
+        """first, second, label -> column name, visible ones only."""
         wanted = dict(zip(("first", "second"), self.texts, strict=False))
         shown = wanted if "text" in visible else {}
         return shown | ({"label": self.label} if "label" in visible else {})
@@ -112,7 +112,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A LabelledCorpus. A test set without labels is left out, unless it was asked for."""
+    """A LabelledCorpus. An unlabelled test set is ignored unless requested."""
 
     source: Source
     columns: ColumnChoice = field(default_factory=ColumnChoice)
@@ -141,7 +141,7 @@ class Labelled:
         return Parallel(self.describe(), rows, remarks, agreed)
 
     def _find(self) -> tuple[Found, dict[Split, Mapping[str, Sequence[Table]]], Columns]:
-        """What the source has, what of it is labelled, and the columns of the training set."""
+        """The source's tables, the usable ones by split, and the training set's columns."""
         found = self.source.find(Form(EXPECTED, is_usual_name, ("table", "json")))
         tables, train = dict(found.splits), found.training
         columns = self.columns.find(train.columns(), train.where)
@@ -149,32 +149,32 @@ class Labelled:
         if hidden := [table for table in test if columns.label not in table.columns()]:
             if found.test_key is not None:
                 raise DataError(
-                    f"{hidden[0].where}: no column {columns.label}, so nothing to score by; "
+                    f"{hidden[0].where}: no column {columns.label}, so it cannot be scored; "
                     f"choose another {found.test_key}"
                 )
-            del tables["test"]  # its labels are kept back, as GLUE's
+            del tables["test"]  # its labels are not public, as in GLUE
         if tables.get("dev") == tables.get("test"):
             tables.pop("dev", None)  # task.test=validation: dev is then held out of train
         return found, tables, columns
 
 
 Sets = Mapping[str, Rows]
-"""The sets of a split by the name of their part; one with the name "" is the whole split."""
+"""The sets of a split by part name; a single set named "" is the whole split."""
 
 
 def arranged(
     splits: Mapping[Split, Sets], sampling: Sampling, where: str
 ) -> tuple[dict[Split, Rows], list[str]]:
-    """All three splits: what is missing is held out of train, what is long is cut to a sample.
+    """All three splits: missing ones are held out of train, long ones are sampled.
 
-    A corpus with a dev set and no labelled test set is tested on its dev set, and dev is held out
-    of train: so nothing is chosen by what is reported. Parts are sampled alike and interleaved,
-    so that any first samples of a split are of all parts.
+    Without a labelled test set, the dev set becomes the test set and dev is held out of train, so
+    that nothing is tuned on the reported scores. Parts are sampled equally and interleaved, so
+    that a prefix of a split covers all parts.
     """
     splits, remarks = dict(splits), []
     if "test" not in splits and "dev" in splits:
         splits["test"] = splits.pop("dev")
-        remarks.append("test: the dev set, for no other labelled one is there")
+        remarks.append("test: the dev set, as there is no labelled test set")
     parted = {split: sets for split, sets in splits.items() if list(sets) != [""]}
     none = Rows(0, {})
     plain: dict[Split, Rows] = {
@@ -191,7 +191,7 @@ def arranged(
 
 
 def interleaved(sets: Sets) -> Rows:
-    """First rows of all sets, then second rows, and so on; with their name as "part"."""
+    """Interleave the sets row by row; adds the column "part" with the set name."""
     order = sorted(
         (row, number) for number, rows in enumerate(sets.values()) for row in range(rows.num_rows)
     )

@@ -1,7 +1,7 @@
-"""Running text by language, for pre-training: the embedded grammar, or the hub (files:
-text_folder.py). Nothing here cuts text into tokens.
+"""Monolingual and parallel text for pre-training: the demo grammar or the hub (files:
+text_folder.py). No tokenisation.
 
-A *part* of a source is a language ("es") or a pair of two ("es-en", translations of each other).
+A *part* of a source is a language ("es") or a language pair ("es-en", parallel text).
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.hub import load_hub, not_loaded
 
+_cached_pairs = cache(demo_pairs)
+
 
 def languages_of(part: str) -> tuple[str, ...]:
-    """("es",) of "es", ("es", "en") of "es-en"."""
+    """("es",) for "es", ("es", "en") for "es-en"."""
     return tuple(part.split("-")) if part.count("-") == 1 else (part,)
 
 
 def stamp(paths: Iterable[Path]) -> str:
-    """Where these files lie, their sizes, and when each was written last."""
+    """Paths, sizes and modification times of these files."""
     stats = [(path.resolve(), path.stat()) for path in paths]
     return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
 class TextSource(Protocol):
-    """Where texts come from. Frozen, checked when built, reads nothing before `read`."""
+    """A source of texts. Frozen, validated on construction, reads only in `read`."""
 
     def describe(self) -> str:
-        """In a few words, without reading it."""
+        """A short name, without reading anything."""
 
     def check(self, parts: Sequence[str]) -> None:
-        """Raise DataError or ConfigError if one is not there, as far as that is seen at once."""
+        """Quick check: raise DataError or ConfigError if a part is missing."""
 
     def identity(self, part: str) -> str:
-        """Changes when the texts change: what was made of them is kept under it."""
+        """Cache key: changes when the texts change."""
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
-        """(text,) of a language, (text, its translation) of a pair."""
+        """(text,) for a language, (text, translation) for a pair."""
 
     def public_texts(self) -> Sequence[str] | None:
-        """What every cloud may train the shared tokenizer on; None if there is nothing such."""
+        """Public text for training the shared tokenizer; None if the source is private."""
 
 
 @dataclass(frozen=True)
 class DemoText:
-    """The embedded Spanish-English grammar: parts es, en and es-en. Public, so that every cloud
-    can train the shared tokenizer on it. See DemoGrammar.
+    """The Spanish-English demo grammar: parts es, en and es-en. Public, so every cloud can train
+    the shared tokenizer on it. See DemoGrammar.
     """
 
     num_texts: int = 22_000
@@ -71,7 +73,7 @@ class DemoText:
             if part not in ("es", "en", "es-en", "en-es"):
                 raise ConfigError(
                     f"the demo grammar has es, en and the pair es-en, got {part!r}; for other "
-                    "languages take profile=files"
+                    "languages set profile=files"
                 )
 
     def identity(self, part: str) -> str:
@@ -88,20 +90,15 @@ class DemoText:
         return [text for pair in self._pairs() for text in pair]
 
     def _pairs(self) -> tuple[tuple[str, str], ...]:
-        return _demo_pairs(self.num_texts, self.corpus_seed)
-
-
-@cache
-def _demo_pairs(num_pairs: int, seed: int) -> tuple[tuple[str, str], ...]:
-    return demo_pairs(num_pairs, seed)
+        return _cached_pairs(self.num_texts, self.corpus_seed)
 
 
 @dataclass(frozen=True)
 class HubText:
-    """Texts of the Hugging Face hub, or of a local folder that `datasets` reads, streamed.
+    """Texts streamed from the Hugging Face hub, or from a local folder that `datasets` can read.
 
-    name, config: "wikimedia/wikipedia" and "20231101.{language}", {language} filled in; column:
-    where the text is. pairs_name, pairs_config: "Helsinki-NLP/opus-100" and "{pair}", with rows
+    name, config: such as "wikimedia/wikipedia" and "20231101.{language}"; column: of the text.
+    pairs_name, pairs_config: such as "Helsinki-NLP/opus-100" and "{pair}", with rows
     {"translation": {"es": …, "en": …}}; null = no parallel text.
     """
 
@@ -115,14 +112,14 @@ class HubText:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("text.source.name must be a data set of the hub, such as owner/name")
+            raise ConfigError("text.source.name must be a data set on the hub, such as owner/name")
 
     def describe(self) -> str:
         folder = _local(self.name)
         return self.name if folder is None else f"files in {folder.resolve().name}"
 
     def check(self, parts: Sequence[str]) -> None:
-        """The hub is asked when it is read, by the ranks."""
+        """Checks settings only: the ranks access the hub when they read."""
         for part in parts:
             if len(languages_of(part)) == 2 and self.pairs_name is None:
                 raise ConfigError(
@@ -163,7 +160,7 @@ class HubText:
 
 
 def _local(name: str) -> Path | None:
-    """The folder of this name, if there is one; else it is a name of the hub."""
+    """The folder of this name; None for a hub name."""
     folder = Path(name).expanduser()
     return folder if name and folder.exists() else None
 

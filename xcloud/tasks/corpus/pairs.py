@@ -1,4 +1,4 @@
-"""Sentence pairs from any source of tables. Which column is which language is all it knows."""
+"""Sentence pairs from any source: which column is which language."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xcloud.tasks.task import Split
 
 @dataclass(frozen=True)
 class Pairs:
-    """A Corpus. source_column, target_column: where they are named otherwise than the languages.
-    Without dev or test, `sampling` holds rows out of train."""
+    """A Corpus. source_column, target_column: if not named like the languages. A missing dev or
+    test set is held out of train by `sampling`."""
 
     source: Source
     source_column: str | None = None
@@ -32,7 +32,7 @@ class Pairs:
         found = self._find(source, target)
         columns = {source: self.source_column or source, target: self.target_column or target}
         wanted = {language: columns[language] for language in sorted(visible)}
-        keys = "task.source, task.target or, of the hub, task.source_column, task.target_column"
+        keys = "task.source, task.target or, on the hub, task.source_column, task.target_column"
         splits: dict[Split, Rows] = {
             split: Rows.joined(table.read(wanted, keys) for table in parts[""])
             for split, parts in found.splits.items()

@@ -1,9 +1,9 @@
-"""Paragraphs with questions whose answers stand in them: SQuAD 1.1, XQuAD. Knows no tokens.
+"""Paragraphs with extractive questions: SQuAD 1.1, XQuAD. No tokenisation.
 
-    train.jsonl      one paragraph a line: {"context": …, "qas": [{"id", "question", "answers"}]},
-                     an answer being its text, or {"text": …, "start": first character}
-    train-v1.1.json  the official form, {"data": [{"paragraphs": [{"context", "qas"}]}]}
-An answer without a place is looked for in the text; its first place as whole words counts.
+    train.jsonl      a paragraph per line: {"context": …, "qas": [{"id", "question", "answers"}]},
+                     an answer being its text, or {"text": …, "start": character offset}
+    train-v1.1.json  the official format, {"data": [{"paragraphs": [{"context", "qas"}]}]}
+An answer without a start is placed at its first whole-word occurrence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VERSION = re.compile(r"-v\d+(\.\d+)*$")
 
 
 class Question(NamedTuple):
-    """answers: (text, its first character in the context); none where they may not be seen."""
+    """answers: (text, character offset in the context); empty if not visible."""
 
     ident: str
     text: str
@@ -53,12 +53,12 @@ class Reading:
 
 
 class ParagraphCorpus(Protocol):
-    """Where paragraphs come from. Frozen, checked when built, reads nothing before `read`."""
+    """A source of paragraphs. Frozen, validated on construction, reads only in `read`."""
 
     def describe(self) -> str: ...
 
     def check(self) -> None:
-        """Raise DataError at once if data is missing."""
+        """Quick check: raise DataError if data is missing."""
 
     def read(self) -> Reading:
         """Raises DataError."""
@@ -66,9 +66,9 @@ class ParagraphCorpus(Protocol):
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """A ParagraphCorpus from a folder (dev-v1.1.json counts too) or a data set of the hub.
+    """A ParagraphCorpus from a folder (dev-v1.1.json is accepted too) or a hub data set.
 
-    sampling: shares are of paragraphs, so that no context is in two splits; limits are questions.
+    sampling: shares count paragraphs, so that splits share no context; limits count questions.
     """
 
     source: Source
@@ -97,7 +97,7 @@ class Paragraphs:
 
 @dataclass(frozen=True)
 class DemoParagraphs:
-    """Small stories made by a grammar, with three questions each; sizes count questions."""
+    """Short generated stories with three questions each; sizes count questions."""
 
     sizes: DemoSizes = field(default_factory=lambda: DemoSizes(3_000, 300, 900))
 
@@ -105,23 +105,21 @@ class DemoParagraphs:
         return "demo stories"
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Nothing to check."""
 
     def read(self) -> Reading:
         splits: dict[Split, Sequence[Paragraph]] = {}
-        stories_of = demo_stories(self.sizes, 3)
+        stories_of = demo_stories(self.sizes)
         for split, stories in stories_of.items():
-            splits[split] = [
-                Paragraph(
-                    told.text,
-                    tuple(
-                        Question(f"{split}{number}.{i}", asked, ((answer, start),))
-                        for i, (asked, answer, start) in enumerate(told.questions)
-                    ),
+            paragraphs = []
+            for number, story in enumerate(stories):
+                questions = (
+                    Question(f"{split}{number}.{i}", asked, ((answer, start),))
+                    for i, (asked, answer, start) in enumerate(story.questions)
                 )
-                for number, told in enumerate(stories)
-            ]
-        # The text is public, so its digest may show that two clouds run the same grammar.
+                paragraphs.append(Paragraph(story.text, tuple(questions)))
+            splits[split] = paragraphs
+        # The text is public, so a digest of it can show that all clouds run the same grammar.
         digest = hashlib.sha256(repr(stories_of).encode()).hexdigest()
         remarks = [f"seed {self.sizes.seed}"]
         return Reading(self.describe(), splits, remarks, {"demo": digest})
@@ -130,12 +128,11 @@ class DemoParagraphs:
 def arranged(
     splits: Mapping[Split, Sequence[Paragraph]], sampling: Sampling, where: str
 ) -> tuple[dict[Split, Sequence[Paragraph]], list[str]]:
-    """As labelled.arranged: without a test set the dev set is the test, and dev is held out of
-    train, by paragraph."""
+    """As labelled.arranged, but held out by paragraph: without a test set, dev becomes test."""
     found, remarks = dict(splits), []
     if "test" not in found and "dev" in found:
         found["test"] = found.pop("dev")
-        remarks.append("test: the dev set, for no other one is there")
+        remarks.append("test: the dev set, as there is no test set")
     train = found["train"]
     if not train:
         raise DataError(f"{where}: the training set has no paragraphs")
@@ -177,7 +174,7 @@ def paragraphs_of(table: Table) -> list[Paragraph]:
 
 
 def read_paragraphs(path: Path) -> list[Paragraph]:
-    """Of a .jsonl or of an official .json file, plain or gzipped."""
+    """From a .jsonl or an official .json file, plain or gzipped."""
     if not path.name.removesuffix(".gz").endswith(".json"):
         return [_paragraph(row, f"{path}, line {number}") for number, row in json_rows(path)]
     try:
@@ -186,7 +183,7 @@ def read_paragraphs(path: Path) -> list[Paragraph]:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise DataError(
             f'{path}: not of the form {{"data": [{{"paragraphs": [...]}}]}} ({error!r}); '
-            "a file with one paragraph a line must be named .jsonl"
+            "a file with one paragraph per line must be named .jsonl"
         ) from error
     return [_paragraph(row, f"{path}, paragraph {i}") for i, row in enumerate(rows, start=1)]
 
@@ -203,7 +200,9 @@ def _paragraph(row: Any, where: str) -> Paragraph:
                 )
             if None in places:
                 missing = qa["answers"][places.index(None)]
-                raise DataError(f"{where}: the answer {missing!r} is not in its context there")
+                raise DataError(
+                    f"{where}: the answer {missing!r} is not at that place in its context"
+                )
             known = tuple(place for place in places if place is not None)
             questions.append(Question(str(qa.get("id", number)), qa["question"], known))
         return Paragraph(context, tuple(questions))
@@ -215,7 +214,7 @@ def _paragraph(row: Any, where: str) -> Paragraph:
 
 
 def _place(context: str, answer: Any) -> tuple[str, int] | None:
-    """The answer's text and its place; None if it is not there."""
+    """The answer's text and character offset; None if it is not there."""
     if isinstance(answer, str):
         text, start = answer, None
     else:
@@ -228,7 +227,7 @@ def _place(context: str, answer: Any) -> tuple[str, int] | None:
 
 
 def _grouped(table: HubTable) -> list[Paragraph]:
-    """Rows of one question each; neighbours with the same context are one paragraph."""
+    """Group rows (one question each) by consecutive equal contexts."""
     names = ("id", "context", "question", "answers")
     found: list[tuple[str, list[Question]]] = []
     try:

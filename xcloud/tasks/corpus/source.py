@@ -1,5 +1,5 @@
-"""What every source of rows gives: the tables of each split. What a row means is said by the
-corpora: pairs.py, labelled.py, paragraphs.py. No file is opened here.
+"""Protocols of sources: each gives the tables of every split. The corpora (pairs.py, labelled.py,
+paragraphs.py) define what a row means. Opens no file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xcloud.tasks.task import Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
 OwnNames = Mapping[Split, Mapping[str, str]]
-"""Split -> a set's own name -> its part ("" where it has none)."""
+"""Split -> set name -> part name ("" for none)."""
 
 
 class Table(Protocol):
@@ -21,19 +21,19 @@ class Table(Protocol):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location, for messages."""
 
     def columns(self) -> list[str]:
-        """Their names. Opens a file for its first line."""
+        """Column names. May read a file's first line."""
 
     def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
-        """wanted: new name -> column; others are not kept. keys: the settings that choose them,
-        for a DataError. number: the column that may hold numbers (a label)."""
+        """wanted: new name -> column; others are dropped. keys: the settings that choose columns,
+        for error messages. number: the column that may hold numbers (a label)."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What files a corpus is made of. languages: of line pairs (train.es, train.en), if any."""
+    """File formats of a corpus. languages: of line pairs (train.es, train.en), if any."""
 
     expected: str
     is_usual: Callable[[str, Split], bool]
@@ -45,8 +45,8 @@ class Form:
 class Found:
     """splits: split -> part -> its tables; the part "" is the whole split.
 
-    test_key: the setting that named the test set, None where nobody did.
-    facts, remarks: as `agreed` and `remarks` of a Parallel.
+    test_key: the setting that chose the test set; None if it was found by name.
+    facts, remarks: become `agreed` and `remarks` of a Parallel.
     """
 
     splits: Mapping[Split, Mapping[str, Sequence[Table]]]
@@ -56,22 +56,22 @@ class Found:
 
     @property
     def training(self) -> Table:
-        """The first table of train, whose columns count for all."""
+        """The first table of train; its columns are used for all splits."""
         return next(iter(self.splits["train"].values()))[0]
 
 
 class Source(Protocol):
-    """A folder, a data set of the hub, … Frozen, checked when built."""
+    """A folder or a hub data set. Frozen, validated on construction."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location, for messages."""
 
     def describe(self) -> str:
-        """In a few words, without reading it."""
+        """A short name, without reading anything."""
 
     def check(self) -> bool:
-        """Raise DataError at once if it is not there. True where `find` is quick and local."""
+        """Quick check: raise DataError if missing. Returns whether `find` is fast and local."""
 
     def find(self, form: Form) -> Found:
-        """Reads no text. Raises DataError where a set is missing or ambiguous."""
+        """Reads no text. Raises DataError if a set is missing or ambiguous."""

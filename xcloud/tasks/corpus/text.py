@@ -1,6 +1,6 @@
-"""What a corpus gives back, and deterministic choices of rows. No file format lives here.
+"""The rows a corpus returns, and deterministic sampling of rows. No file formats here.
 
-A row number means the same pair in every cloud, so no rule here may look at one side's text.
+Row numbers mean the same pair in every cloud, so no rule here may depend on one side's text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 @dataclass(frozen=True)
 class Rows:
-    """The texts of one split, by language; only the visible languages are there."""
+    """The texts of one split by column; only visible columns are included."""
 
     num_rows: int
     texts: Mapping[str, Sequence[str]]
@@ -40,8 +40,8 @@ class Rows:
 class Parallel:
     """A corpus as one rank sees it.
 
-    remarks: what a user should know of how the splits were made.
-    agreed: what must be the same in every cloud besides the row counts; no private text in it.
+    remarks: how the splits were made, for the user.
+    agreed: what must be equal in all clouds besides row counts; contains no private text.
     """
 
     name: str
@@ -51,27 +51,27 @@ class Parallel:
 
 
 class Corpus(Protocol):
-    """Where sentence pairs come from. Frozen, checked when built, reads nothing before `read`."""
+    """A source of sentence pairs. Frozen, validated on construction, reads only in `read`."""
 
     def describe(self) -> str:
-        """In a few words, without reading it."""
+        """A short name, without reading anything."""
 
     def check(self, source: str, target: str) -> None:
-        """Raise DataError at once if files are missing. Reads no text, asks no network."""
+        """Quick check: raise DataError if files are missing. Reads no text, uses no network."""
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
-        """The texts of the `visible` languages out of (source, target). Raises DataError."""
+        """Texts of the `visible` ones among the languages (source, target). Raises DataError."""
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
-    """`wanted` of the row numbers 0..num_rows-1, a seeded sample in ascending order."""
+    """A seeded sample of `wanted` row numbers below num_rows, ascending."""
     draw = random.Random(seed).random  # random() alone: the same on every Python version
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
 
 
 def limit(rows: Rows, most: int | None, seed: int) -> Rows:
-    """At most `most` rows: a seeded sample by row number, in the order of the file."""
+    """At most `most` rows: a seeded sample by row number, in file order."""
     if most is None or rows.num_rows <= most:
         return rows
     return rows.take(chosen_rows(rows.num_rows, most, seed))
@@ -79,11 +79,11 @@ def limit(rows: Rows, most: int | None, seed: int) -> Rows:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What to hold out where a corpus has no dev or test split, and how many rows to keep.
+    """What to hold out if a corpus has no dev or test split, and how many rows to keep.
 
-    dev_share, test_share: a row count (500) or a part of the training rows (0.02).
-    Rows are drawn by number with `seed`, which is the corpus's own: runs of other experiment
-    seeds are scored on the same sentences, and every cloud draws the same rows.
+    dev_share, test_share: a row count (500) or a fraction of the training rows (0.02).
+    Rows are drawn by number with the corpus's own `seed`: all experiment seeds are scored on the
+    same sentences, and every cloud draws the same rows.
     """
 
     dev_share: int | float = 0.02
@@ -110,7 +110,7 @@ class Sampling:
     def apply(
         self, splits: Mapping[Split, Rows], where: str
     ) -> tuple[dict[Split, Rows], list[str]]:
-        """All three splits, and a remark for each that was held out of train or cut short."""
+        """All three splits, and a remark for each one held out of train or sampled."""
         result, remarks, train = dict(splits), [], splits["train"]
         for split, rows in self.held_out(splits, train.num_rows, where).items():
             result[split] = train.take(rows)
@@ -127,8 +127,8 @@ class Sampling:
     def held_out(
         self, there: Container[Split], num_rows: int, where: str, unit: str = "rows"
     ) -> dict[Split, list[int]]:
-        """Row numbers of train for each split that is not there, and last what is left to train;
-        nothing where all are. Raises DataError where that is too few."""
+        """Row numbers of train for each missing split and, last, for the remaining train; empty if
+        none is missing. Raises DataError if train has too few rows."""
         shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
         wanted = {
             split: share if isinstance(share, int) else max(1, int(share * num_rows))

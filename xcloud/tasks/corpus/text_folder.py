@@ -1,4 +1,4 @@
-"""Running text by language from the files of a folder, for pre-training. Filters nothing."""
+"""Monolingual and parallel text from a folder, for pre-training. No filtering."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xcloud.tasks.corpus.source import DEV_NAMES, Form
 HELD_OUT = (*DEV_NAMES, "test")
 Row = tuple[str, ...]
 Reader = Callable[[], Iterator[Row]]
-Found = tuple[tuple[Path, ...], Reader]  # a file, or both of a line pair, and how to stream them
+Found = tuple[tuple[Path, ...], Reader]  # one file or a line pair, and its reader
 
 
 @dataclass(frozen=True)
 class FolderText:
-    """Files told by their names; each may end in .gz. Held-out ones (dev, val, valid, validation,
-    test) are left alone.
+    """Files recognised by name; each may end in .gz. Held-out files (dev, val, valid, validation,
+    test) are ignored.
 
-    a language:  es.txt, train.es.txt, wiki.es.txt, train.es    one text a line
-                 es.jsonl, train.es.jsonl    one object a line, the text under `text_key`
-                 any .tsv whose first line names lang and text: the rows of that language
+    a language:  es.txt, train.es.txt, wiki.es.txt, train.es    one text per line
+                 es.jsonl, train.es.jsonl    one object per line, the text under `text_key`
+                 any .tsv with the columns lang and text: the rows of that language
     a pair:      train.es and train.en; a .tsv with the columns es and en, or with lang, text and
                  a column for the other language
     """
@@ -59,7 +59,7 @@ class FolderText:
         return None
 
     def _found(self, part: str) -> list[Found]:
-        """The files of this part."""
+        """The files of this part. Raises DataError if there are none."""
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
@@ -76,10 +76,10 @@ class FolderText:
             found = _of_pair(folder, a, b)
             expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
         if not found:
-            there = ", ".join(path.name for path in _files(folder)[:20]) or "none"
+            names = ", ".join(path.name for path in _files(folder)[:20]) or "none"
             raise DataError(
                 f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
-                f"files there: {there}"
+                f"found: {names}"
             )
         return found
 
@@ -100,8 +100,8 @@ class FolderText:
             text = row.get(self.text_key) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 raise DataError(
-                    f"{path}, line {number}: no JSON object with {self.text_key!r}, or no text "
-                    "there (text.source.text_key)"
+                    f"{path}, line {number}: no JSON object with text under {self.text_key!r} "
+                    "(text.source.text_key)"
                 )
             yield (text,)
 
@@ -150,7 +150,7 @@ def _line_pairs(file: TextFile, a: str, b: str) -> Iterator[Row]:
 
 
 def _rows_of(path: Path, language: str | None, columns: Sequence[str]) -> Iterator[Row]:
-    """These columns of a table; only the rows whose `lang` is `language`, if that is given."""
+    """These columns of a table; only rows whose `lang` is `language`, unless it is None."""
     header = _table(path).columns()
     places = [header.index(column) for column in columns]
     for cells in table_rows(path):

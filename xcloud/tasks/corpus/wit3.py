@@ -1,9 +1,9 @@
-"""IWSLT'14 from the original WIT3 archive, as unpacked. Not for other XML.
+"""IWSLT'14 from the original, unpacked WIT3 archive. Not for other XML.
 
 A folder such as es-en/ of the release "2014-01" holds
-    train.tags.es-en.es, train.tags.es-en.en         text lines among tagged ones (<url>, <title>)
+    train.tags.es-en.es, train.tags.es-en.en         text lines mixed with tagged ones (<url>)
     IWSLT14.TED.dev2010.es-en.es.xml, …tst2010…      <seg id="1"> text </seg>, a bare & is allowed
-Files of later releases (IWSLT15.TED.…, TEDX) have the same form.
+Later releases (IWSLT15.TED.…, TEDX) have the same format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
 from xcloud.tasks.task import Split
 
-# Lines about a talk, not of it. The same rule on both sides, or the rows would shift.
+# Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
 TAGGED = re.compile(
     r"\s*</?(url|keywords|speaker|talkid|title|description|reviewer|translator|doc|transcript)\b",
     re.IGNORECASE,
@@ -31,9 +31,9 @@ ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"
 class Wit3:
     """IWSLT'14 TED talks; `path` is the folder of the language pair, or the one above it.
 
-    dev, test: sets that are joined, by the part of the file name after IWSLT14.TED. (dev2010).
-    An empty dev or test is held out of train by `sampling`; fairseq's preparation, for one, takes
-    every 23rd training row as dev and dev2010 + tst2010..2012 as test, so its BLEU is not ours.
+    dev, test: sets to join, by the file name after IWSLT14.TED. (dev2010). An empty dev or test is
+    held out of train by `sampling`. fairseq's preparation takes every 23rd training row as dev and
+    dev2010 + tst2010..2012 as test, so its BLEU is not comparable.
     """
 
     path: str = ""
@@ -56,7 +56,7 @@ class Wit3:
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         folder, pair = self._find(source, target)
-        # A rank that sees neither side counts the rows of whichever side its cloud holds.
+        # A rank that sees neither side counts the rows of any side its cloud has.
         sides = sorted(visible) or [
             side for side in (source, target) if (folder / f"train.tags.{pair}.{side}").exists()
         ]
@@ -86,7 +86,7 @@ class Wit3:
         raise DataError(
             f"{top}: no train.tags.{pairs[0]}.{source} (nor .{pairs[1]}.) here. Get the texts "
             f'{pairs[0]} of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), unpack '
-            "them, and set task.path to the folder with train.tags.*; nothing is downloaded here"
+            "them, and set task.path to the folder with train.tags.*; nothing is downloaded"
         )
 
 
@@ -104,7 +104,7 @@ def _read_set(
         if len(found) > 1:
             raise DataError(
                 f"{folder}: several files for the set {name}: {', '.join(f.name for f in found)}; "
-                f"say which, as in TED.{name}"
+                f"choose one, as in TED.{name}"
             )
         path = found[0] if found else folder / f"IWSLT14.TED.{name}.{pair}.{side}.xml"
         _require(path)
@@ -117,8 +117,8 @@ def _read_set(
 def _require(path: Path) -> None:
     if not path.exists():
         raise DataError(
-            f"{path} is missing; the WIT3 archive (release 2014-01) holds it beside the others. "
-            "To do without a dev or test set leave it out of task.dev or task.test"
+            f"{path} is missing; it is part of the WIT3 archive (release 2014-01). "
+            "To omit a dev or test set remove it from task.dev or task.test"
         )
 
 
@@ -126,7 +126,7 @@ def _rows(texts: dict[str, list[str]], visible: frozenset[str], where: str) -> R
     counts = {side: len(lines) for side, lines in texts.items()}
     if len(set(counts.values())) > 1:
         said = " and ".join(f"{side} {count:,}" for side, count in sorted(counts.items()))
-        raise DataError(f"{where}: the sides differ in rows: {said}; is the archive whole?")
+        raise DataError(f"{where}: the sides differ in rows: {said}; is the archive complete?")
     return Rows(next(iter(counts.values())), {side: texts[side] for side in visible})
 
 
