@@ -198,7 +198,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         """,
     )
 
-    assert results[0][1].startswith("all taken\nrank 1 of cloud 'x' has taken none of 64 waiting")
+    assert results[0][1].startswith("all taken\nrank 1 of cloud 'x' has taken none of")
 
 
 def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:
