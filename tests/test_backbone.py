@@ -236,7 +236,7 @@ def test_reading_says_nothing_and_draws_nothing(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "t5"}, "is of type 't5'; allowed are checkpoints of type bert, camembert"),
+        ({"model_type": "t5"}, "is of type 't5'; supported are checkpoints of type bert"),
         ({"model_type": "ernie_m"}, "is of type 'ernie_m'"),
         ({"model_type": "electra", "embedding_size": 8}, "projects its embeddings"),
         ({"model_type": "roberta", "hidden_act": "relu"}, "uses 'relu' in its layers, gelu in"),

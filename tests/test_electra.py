@@ -356,7 +356,7 @@ def test_a_generator_that_takes_over_learns_longer(cache_dir: Path) -> None:
         ({"precision": "fp8"}, r"generator\.precision must be one of fp32, bf16, auto"),
         ({"backbone": 3}, r"generator\.backbone must be a SeededBackbone"),
         ({"coding": "gzip"}, r"model\.coding must be one of smallest, fixed"),
-        ({"generators": {}}, r"model\.generators must name a generator"),
+        ({"generators": {}}, r"model\.generators must have a generator"),
         ({"discriminator": None}, r"model\.discriminator must be a DiscriminatorSettings"),
     ],
 )

@@ -80,7 +80,7 @@ def test_what_is_missing_or_malformed_is_said_in_words(folder: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         FolderText(str(folder / "nowhere")).check(["es"])
     (folder / "x.es.jsonl").write_text('{"body": "uno"}\n')
-    with pytest.raises(DataError, match=r"x\.es\.jsonl, line 1: no JSON object with 'text'"):
+    with pytest.raises(DataError, match=r"x\.es\.jsonl, line 1: no JSON object with text"):
         list(source.read("es"))
     (folder / "train.de.gz").unlink()
     (folder / "train.de").write_text("eins\n")
