@@ -10,6 +10,7 @@ Shapes: N codes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -72,13 +73,15 @@ def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
     return plane
 
 
-def _planes(bits: int) -> Iterator[tuple[int, int]]:
+@cache
+def _planes(bits: int) -> tuple[tuple[int, int], ...]:
     """(width, shift) of each plane, widest first and highest bits first."""
-    shift = bits
+    planes, shift = [], bits
     while shift:
         width = next(width for width in (8, 4, 2, 1) if width <= shift)
         shift -= width
-        yield width, shift
+        planes.append((width, shift))
+    return tuple(planes)
 
 
 def _plane_bytes(num_codes: int, width: int) -> int:

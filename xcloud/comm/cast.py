@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xcloud.checks import check_choice
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -33,7 +33,7 @@ class Nothing:
         return (spec,)
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         return (tensor.detach(),)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
@@ -73,13 +73,13 @@ class Cast:
         return (TensorSpec(spec.shape, torch.float16), TensorSpec((1,), torch.int16))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         tensor = tensor.detach()
         if self.dtype == "bfloat16":
             return (tensor.to(torch.bfloat16),)
         if tensor.dtype == torch.float16 or tensor.numel() == 0:
             return (tensor.half(), torch.zeros(1, dtype=torch.int16, device=tensor.device))
-        values = tensor.to(_wide(tensor.dtype))
+        values = tensor.to(wide(tensor.dtype))
         low, high = torch.aminmax(values)
         largest = torch.maximum(-low, high)
         exponent = torch.frexp(largest).exponent - 15
@@ -92,14 +92,5 @@ class Cast:
         if self.dtype == "bfloat16" or spec.dtype == torch.float16:
             return parts[0].to(spec.dtype)
         values, exponent = parts
-        wide = values.to(_wide(spec.dtype))
-        return wide.mul_(torch.exp2(exponent[0].to(wide.dtype))).to(spec.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _refuse_integers(tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")
+        values = values.to(wide(spec.dtype))
+        return values.mul_(torch.exp2(exponent[0].to(values.dtype))).to(spec.dtype)

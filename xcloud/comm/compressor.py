@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
@@ -39,3 +40,14 @@ class Compressor(Protocol):
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         """The tensor as the receiver sees it, of exactly this spec (shape and dtype)."""
+
+
+def refuse_integers(tensor: Tensor) -> None:
+    """Raises ValueError."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

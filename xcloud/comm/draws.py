@@ -5,7 +5,7 @@ Draws nothing itself.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from xcloud.comm.memory import State, whole_number
@@ -51,20 +51,24 @@ class Randomized(Protocol):
 
 @dataclass
 class Draws:
-    """One seed for each call, from a stream, a compressor's own `seed` and the call's number.
+    """Base of compressors that draw: one seed for each call, from the stream, the compressor's
+    own `seed` and the number of the call.
 
     The stream follows from where a compressor is used, so only the number of calls is state.
     """
 
-    stream: int = 0
-    num_calls: int = 0
+    _stream: int = field(default=0, init=False, repr=False, compare=False)
+    _num_calls: int = field(default=0, init=False, repr=False, compare=False)
 
-    def next_seed(self, seed: int) -> int:
-        self.num_calls += 1
-        return seed_from(self.stream, seed, self.num_calls)
+    def use_stream(self, stream: int) -> None:
+        self._stream, self._num_calls = stream, 0
 
     def state_dict(self) -> State:
-        return {"num_calls": self.num_calls}
+        return {"num_calls": self._num_calls}
 
     def load_state_dict(self, state: State) -> None:
-        self.num_calls = whole_number(state, "num_calls")
+        self._num_calls = whole_number(state, "num_calls")
+
+    def _next_seed(self, seed: int) -> int:
+        self._num_calls += 1
+        return seed_from(self._stream, seed, self._num_calls)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
 from xcloud.comm.memory import State
 
 _METHODS = ("subspace", "exact")
@@ -75,10 +75,9 @@ class Svd:
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        if not tensor.is_floating_point():
-            raise ValueError(f"Svd compresses floating tensors, got {tensor.dtype}")
+        refuse_integers(tensor)
         num_rows, num_features = _matrix_shape(tuple(tensor.shape))
-        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(_wide(tensor.dtype))
+        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
         rank = self._rank(num_rows, num_features)
         if rank == 0:
             return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
@@ -100,7 +99,7 @@ class Svd:
         )
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        left_Rr, right_rD = (part.to(_wide(spec.dtype)) for part in parts)
+        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return (left_Rr @ right_rD).to(spec.dtype).view(spec.shape)
 
     def state_dict(self) -> State:
@@ -169,7 +168,3 @@ class Svd:
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -203,7 +203,27 @@ class _SampleStore:
         self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
 
-class ErrorFeedback:
+class _PerSample:
+    """Base of memories that keep rows by sample. dtype: of what is kept; None: as it comes."""
+
+    needs_seen = True
+
+    def __init__(self, dtype: str | None) -> None:
+        self.dtype = dtype
+        self._kept = _SampleStore(type(self).__name__, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.num_bytes
+
+    def state_dict(self) -> State:
+        return self._kept.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._kept.load_state_dict(state)
+
+
+class ErrorFeedback(_PerSample):
     """What a message of a sample lost is added to the sample's next message.
 
     sent = x + decay * residual[id];  residual[id] = sent - seen
@@ -218,22 +238,17 @@ class ErrorFeedback:
     dtype: "float32", "bfloat16" (half the bytes; float16 would lose small residuals), None: as x.
     """
 
-    needs_seen = True
     label = "ef"
 
     def __init__(self, decay: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(dtype)
         check_number("ErrorFeedback.decay", decay, 0, 1)
-        self.decay, self.dtype = decay, dtype
-        self._residuals = _SampleStore("ErrorFeedback", dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._residuals.num_bytes
+        self.decay = decay
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         sent = tensor.clone()
         for sample, span in rows.spans():
-            residual = self._residuals.pop(sample, sent[span])
+            residual = self._kept.pop(sample, sent[span])
             if residual is not None:
                 sent[span].add_(residual, alpha=self.decay)
         return sent
@@ -241,23 +256,17 @@ class ErrorFeedback:
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
         for sample, span in rows.spans():
-            earlier = self._residuals.pop(sample, lost[span])  # of this message: see class
-            self._residuals.put(sample, lost[span] if earlier is None else lost[span] + earlier)
+            earlier = self._kept.pop(sample, lost[span])  # of this message: see class
+            self._kept.put(sample, lost[span] if earlier is None else lost[span] + earlier)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
-
-    def state_dict(self) -> State:
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._residuals.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"ErrorFeedback(decay={self.decay}, dtype={self.dtype!r})"
 
 
-class DeltaCache:
+class DeltaCache(_PerSample):
     """Sends how a sample changed since its last visit; both ends keep what the receiver last saw.
 
     first visit: sent = x, cache[id] = seen;  later: sent = x - cache[id], cache[id] += seen
@@ -275,21 +284,15 @@ class DeltaCache:
     dtype: "float32", "bfloat16" (half the bytes), None: as x.
     """
 
-    needs_seen = True
     label = "delta"
 
     def __init__(self, dtype: str | None = None) -> None:
-        self.dtype = dtype
-        self._last_seen = _SampleStore("DeltaCache", dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._last_seen.num_bytes
+        super().__init__(dtype)
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         change = tensor.clone()
         for sample, span in rows.spans():
-            known = self._last_seen.get(sample, change[span])
+            known = self._kept.get(sample, change[span])
             if known is not None:
                 change[span].sub_(known)
         return change
@@ -300,18 +303,12 @@ class DeltaCache:
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = seen.clone()
         for sample, span in rows.spans():
-            known = self._last_seen.get(sample, value[span])
+            known = self._kept.get(sample, value[span])
             if known is not None:
                 value[span].add_(known)
         for sample, span in rows.spans():  # only now: a sample may stand twice in a message
-            self._last_seen.put(sample, value[span])
+            self._kept.put(sample, value[span])
         return value
-
-    def state_dict(self) -> State:
-        return self._last_seen.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._last_seen.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"DeltaCache(dtype={self.dtype!r})"

@@ -6,7 +6,7 @@ Shapes: N values of the tensor in any shape, in M = ceil(N / block) blocks of K 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers
 from xcloud.comm.draws import Draws
-from xcloud.comm.memory import State
 
 _TIGHTER = {2: 0.75, 3: 0.85, 4: 0.9}
 """At few bits a smaller scale, which cuts the largest values off, is often better. Both are tried
@@ -30,7 +29,7 @@ _CHUNK = 8192
 
 
 @dataclass
-class BlockInt:
+class BlockInt(Draws):
     """Integers of `bits` bits and one scale for each block of `block` neighbouring values.
 
     2..8 bits: x_hat = scale * code, code = round(x / scale) in -2**(bits-1) .. 2**(bits-1) - 1,
@@ -63,7 +62,6 @@ class BlockInt:
     block: int = 64
     stochastic: bool = False
     seed: int = 0  # of the stochastic rounding, beside the channel's; decoding does not need it
-    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("BlockInt.bits", self.bits, 1, 8)
@@ -86,8 +84,7 @@ class BlockInt:
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        if not tensor.is_floating_point():
-            raise ValueError(f"BlockInt compresses floating tensors, got {tensor.dtype}")
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1).float()
         num_values = len(values_N)
         if tail := num_values % self.block:
@@ -118,15 +115,6 @@ class BlockInt:
         values.view(-1, self.block).mul_(scales_M[:, None])
         return values_N.to(spec.dtype).view(spec.shape)
 
-    def state_dict(self) -> State:
-        return self._draws.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._draws.load_state_dict(state)
-
-    def use_stream(self, stream: int) -> None:
-        self._draws = Draws(stream)
-
     @property
     def _offset(self) -> int:
         """Codes on the wire are levels plus this; at 1 bit the level 0 stands for +scale."""
@@ -136,7 +124,7 @@ class BlockInt:
         """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
-        generator = torch.Generator(device).manual_seed(self._draws.next_seed(self.seed))
+        generator = torch.Generator(device).manual_seed(self._next_seed(self.seed))
         return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ Shapes: N values of the tensor in any shape, k of them sent; R rows of D values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,9 +14,8 @@ from torch import Tensor
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers
 from xcloud.comm.draws import Draws
-from xcloud.comm.memory import State
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TopK:
         return (TensorSpec((num_kept,), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1)
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _largest(values_N.float(), num_kept)
@@ -93,7 +93,7 @@ class TopRows:
         return (TensorSpec((num_kept, width), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         num_rows, width = _rows_of(TensorSpec.of(tensor))
         rows_RD = tensor.detach().reshape(num_rows, width)
         num_kept = _num_kept(self.rate, num_rows)
@@ -114,7 +114,7 @@ class TopRows:
 
 
 @dataclass
-class RandomK:
+class RandomK(Draws):
     """k = max(1, round(rate * N)) values, one from each of k equal strips of the tensor.
 
     The strips lie from a random offset on, so each value has the same chance k/N. Strips take
@@ -133,7 +133,6 @@ class RandomK:
     rate: float
     seed: int = 0  # beside the channel's
     unbiased: bool = False
-    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_number("RandomK.rate", self.rate, 0, 1, above=True)
@@ -153,9 +152,9 @@ class RandomK:
         return (TensorSpec((num_kept,), spec.dtype), TensorSpec((1,), torch.int64))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1)
-        seed = self._draws.next_seed(self.seed)
+        seed = self._next_seed(self.seed)
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _drawn(num_kept, len(values_N), seed).to(tensor.device)
         values = values_N.index_select(0, positions)
@@ -171,16 +170,8 @@ class RandomK:
         positions = _drawn(len(values), spec.numel, int(seed)).to(values.device)
         return _spread(values, positions, spec)
 
-    def state_dict(self) -> State:
-        return self._draws.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._draws.load_state_dict(state)
-
-    def use_stream(self, stream: int) -> None:
-        self._draws = Draws(stream)
-
-
+@lru_cache(maxsize=1024)  # a message asks for the same one four times
 class _SortedPositions:
     """k ascending positions below N in a number of bytes that depends on k and N alone.
 
@@ -193,10 +184,10 @@ class _SortedPositions:
 
     def __init__(self, num_kept: int, numel: int) -> None:
         self.num_kept, self.numel = num_kept, numel
-        sizes = {bits: self._size(bits) for bits in range(32)}
-        self.low_bits = min(sizes, key=lambda bits: sizes[bits])
-        self.is_bitmap = packed_bytes(numel, 1) <= sizes[self.low_bits]
-        self.num_bytes = packed_bytes(numel, 1) if self.is_bitmap else sizes[self.low_bits]
+        bitmap_bytes = packed_bytes(numel, 1)
+        coded_bytes, self.low_bits = min((self._size(bits), bits) for bits in range(32))
+        self.is_bitmap = bitmap_bytes <= coded_bytes
+        self.num_bytes = min(bitmap_bytes, coded_bytes)
 
     def _num_unary(self, low_bits: int) -> int:
         return self.num_kept + (max(self.numel - 1, 0) >> low_bits) + 1
@@ -281,8 +272,3 @@ def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
 def _spread(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
     dense = torch.zeros(spec.numel, dtype=spec.dtype, device=values.device)
     return dense.scatter_(0, positions, values.to(spec.dtype)).view(spec.shape)
-
-
-def _refuse_integers(tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")

@@ -10,36 +10,21 @@ A step is complete when every rank has reported it.
 
 import json
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-EVENTS_FILE = "events.jsonl"
+EVENTS_FILE = "events.jsonl"  # in the run folder
 LOST_LINES_FILE = "events.lost.json"  # what could not be written there; only where something was
 
 Event = dict[str, Any]
-
-EVENTS_FILE = "events.jsonl"  # in the run folder
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic it counts.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TRAFFIC = ("forward", "backward", "other")
 
 log = logging.getLogger(__name__)
-
-
-def append_event(path: Path, event: str, *, rank: int, cloud: str, **fields: object) -> None:
-    """Append one event, with the time of now, in a single write: readers see whole lines."""
-    entry = {"event": event, "rank": rank, "cloud": cloud, "t": time.time(), **fields}
-    line = json.dumps(entry, ensure_ascii=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
 
 
 class EventReader:

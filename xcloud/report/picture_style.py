@@ -15,6 +15,8 @@ COLOURS = {
     "optimizer": "#6B4C3B",
     "other": "#FFFFFF",
 }
+# For lines that stand for settings, as far apart as colours can be.
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
 INK, FAINT = "#222222", "#8A8A8A"
 DPI = 110
 TITLE_POINTS = 10

@@ -5,16 +5,15 @@ processes, and open an experiment on a page made for something else.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from xcloud.project import project_root
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     store.follow_move()
     return _serve(store, settings.port, settings.sweep)
 
@@ -144,12 +143,10 @@ def _serve(store: Store, port: int, sweep: str | None = None) -> int:
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
     until_s = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < until_s:
-        try:
+        with contextlib.suppress(OSError):
             with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return True
-        except (urllib.error.URLError, OSError):
-            pass
         time.sleep(0.2)
     return False
 
@@ -168,14 +165,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return False
     return True
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import xcloud
-from xcloud.project import commit
+from xcloud.project import code_digests, commit, file_digest
 
 PATH = "(a path)"
 """In place of a value that is a path: not sent, and equal to anything."""
@@ -120,17 +120,13 @@ def _contents(path: object) -> str:
 
 def _code(settings: Mapping[str, Any]) -> dict[str, str]:
     """Digest of every file of the package, and of each other module that a _target_ is of."""
-    root = Path(xcloud.__file__).resolve().parent
-    found = {
-        f"xcloud/{file.relative_to(root).as_posix()}": _file_digest(file)
-        for file in sorted(root.rglob("*.py"))
-    }
+    found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
     for target in sorted(_targets(settings)):
         module = sys.modules.get(target.rsplit(".", 1)[0])
         file_name = getattr(module, "__file__", None)
         if target.startswith("xcloud.") or not file_name or not Path(file_name).is_file():
             continue
-        found[f"module {target.rsplit('.', 1)[0]}"] = _file_digest(Path(file_name))
+        found[f"module {target.rsplit('.', 1)[0]}"] = file_digest(Path(file_name))
     return found
 
 
@@ -141,10 +137,6 @@ def _targets(node: Any) -> set[str]:
     if isinstance(node, list | tuple):
         return set[str]().union(*(_targets(entry) for entry in node))
     return set()
-
-
-def _file_digest(file: Path) -> str:
-    return _digest(file.read_bytes().replace(b"\r\n", b"\n"))
 
 
 def _digest(data: bytes) -> str:

@@ -176,11 +176,7 @@ class Marvell:
         chance: np.random.Generator,
     ) -> Tensor:
         assert labels is not None
-        if (
-            labels.dim() != 1
-            or labels.is_floating_point()
-            or bool(((labels - 0.5).abs() > 1).any())
-        ):
+        if not _is_binary(labels):
             raise ConfigError(
                 "Marvell hides a binary label, so it needs integers 0 and 1, got "
                 f"{str(labels.dtype).removeprefix('torch.')} labels such as "

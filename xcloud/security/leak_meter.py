@@ -305,7 +305,3 @@ def flat(leakage: dict[str, Any]) -> dict[str, Any]:
         **{name: leakage[name] for name in FIGURES},
         "leakage": {name: leakage[name] for name in ("label", "text")},
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -177,7 +177,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(json.dumps(compact(audit), indent=1, ensure_ascii=False))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

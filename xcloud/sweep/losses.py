@@ -12,21 +12,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
-from xcloud.report.picture_style import DPI, INK
-from xcloud.report.pictures import running_mean
+from xcloud.report.picture_style import DPI, INK, LINES
+from xcloud.report.pictures import plain, running_mean
 from xcloud.sweep.results import ONE_CLOUD, UNCOMPRESSED, Row
 
 LOSSES = "losses.png"
 
 MOST_CURVES = 8  # more cannot be told apart
-LINE_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C3B")
 STYLES = ("--", ":", "-.")
 _SMOOTH_OVER = 1 / 50  # of the run, as in a run's loss.png
 Values = NDArray[np.float64]
@@ -76,7 +73,6 @@ def write_losses(
     folder: Path, reference: Curve | None, others: Sequence[Curve], title: str
 ) -> Path:
     figure = Figure(figsize=(8, 6.2 if reference else 4.6), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: training loss", fontsize=11)
     heights = [2, 1] if reference else [1]
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -88,7 +84,7 @@ def write_losses(
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference.label},\nsame seed")
     for index, curve in enumerate(others):
-        style = {"color": LINE_COLOURS[index % len(LINE_COLOURS)], "linewidth": 1.6,
+        style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
                  "linestyle": STYLES[index % len(STYLES)]}  # fmt: skip
         label = curve.label
         if reference and (differences := curve.minus(reference)):
@@ -101,10 +97,7 @@ def write_losses(
     panels[0].legend(frameon=False, fontsize=8.5)
     panels[-1].set_xlabel("step")
     for axes in panels:
-        axes.grid(axis="y", color="#EEEEEE")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plain(axes)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / LOSSES)
     return folder / LOSSES

@@ -16,14 +16,13 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from xcloud.record.scores import score_name
-from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK
+from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, LINES
 from xcloud.sweep.results import Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"
 QUALITY_AND_RATIO = "quality_and_ratio.png"
 STEP_TIME = "step_time.png"
 
-SWEEP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 PARTS = {
     "compute_s": ("computing", "#4C8DBF"),
     "codec_s": ("compressing", COLOURS["codec"]),
@@ -86,7 +85,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) -> list[Mark]:
     return [
-        Mark(row.label, x, row.quality[score], SWEEP_COLOURS[sweeps.index(row.sweep) % 6])
+        Mark(row.label, x, row.quality[score], LINES[sweeps.index(row.sweep) % len(LINES)])
         for row in rows
         if score in row.quality and (x := getattr(row, x_name)) is not None
     ]
@@ -145,7 +144,7 @@ def _save(
 ) -> Path:
     if len(sweeps) > 1:
         for index, sweep in enumerate(sweeps):
-            axes.plot([], [], "o", color=SWEEP_COLOURS[index % 6], label=sweep)
+            axes.plot([], [], "o", color=LINES[index % len(LINES)], label=sweep)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False, loc="best")
     figure.draw_without_rendering()
@@ -197,7 +196,6 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     figure = Figure(
         figsize=(8, 1.6 + 0.28 * len(bars) + 0.12 * len(shown)), dpi=DPI, layout="constrained"
     )
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: where a step's time goes", fontsize=11)
     axes = figure.subplots()
     heights, ticks = [], []

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from xcloud.errors import ConfigError
 from xcloud.job.experiment import EXPERIMENT_FILE, flatten, read_config
-from xcloud.project import commit
+from xcloud.project import code_digests, commit
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
@@ -169,16 +169,11 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def code_fingerprint(package: Path | None = None) -> str:
-    """A short hash of the sources that decide what a run computes; a commit alone does not tell,
-    for it changes with a README and stays with an edit."""
-    package = package or Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        if relative.parts[0] not in BESIDE_CODE:
-            digest.update(f"{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+def code_fingerprint() -> str:
+    """A short hash of the sources that decide what a run computes. The commit is no substitute:
+    it changes with a README and does not change with an uncommitted edit."""
+    files = [pair for pair in code_digests().items() if pair[0].split("/")[0] not in BESIDE_CODE]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
 
 
 def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:
