@@ -1,4 +1,4 @@
-"""Sending a tensor as it is, or in a shorter floating format. Nothing integer lives here.
+"""Send a tensor unchanged, or in a shorter floating-point format. Integers: quantize.py.
 
 Shapes: N values of the tensor, in any shape.
 """
@@ -44,11 +44,11 @@ class Nothing:
 class Cast:
     """float16 or bfloat16 on the wire.
 
-    float16 travels with the power of two that brings max|x| into [2**14, 2**15): gradients of
-    1e-9 arrive with all 11 bits, where a plain cast would make them zeros, and 1e9 does not
-    become inf. What is below 2**-29 of the maximum loses bits. A power of two changes no
-    mantissa, so for values that plain float16 can hold, the result is the same.
-    bfloat16 has the range of float32 and travels alone.
+    float16 values are scaled by a power of two that brings max|x| into [2**14, 2**15): gradients
+    of 1e-9 keep all 11 bits, where a plain cast would flush them to zero, and 1e9 does not
+    overflow. Values below 2**-29 of the maximum lose bits. Scaling by a power of two leaves the
+    mantissa alone, so values that plain float16 can represent give the same result.
+    bfloat16 has the range of float32 and needs no exponent.
     NaN stays NaN; an inf stays inf (and, in float16, makes inf of what exceeds 65504).
 
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].

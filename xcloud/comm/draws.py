@@ -1,6 +1,4 @@
-"""Which random numbers a compressor draws: from the channel, the message and its own setting.
-Draws nothing itself.
-"""
+"""Seeds for random compressors, derived from the channel, the call and the compressor's `seed`."""
 
 from __future__ import annotations
 
@@ -12,14 +10,15 @@ from xcloud.comm.memory import State, whole_number
 
 
 def seed_from(*names: str | int) -> int:
-    """A 63-bit seed, the same in every process and on every machine; neighbours are unrelated."""
+    """A 63-bit seed, the same in every process and on every machine; similar names give unrelated
+    seeds."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class ChannelId:
-    """One direction between two ranks over one border. Both ends hold the same one.
+    """Identifies one direction between two ranks over one border; the same at both ends.
 
     seed: of the experiment. border: the stage before it. direction: "forward" or "backward".
     sender, receiver: ranks.
@@ -32,7 +31,7 @@ class ChannelId:
     receiver: int
 
     def stream(self, *names: str | int) -> int:
-        """A random stream of this channel alone, for the part of that name."""
+        """The number of this channel's random stream for the named part."""
         channel = (self.seed, self.border, self.direction, self.sender, self.receiver)
         return seed_from(*channel, *names)
 
@@ -45,16 +44,15 @@ class Randomized(Protocol):
     """A compressor whose result depends on random numbers."""
 
     def use_stream(self, stream: int) -> None:
-        """Draw from this stream, from its first call on. Compressors with different streams
-        share no random numbers."""
+        """Draw from this stream, starting at its first call. Different streams share no random
+        numbers."""
 
 
 @dataclass
 class Draws:
-    """Base of compressors that draw: one seed for each call, from the stream, the compressor's
-    own `seed` and the number of the call.
-
-    The stream follows from where a compressor is used, so only the number of calls is state.
+    """Base class of random compressors: one seed per call, from the stream, the compressor's own
+    `seed` and the call's number. The stream depends on where the compressor is used, so the only
+    state is the number of calls.
     """
 
     _stream: int = field(default=0, init=False, repr=False, compare=False)

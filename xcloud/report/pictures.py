@@ -1,7 +1,7 @@
 """The pictures of a run: loss.png, step_time.png and, with timeline_picture.py, timeline.png.
 
 Only the process that follows a run imports this (matplotlib takes half a second), never a worker.
-Figures are made without pyplot, which keeps global state: runs of a sweep may end side by side.
+Figures are made without pyplot, whose state is global: runs of a sweep may end concurrently.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_loss(path: Path, curves: RunCurves, title: str) -> bool:
 
 
 def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
-    """What each cloud did with a step, and the step's time over the run. False without steps."""
+    """How each cloud spent a step, and step time over the run. False without steps."""
     if not curves.step:
         return False
     skip = num_warmup_steps(len(curves.step))
@@ -103,7 +103,7 @@ def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
         low, high, color=COLOURS["forward"], alpha=0.12, linewidth=0,
         label=f"10 % to 90 %: {short(low)} to {short(high)} {unit}",
     )  # fmt: skip
-    # One hiccup of a minute must not flatten everything else; it is told instead.
+    # One hiccup of a minute must not flatten everything else; it is noted in the corner.
     top = 1.25 * max(np.percentile(seconds, 99), high)
     right.set_ylim(0, top)
     if num_above := int((seconds > top).sum()):
@@ -121,7 +121,7 @@ def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
 def _draw_breakdown(
     axes: Axes, curves: RunCurves, clouds: Sequence[str], skip: int, per_s: float
 ) -> None:
-    """A bar for each cloud, as long as its own ranks' steps; "other" is what no kind counts."""
+    """A bar for each cloud, as long as its ranks' steps; "other" is the unaccounted rest."""
     kinds = {
         "computing": ("compute_s", "forward"),
         "compressing": ("codec_s", "codec"),
@@ -147,7 +147,7 @@ def _draw_breakdown(
     _bars(axes, "other", np.maximum(step - ends, 0), ends, COLOURS["other"], step.max())
     axes.set_yticks(range(len(clouds)), clouds)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.005 * step.max())  # the edge of the last box too
+    axes.set_xlim(0, 1.005 * step.max())  # room for the edge of the last box
     axes.legend(ncols=5, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1),
                 handlelength=1, columnspacing=1, borderaxespad=0.2)  # fmt: skip
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -171,12 +171,12 @@ def _bars(
 
 
 def short(value: float) -> str:
-    """Three digits, never as 1.05e+03."""
+    """Three digits, without exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over `window` values, fewer at the ends, so that nothing is shifted."""
+    """Centred mean over `window` values, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     first = np.maximum(index - (window - 1) // 2, 0)

@@ -1,4 +1,4 @@
-"""What a rank is about to run, as a table that all ranks compare before the start (agreement.py).
+"""The table of settings and code digests that all ranks compare before the start (agreement.py).
 
 Compared, and a difference is an error:
   settings   every key of the resolved experiment file, as dotted name and value
@@ -11,7 +11,7 @@ Compared, and a difference is only noted:
   torch      its version: clouds with and without GPUs need different builds, and nothing but the
              draws above must be bit-equal across clouds
 
-Not compared, because it may differ and changes nothing that is computed, and never sent:
+Neither compared nor sent, because it may differ without changing results:
   - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs afterwards
   - the machine: hydra, every cache_dir, the device of a cloud
   - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
@@ -51,7 +51,7 @@ _LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
 
 
 def make_table(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Everything that is compared of this rank, and nothing else: section ("setting", "fact",
+    """This rank's table, with everything that is compared: section ("setting", "fact",
     "code", "info"), a space, dotted key or file -> value as JSON text. All of it is ASCII.
 
     settings: the resolved experiment file as plain containers.

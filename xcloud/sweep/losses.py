@@ -1,6 +1,6 @@
-"""losses.png: training losses of the settings of a sweep, one over the other; below, what each
-differs from the reference, seed by seed. The reference is the single cloud, else the setting
-without compression. Made from events.jsonl, which MLflow does not keep.
+"""losses.png: training losses of a sweep's settings, and below their differences to the reference,
+seed by seed. The reference is the single cloud, else the setting without compression. Made from
+events.jsonl, which MLflow does not store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Curve:
     by_seed: Mapping[object, tuple[NDArray[np.int64], Values]]
 
     def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
-        """At the steps both have, for each seed both have."""
+        """Differences at common steps, for each common seed."""
         found = {}
         for seed in self.by_seed.keys() & other.by_seed.keys():
             (step, loss), (there, base) = self.by_seed[seed], other.by_seed[seed]
@@ -78,7 +78,7 @@ def write_losses(
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     if reference:
-        # Broad and pale, so that an equal curve over it leaves both to be seen.
+        # Broad and pale, so that it stays visible under an equal curve.
         pale = {"color": "#B5B5B5", "linewidth": 4.5}
         _draw(panels[0], reference.by_seed, pale, reference.label)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
@@ -109,7 +109,7 @@ def _draw(
     style: dict[str, Any],
     label: str | None = None,
 ) -> None:
-    """Smoothed mean over seeds, and a band of their standard deviation, at the steps all have."""
+    """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
     runs = list(by_seed.values())
     steps = runs[0][0]
     for step, _ in runs[1:]:
@@ -129,7 +129,7 @@ def _draw(
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """The label, with the cluster where there are several and it does not say."""
+    """The label, plus the cluster if there are several and the label does not name it."""
     is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
     return row.label if is_clear else f"{row.label}, {row.cluster}"
 

@@ -1,5 +1,5 @@
 """A sweep in three pictures: quality against step time, quality against compression ratio, and
-where the step time goes. Figures are made without pyplot, which keeps global state.
+where the step time goes. Figures are made without pyplot, whose state is global.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = {
     "sync_s": ("averaging", COLOURS["averaging"]),
     "waiting_s": ("waiting", COLOURS["waiting"]),
 }
-# Where a label may stand, in points from its marker; the first place that is free is taken.
+# Candidate label positions, in points from the marker; the first free one is used.
 PLACES = (
     *((8, 6), (8, -12), (-8, 6), (-8, -12), (0, 12), (0, -18)),
     *((18, 20), (18, -26), (-18, 20), (-18, -26), (30, 34), (30, -40), (-30, 34), (-30, -40)),
@@ -38,7 +38,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Mark:
-    """A setting in a picture of quality against a cost or a gain."""
+    """One setting in a scatter plot."""
 
     label: str
     x: Spread
@@ -75,7 +75,7 @@ def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both: lower first value, higher second. Sorted."""
+    """The Pareto front, sorted: no other point has a lower cost and a higher quality."""
     best: list[tuple[float, float]] = []
     for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or quality > best[-1][1]:
@@ -122,7 +122,7 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
 
 
 def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
-    """As stairs: up from the edge at the fastest, and on to the other edge behind the best."""
+    """As a step line: up from the edge at the fastest, on to the other edge after the best."""
     best = front([(mark.x.mean, mark.y.mean) for mark in marks])
     limits = axes.get_xlim(), axes.get_ylim()
     (_, right), (bottom, _) = limits
@@ -155,7 +155,7 @@ def _save(
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write each label beside its marker, where it covers no other label and no marker."""
+    """Place each label beside its marker, clear of other labels and markers."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     centres = [axes.transData.transform((mark.x.mean, mark.y.mean)) for mark in marks]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
@@ -174,7 +174,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
             fontsize=8.5,
             color=mark.colour if several else INK,
             in_layout=False,
-            bbox=background,  # whiskers run behind it
+            bbox=background,  # above the whiskers
             arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
         )
         for x, y in (*PLACES, PLACES[0]):
@@ -189,7 +189,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool) -> Path:
-    """A bar for each setting and cloud: what the main thread of its ranks did in a step."""
+    """A bar for each setting and cloud: how its ranks' main thread spent a step."""
     shown = [row for row in rows if row.parts_s("compute_s")]
     shown.sort(key=lambda row: row.step_time_s.mean if row.step_time_s else 0.0)
     bars = [(row, cloud) for row in shown for cloud in sorted(row.parts_s("compute_s"))]

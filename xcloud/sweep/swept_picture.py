@@ -1,4 +1,4 @@
-"""quality_over_setting.png: what swept.py found, rows without the setting as bands."""
+"""quality_over_setting.png: the lines of swept.py; rows without the setting as bands."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SWEPT_PICTURE = "quality_over_setting.png"
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", ":", "-.")
-BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # the best rows; the table has them all
-LEGEND_WIDTH = 115  # characters that fit side by side
-MANY_TIMES = 50  # the largest value / the smallest: from here on the axis is logarithmic
-_APART, _AT_MOST = 0.04, 0.2  # of the distance between values: whiskers stand side by side
+BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
+LEGEND_WIDTH = 115  # characters per row
+MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
+_APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers do not overlap
 
 
 def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
@@ -85,7 +85,7 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
 
 
 def _style(index: int) -> dict[str, Any]:
-    """A colour and marker for each line; another dash once these are used up."""
+    """A colour and marker for each line; another dash style once these are used up."""
     number = index % len(LINES)
     dash = STYLES[index // len(LINES) % len(STYLES)]
     return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}
