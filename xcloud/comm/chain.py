@@ -132,7 +132,7 @@ class Chain:
 
 def _why_not(earlier: Compressor, later: Compressor) -> str:
     if later.family == earlier.family == "precision":
-        return "its codes are already as short as requested; keep only the one with fewer bits"
+        return "its codes are already as short as requested; keep one, with fewer bits"
     if later.family == earlier.family:
         return f"both are {later.family}; keep one, with the product of their rates"
     if earlier.family == "precision":

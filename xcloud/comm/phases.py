@@ -77,7 +77,7 @@ class Phased:
         names, steps = list(phases), [phase.until_step for phase in phases.values()]
         if not steps or steps[-1] is not None:
             raise ConfigError(
-                "the last phase of Phased needs until_step null, so that it lasts to the end; "
+                "Phased needs a last phase with until_step null, which lasts to the end; "
                 f"got until_step {steps} for {names}"
             )
         previous = -1

@@ -47,8 +47,8 @@ Table = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank ends,
-    and the run continues without it and the other `refused` ranks. text: the reason or, with `go`,
+    """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank
+    ends, and the run continues without it and the other `refused` ranks. text: the reason or, with `go`,
     a note for the user; may be empty."""
 
     kind: str = "go"
@@ -128,7 +128,7 @@ def judge(
     name_of: Callable[[int], str],
     refused_with: Callable[[frozenset[int]], frozenset[int]],
 ) -> dict[int, Verdict]:
-    """Verdicts by rank. tables: of all ranks except those in `unread`, whose tables are invalid."""
+    """Verdicts by rank. tables: of all ranks except `unread`, whose tables are invalid."""
     everyone = [*tables, *unread]
     others = [rank for rank in tables if rank != 0]
     differing: dict[str, list[int]] = {}  # key -> ranks, other than rank 0 has it

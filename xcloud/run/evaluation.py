@@ -21,8 +21,8 @@ SAMPLES_FILE = "samples.txt"
 
 
 class Evaluator:
-    """Scores a split through the pipeline. All ranks take part; the last stage's leader reports the
-    scores to rank 0 and writes samples, which are text, only to its own run folder."""
+    """Scores a split through the pipeline. All ranks take part; the last stage's leader reports
+    the scores to rank 0 and writes samples, which are text, only to its own run folder."""
 
     def __init__(
         self,

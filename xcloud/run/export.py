@@ -37,8 +37,8 @@ def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -
 
 @contextmanager
 def exporting(run_dir: Path) -> Iterator[None]:
-    """Unlike a lost log, a model that cannot be written fails the run: raises RunFailed, naming the
-    disk."""
+    """Unlike a lost log, a model that cannot be written fails the run: raises RunFailed, naming
+    the disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
 
-Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves no
-orphans (each child asks the kernel to end it with its parent).
+Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves
+no orphans (each child asks the kernel to end it with its parent).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
 
 
 class LocalRanks:
-    """The worker processes of one run. essential: ranks whose failure fails the run; the others may
-    be lost once they are ready, which the remaining ranks report. None: all ranks."""
+    """The worker processes of one run. essential: ranks whose failure fails the run; the others
+    may be lost once they are ready, which the remaining ranks report. None: all ranks."""
 
     def __init__(
         self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None

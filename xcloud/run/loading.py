@@ -13,8 +13,8 @@ from xcloud.tasks.task import TaskData
 
 
 def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData:
-    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file if
-    the task accepts sizes: it receives them from rank 0, which reads the text.
+    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
+    if the task accepts sizes: it receives them from rank 0, which reads the text.
 
     Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """

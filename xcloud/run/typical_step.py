@@ -19,7 +19,7 @@ from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.record.reporter import Reporter
 
 KEEP_STEPS = 8
-"""The last steps of a run, which are recorded; by then caches are warm, and others cost nothing."""
+"""Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 

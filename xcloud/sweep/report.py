@@ -1,5 +1,5 @@
-"""`python -m xcloud report SWEEP [OTHER ...]`: make tables and pictures of sweeps again, from their
-run folders or from MLflow; compare several sweeps. Runs nothing.
+"""`python -m xcloud report SWEEP [OTHER ...]`: make tables and pictures of sweeps again, from
+their run folders or from MLflow; compare several sweeps. Runs nothing.
 """
 
 from __future__ import annotations

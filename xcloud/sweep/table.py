@@ -181,7 +181,7 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
         counts = {row.cluster: row.num_ranks for row in rows if row.share_of_one_cloud}
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
-            yield f"The numbers of ranks differ, so the share is not due to the link alone: {listed}."
+            yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
     if (crowd := max((result.at_once for result in results), default=1)) > 1:
         yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     if len(commits := {str(r.summary["commit"]) for r in results if "commit" in r.summary}) > 1:
