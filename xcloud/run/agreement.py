@@ -48,8 +48,8 @@ Table = Mapping[str, str]
 @dataclass(frozen=True)
 class Verdict:
     """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank
-    ends, and the run continues without it and the other `refused` ranks. text: the reason or, with `go`,
-    a note for the user; may be empty."""
+    ends, and the run continues without it and the other `refused` ranks. text: the reason or,
+    with `go`, a note for the user; may be empty."""
 
     kind: str = "go"
     refused: tuple[int, ...] = ()

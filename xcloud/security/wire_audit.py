@@ -2,9 +2,9 @@
 Taken from the links' records; contains no tensor values.
 
 Every rank writes `rankN.wire.json` to its run folder once its links have closed, so nothing it
-sent is missing. If a rank's file is missing, what its receivers recorded is used instead
-(one-way jobs, which outlive a producer). `join_audit` merges the files of a folder into `wire_audit.json`; for a
-run on several machines copy them into one folder first and run
+sent is missing. If a rank's file is missing, what its receivers recorded is used instead (one-way
+jobs, which outlive a producer). `join_audit` merges the files of a folder into `wire_audit.json`;
+for a run on several machines copy them into one folder first and run
     python -m xcloud wire-audit RUN_DIR
 """
 
