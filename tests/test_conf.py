@@ -187,7 +187,7 @@ def test_compression_is_said_to_be_off_where_no_border_leaves_a_cloud() -> None:
         ("training.batch_size=2", "training.batch_size is 2, too few for 4 micro-batches"),
         (
             "+security.holders.source=[cloud_b]",
-            "stage 0 reads 'source' but lies in cloud 'cloud_a'",
+            "stage 0 reads 'source' but is in cloud 'cloud_a'",
         ),
         ("+security.holders.source=[cloud_x]", "the clouds are cloud_a, cloud_b"),
         ("+security.holders.sauce=[cloud_a]", "no stage reads that field"),

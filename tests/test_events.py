@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from xcloud.record.events import EventReader, StepCollector, append_event
+from tests.event_lines import append_event
+from xcloud.record.events import EventReader, StepCollector
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:

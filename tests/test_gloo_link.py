@@ -165,7 +165,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link(tmp_path: Path) -> No
 
     assert results[1][0] == 0
     assert "FrameError report of step 0" in results[1][1]
-    assert "from rank 0 of cloud 'x' cannot be taken: IndexError" in results[1][1]
+    assert "from rank 0 of cloud 'x' cannot be handled: IndexError" in results[1][1]
     assert results[1][1].endswith("False\n")
 
 

@@ -132,7 +132,7 @@ def test_notes_of_a_rank_that_are_elsewhere_are_asked_for(
     file = tmp_path / OBSERVATIONS_DIR / "rank1.safetensors"
     elsewhere = file.rename(tmp_path / "rank1.safetensors")
     assert main([str(tmp_path)]) == 1
-    assert "lacks the notes of rank 1" in capsys.readouterr().err
+    assert "lacks the observations of rank 1" in capsys.readouterr().err
 
     elsewhere.rename(file)
     (tmp_path / "summary.json").write_text('{"name": "a", "label_leak_auc": null}')

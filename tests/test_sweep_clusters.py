@@ -12,11 +12,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from tests.event_lines import append_event
 from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
 from xcloud.record.curves import read_curves
-from xcloud.record.events import append_event
 from xcloud.sweep import report
 from xcloud.sweep.losses import LOSSES, curves_of, write_losses
 from xcloud.sweep.published import published_for

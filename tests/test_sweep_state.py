@@ -2,12 +2,14 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
 from xcloud.errors import ConfigError
+from xcloud.project import code_digests
 from xcloud.sweep.points import Point, name_points
 from xcloud.sweep.runner import check_settings
 from xcloud.sweep.state import SweepState, code_fingerprint
@@ -186,16 +188,20 @@ def test_a_change_of_code_is_said_and_the_point_runs_again(
     assert "none s1 runs again; code changed since" in said and "accept_changes=true" in said
 
 
-def test_code_that_decides_nothing_is_not_looked_at(tmp_path: Path) -> None:
+def test_code_that_decides_nothing_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = partial(code_digests, tmp_path)
+    monkeypatch.setattr("xcloud.sweep.state.code_digests", digests)
     (tmp_path / "sweep").mkdir()
     (tmp_path / "a.py").write_text("1")
-    before = code_fingerprint(tmp_path)
+    before = code_fingerprint()
 
     (tmp_path / "sweep" / "table.py").write_text("2")
     (tmp_path / "notes.md").write_text("3")
-    assert code_fingerprint(tmp_path) == before
+    assert code_fingerprint() == before
     (tmp_path / "a.py").write_text("4")
-    assert code_fingerprint(tmp_path) != before
+    assert code_fingerprint() != before
 
 
 def test_another_command_adds_points_to_the_sweep(folder: Path) -> None:

@@ -215,7 +215,7 @@ def test_published_numbers_are_said_not_to_compare() -> None:
 def test_a_file_that_is_no_list_of_figures_is_named(tmp_path: Path) -> None:
     (path := tmp_path / "published.toml").write_text("[[published]]\nquality = '1'\n")
 
-    with pytest.raises(ConfigError, match=r"published\.toml is no list of published figures"):
+    with pytest.raises(ConfigError, match=r"published\.toml is not a list of published figures"):
         entries(path)
     assert entries(tmp_path / "none.toml") == []
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.event_lines import append_event
 from xcloud.errors import ConfigError
-from xcloud.record.events import EVENTS_FILE, append_event
+from xcloud.record.events import EVENTS_FILE
 from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracked_values import final_metrics
@@ -190,10 +191,12 @@ def test_artifacts_are_found_again_after_the_project_has_moved(
     ]
 
 
+REPOSITORY = Path(__file__).parent.parent
+
 START_A_RUN = """
 import sys
 from pathlib import Path
-from xcloud.record.events import append_event
+from tests.event_lines import append_event
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import MlflowTracker, TrackedRun
 
@@ -213,7 +216,7 @@ assert tracker.run_id and not tracker.recorded().missing, tracker.recorded()
 def test_four_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
     root = tmp_path / "mlruns"
     command = [sys.executable, "-c", START_A_RUN, str(root)]
-    runs = [subprocess.Popen([*command, str(number)]) for number in range(4)]
+    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(4)]
 
     assert [run.wait(200) for run in runs] == [0, 0, 0, 0]
     assert query(root, "SELECT name, status FROM runs ORDER BY name") == [

@@ -42,7 +42,7 @@ def test_every_layout_goes_with_its_rules(cluster: str, security: str) -> None:
 @pytest.mark.parametrize(
     ("cluster", "security", "said"),
     [
-        ("bottom_only", "owner_keeps_text_and_labels", "stage 1 reads 'label' but lies in"),
+        ("bottom_only", "owner_keeps_text_and_labels", "stage 1 reads 'label' but is in"),
         ("u_shape", "two_owners", "names cloud 'text_owner'; the clouds are owner, other"),
         ("two_clouds", "owner_keeps_text", "the clouds are cloud_a, cloud_b"),
     ],
@@ -55,11 +55,11 @@ def test_a_layout_that_breaks_the_rules_is_refused(cluster: str, security: str, 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("+security.weights.head=[owner]", "stage 1 holds the weights of 'head' but lies in"),
+        ("+security.weights.head=[owner]", "stage 1 holds the weights of 'head' but is in"),
         ("+security.weights.heads=[other]", "no such part; its parts are embeddings, head, layer"),
         ("+security.weights.head=owner", "security.weights.head must be a list of cloud names"),
         ("+security.weights.head=[cloud_x]", "the clouds are owner, other"),
-        ("+security.holders.label=[owner]", "stage 1 reads 'label' but lies in cloud 'other'"),
+        ("+security.holders.label=[owner]", "stage 1 reads 'label' but is in cloud 'other'"),
         ("security.defences.forward=3", "security.defences.forward must be a defence"),
         ("security.meter=true", "security.meter must be a LeakMeter or null"),
         ("security/meter=attack security.meter.last_steps=0", "security.meter.last_steps"),

@@ -1,5 +1,6 @@
 """Where the project lies and which commit it is. Reads files and asks git; changes nothing."""
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -33,6 +34,19 @@ def commit() -> str:
     if not head or status is None:
         return "unknown"
     return f"{head}-dirty" if status else head
+
+
+def code_digests(package: Path = Path(__file__).parent) -> dict[str, str]:
+    """A digest of every .py file of the package, by its path in it ("run/worker.py")."""
+    return {
+        file.relative_to(package).as_posix(): file_digest(file)
+        for file in sorted(package.rglob("*.py"))
+    }
+
+
+def file_digest(file: Path) -> str:
+    """Of a text file; line ends do not count."""
+    return hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:16]
 
 
 def _checkout() -> Path | None:

@@ -11,9 +11,8 @@ T = TypeVar("T")
 
 
 class ByteQueue(Generic[T]):
-    """First in, first out. `put` blocks while the items inside and the new one are more than
-    max_bytes together; into an empty queue an item of any size goes. Items of 0 bytes (what ends
-    a link) never wait."""
+    """FIFO. `put` blocks while the queued items and the new one exceed max_bytes; an empty queue
+    accepts an item of any size. Items of 0 bytes (which end a link) never wait."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -22,7 +21,7 @@ class ByteQueue(Generic[T]):
         self._changed = threading.Condition()
 
     def put(self, item: T, num_bytes: int, timeout_s: float | None = None) -> None:
-        """Raises queue.Full if there is no room within timeout_s seconds; None never gives up."""
+        """Raises queue.Full if there is no room within timeout_s seconds (None: wait for ever)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(num_bytes), timeout_s):
                 raise Full
@@ -31,7 +30,7 @@ class ByteQueue(Generic[T]):
             self._changed.notify_all()
 
     def get(self, timeout_s: float | None = None) -> T:
-        """Raises queue.Empty if nothing comes within timeout_s seconds."""
+        """Raises queue.Empty if nothing arrives within timeout_s seconds (None: wait for ever)."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._items) > 0, timeout_s):
                 raise Empty

@@ -1,13 +1,13 @@
-"""The clock of an emulated link: when would these bytes arrive? It delays nothing by itself.
+"""The clock of an emulated link: computes when a message would arrive. Delays nothing itself.
 
-All ranks of one cloud that send to one other cloud share one clock, kept in a small file of the
-run folder, so they share the bandwidth. The sender's background thread reserves the line and
+All ranks of one cloud that send to the same other cloud share one clock, kept in a small file in
+the run folder, and so share the bandwidth. The sender's background thread reserves the line and
 writes the time of delivery into the frame; the receiver's background thread holds the frame back
-until then. No root rights, no busy waiting, and the compute threads never sleep for it.
+until then. It needs no root rights and no busy waiting, and never blocks the compute threads.
 
-Model: first come, first served by whole messages (as in a router's queue); packet headers of TCP
-over Ethernet take their share of the line; latency is added after the last byte; jitter never
-reorders. As on a real link, a message begins only when its sender knows of a posted receive
+Model: whole messages first come, first served (as in a router's queue); TCP and Ethernet headers
+count; latency is added after the last byte; jitter never reorders. As on a real link, a message
+starts only when its sender knows of a posted receive
 (`PostedReceives`). Not modelled: TCP slow start, loss, cross traffic.
 """
 
@@ -30,8 +30,8 @@ _STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all s
 
 
 class Reservation(NamedTuple):
-    """start_s, sent_s: when the line begins and ends to carry the message; deliver_at_s: when its
-    last byte is there. All by this machine's monotonic clock, in seconds."""
+    """start_s, sent_s: when the line starts and finishes carrying the message. deliver_at_s: when
+    its last byte arrives. Seconds of this machine's monotonic clock."""
 
     start_s: float
     sent_s: float
@@ -39,16 +39,16 @@ class Reservation(NamedTuple):
 
 
 class PostedReceives:
-    """When the sender of one emulated link may begin a message: the receiver's window, as gloo
-    keeps it on a real link.
+    """When the sender of an emulated link may start a message: the receive window that gloo has
+    on a real link.
 
-    With w receives posted at first, message k needs the one that the receiver posts when it takes
-    message k - w. The receiver's thread takes each message when it is delivered, and the notice
-    of the receive it posts then travels one latency back. So message k begins no earlier than
+    With w receives posted initially, message k needs the one that the receiver posts when it takes
+    message k - w. The receiver's thread takes each message on delivery, and the notice of the next
+    posted receive takes one latency back. So message k starts no earlier than
         deliver_at(k - w) + latency,
-    which the sender knows by itself: it wrote deliver_at. A notice has no length and no jitter.
-    Where the receiver's queue is full (an evaluation behind a slow decoder) it takes messages
-    later than this says; nobody waits for them then.
+    which the sender can compute: it wrote deliver_at. A notice has no size and no jitter.
+    If the receiver's queue is full (evaluation with a slow decoder) it takes messages later than
+    modelled; nothing is timed then.
     """
 
     def __init__(self, num_posted: int, latency_s: float) -> None:
@@ -57,14 +57,14 @@ class PostedReceives:
 
     @property
     def known_at_s(self) -> float:
-        """When the next message's receive is known to the sender, by the monotonic clock; 0 for
-        the first messages, whose receives were posted when the ranks met."""
+        """When the sender learns of the next message's receive, by the monotonic clock; 0 for the
+        first messages, whose receives were posted at set-up."""
         if len(self._delivered_at_s) < (self._delivered_at_s.maxlen or 0):
             return 0.0
         return self._delivered_at_s[0] + self._latency_s
 
     def used(self, deliver_at_s: float) -> None:
-        """A message, delivered then, has taken its receive."""
+        """Note that a message delivered at that time used up a receive."""
         self._delivered_at_s.append(deliver_at_s)
 
 
@@ -82,7 +82,7 @@ class LinkClock:
         self._state = mmap.mmap(self._file, _STATE.size)
 
     def reserve(self, num_bytes: int, now_s: float | None = None) -> Reservation:
-        """Take the line for one message of `num_bytes`, from now_s (default: now) or when free."""
+        """Reserve the line for `num_bytes`, from now_s (default: now) or as soon as it is free."""
         with self._lock:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:

@@ -1,11 +1,11 @@
-"""One message as bytes: a header that describes itself, then the tensors. Never a pickle.
+"""Encode a message as bytes: a self-describing header, then the tensors. Never a pickle.
 
 Layout, little-endian:
   magic "XCLD" | version u8 | kind u8 | number of parts u8 | unused u8 | step u32 | micro-batch u32
   | sequence u32 | crc32 u32 | payload bytes u64 | deliver_at f64            (40 bytes)
   per part: dtype u8 | number of axes u8 | size of each axis u32
-  payload: the parts' bytes one after the other
-The checksum covers everything behind it and, with the crc field zero, everything before it.
+  payload: the parts' bytes, concatenated
+The checksum covers the whole frame, with the crc field set to zero.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Kind(IntEnum):
-    """What a frame is for. Training and evaluation activations are told apart, so that a rank
-    that lost step never takes one for the other."""
+    """What a frame is for. Training and evaluation activations differ, so that a rank that is out
+    of step never mistakes one for the other."""
 
     ACTIVATION = 1
     GRADIENT = 2
@@ -53,11 +53,11 @@ class Kind(IntEnum):
     REPORT = 5
     AGREEMENT = 6
     GOODBYE = 7
-    START = 8  # what a stage hands to the next one, once, before the first step
-    MEETING = 9  # a rank has come to where all meet; rank 0's answer: all have
+    START = 8  # what a stage passes to the next one, once, before the first step
+    MEETING = 9  # a rank has reached a barrier; rank 0 answers when all have
     ALIVE = 10  # a sign of life of a rank that is busy outside a step
-    # One-way jobs: a producer's batch, its word that it is there, the consumer's order for
-    # batches, and its word that no more are wanted.
+    # One-way jobs: a producer's batch, its "ready", the consumer's order for batches, and its
+    # "stop" when it needs no more.
     BATCH = 16
     READY = 17
     ORDER = 18
@@ -65,7 +65,7 @@ class Kind(IntEnum):
 
 
 class MessageKey(NamedTuple):
-    """Which message this is; the receiver knows which one it expects."""
+    """Identifies a message; the receiver knows which one to expect."""
 
     kind: Kind
     step: int = 0
@@ -102,7 +102,7 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
     offset = _HEADER.size
     for spec in specs:
         if spec.dtype not in _CODE_OF:
-            raise FrameError(f"no frame can carry a tensor of {spec.dtype}")
+            raise FrameError(f"a frame cannot carry a tensor of {spec.dtype}")
         struct.pack_into(f"<BB{len(spec.shape)}I", view, offset,
                          _CODE_OF[spec.dtype], len(spec.shape), *spec.shape)  # fmt: skip
         offset += 2 + 4 * len(spec.shape)
@@ -120,7 +120,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
-    """Write the delivery time (0 = at once) and the checksum; the last thing before sending."""
+    """Write the delivery time (0 = at once) and the checksum, just before sending."""
     view = _bytes_of(frame)
     struct.pack_into("<d", view, _DELIVER_OFFSET, deliver_at_s)
     struct.pack_into("<I", view, _CRC_OFFSET, 0)
@@ -128,9 +128,9 @@ def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
 
 
 def decode_frame(buffer: Tensor, sender: str) -> Frame:
-    """Check and unpack what arrived at the start of `buffer` (uint8, may be longer).
+    """Check and unpack the frame at the start of `buffer` (uint8, may be longer).
 
-    Raises FrameError naming `sender` and what is wrong. The parts own their memory.
+    Raises FrameError naming `sender` and the defect. The parts own their memory.
     """
     view = _bytes_of(buffer)
     if len(view) < _HEADER.size:

@@ -1,10 +1,9 @@
 """Links over torch.distributed point-to-point calls, with a thread at each end.
 
-Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
+Measured facts this file relies on (gloo, torch 2.13): a message is sent only once the peer has
 posted its receive, so receives are posted ahead (`window.py`); a receive may be longer than the
-message, so one buffer size serves all; a group per direction keeps the link full duplex. A buffer
-takes memory only as far as a message has ever filled it.
-Nothing outside this file and `worker.py` knows which process-group backend is in use.
+message, so one buffer size fits all; a group per direction keeps the link full duplex. Buffer
+pages use memory only once a message has filled them.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class GlooOutLink:
     """Sends frames to one peer from a background thread.
 
     capacity_bytes: the peer's buffer size; a longer frame is refused.
-    clock: the emulated link; None leaves the network alone.
-    window: receives that the peer posts, and bytes that may wait here before `send` blocks.
-    log: where to note when each message was sent; None notes nothing.
-    record: where to note what was sent; None where the peer is in the same cloud.
+    clock: the emulated link; None for a real one.
+    window: receives that the peer posts, and bytes that may be queued here before `send` blocks.
+    log: records when each message was sent; None records nothing.
+    record: records what was sent; None if the peer is in the same cloud.
     life: the peer's signs of life, shared with the other links to and from it.
-    overdue_s: how long a full queue may stand still if the peer says nothing at all.
+    overdue_s: how long a full queue may stall while the peer is silent.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GlooOutLink:
         self.peer_name = peer_name
         self.stats = LinkStats()
         self._life, self._overdue_s = life or PeerLife(), overdue_s
-        self._sending = threading.Lock()  # signs of life come from a thread of their own
+        self._sending = threading.Lock()  # signs of life come from another thread
         self._is_closing = False
         self._record = record
         self._group, self._peer, self._clock, self._log = group, peer, clock, log
@@ -91,7 +90,7 @@ class GlooOutLink:
         if not self._sending.acquire(blocking=False):
             return
         try:
-            # What waits here is a sign of life itself as soon as it arrives.
+            # A queued message is a sign of life itself once it arrives.
             if not self._is_closing and self._queue.is_empty:
                 self._send(MessageKey(Kind.ALIVE), parts, carries)
         finally:
@@ -101,8 +100,8 @@ class GlooOutLink:
         frame = encode_frame(key, parts, self._sequence)
         if frame.numel() > self._capacity_bytes:
             raise FrameError(
-                f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
-                f"promised at most {self._capacity_bytes:,}"
+                f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver "
+                f"expects at most {self._capacity_bytes:,}"
             )
         queued_at_s = time.monotonic()
         if key.kind is not Kind.GOODBYE:
@@ -121,7 +120,7 @@ class GlooOutLink:
         if not _join(self._thread, self._life, timeout_s):
             raise LinkTimeout(
                 f"{self.peer_name} did not take the last messages and gave no sign of life for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
+                f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
             )
         if self._failure is not None:
             raise self._failure
@@ -139,7 +138,7 @@ class GlooOutLink:
                     raise LinkTimeout(
                         f"{self.peer_name} has taken none of the waiting messages for "
                         f"{time.monotonic() - started_s:.0f} s and gives no sign of life. Is that "
-                        "rank stopped, or its line down?"
+                        "rank stopped, or its link down?"
                     ) from None
 
     def _run(self) -> None:
@@ -159,8 +158,8 @@ class GlooOutLink:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 
     def _take_line(self, item: _Outgoing) -> Reservation | None:
-        """The message's time on the emulated line; None without one. Waits until the receive for
-        it is known to be posted: others may use the line meanwhile."""
+        """Reserve the emulated line for the message; None without one. First waits until its
+        receive is known to be posted, while others may use the line."""
         if self._clock is None:
             return None
         ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
@@ -176,13 +175,13 @@ class GlooOutLink:
 class GlooInLink:
     """Receives frames from one peer in a background thread, each at its time of delivery.
 
-    handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
-        Whatever one raises is the link's end. Signs of life that have none are dropped.
-    window: receives to post, and bytes that may wait for `recv` before no more are taken.
-    log: where to note when each message was delivered; None notes nothing.
-    on_end: called once, in the background thread, when nothing more can come, with the reason.
+    handlers: by kind, functions called in the background thread instead of queueing for `recv`.
+        An exception in one ends the link. Signs of life without a handler are dropped.
+    window: receives to post, and bytes that may be queued for `recv` before reading stops.
+    log: records when each message was delivered; None records nothing.
+    on_end: called once, in the background thread, with the reason why nothing more will arrive.
     life: the peer's signs of life, shared with the other links to and from it.
-    advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
+    advice: appended to a LinkTimeout's message: the setting that lets this rank wait longer.
     """
 
     def __init__(
@@ -228,12 +227,12 @@ class GlooInLink:
                     f" {self._advice}".rstrip()
                 ) from None
         if isinstance(found, LinkError):
-            self._inbox.put(found, 0)  # whoever asks next shall hear it too
+            self._inbox.put(found, 0)  # for the next call too
             raise found
         return expect(found, key, self.peer_name).parts
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye, as long as it gives signs of life."""
+        """Wait for the peer's goodbye for as long as it gives signs of life."""
         if not _join(self._thread, self._life, timeout_s):
             raise LinkTimeout(
                 f"{self.peer_name} did not say goodbye and gave no sign of life for "
@@ -259,11 +258,11 @@ class GlooInLink:
                 spare.append(buffer)
                 if frame.sequence != expected:
                     raise FrameError(
-                        f"message {frame.sequence} from {self.peer_name} came as number {expected}"
+                        f"message {frame.sequence} from {self.peer_name} is number {expected} here"
                     )
                 expected += 1
                 if frame.key.kind is Kind.GOODBYE:
-                    for _, rest in posted:  # as many goodbyes are sent as receives are posted
+                    for _, rest in posted:  # the peer sends one goodbye per posted receive
                         rest.wait()
                     self.said_goodbye = True
                     self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
@@ -277,7 +276,7 @@ class GlooInLink:
             self._end(error)
         except RuntimeError as error:
             self._end(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
-        except Exception as error:  # a thread that dies in silence leaves its reader waiting
+        except Exception as error:  # a thread that dies silently would leave its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
     def _deliver(self, frame: Frame) -> None:
@@ -288,7 +287,7 @@ class GlooInLink:
             raise
         except Exception as error:
             raise FrameError(
-                f"{frame.key} from {self.peer_name} cannot be taken: {error!r}"
+                f"{frame.key} from {self.peer_name} cannot be handled: {error!r}"
             ) from error
 
     def _keep(self, frame: Frame) -> None:
@@ -304,7 +303,7 @@ class GlooInLink:
 
 
 def _join(thread: threading.Thread, life: PeerLife, timeout_s: float) -> bool:
-    """Wait for the end of a link's thread until the peer was silent for timeout_s."""
+    """Join a link's thread; False if the peer was silent for timeout_s meanwhile."""
     started_s = time.monotonic()
     while thread.is_alive():
         left_s = life.deadline_s(started_s, timeout_s) - time.monotonic()
@@ -315,6 +314,6 @@ def _join(thread: threading.Thread, life: PeerLife, timeout_s: float) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Gloo puts its source position and peer first; the rest is advice and a C++ trace."""
+    """Gloo's first line names source line and peer; the rest is advice and a C++ trace."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.partition(". This is typically caused")[0].strip()

@@ -1,4 +1,4 @@
-"""What a link between two clouds can do, as numbers. Not a link: nothing is sent here.
+"""Bandwidth, latency and faults of a link between two clouds. Pure arithmetic; sends nothing.
 
 Times in seconds, bandwidth in bits per second of the line, packet headers included.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 from xcloud.checks import check_int, check_number
 from xcloud.errors import ConfigError
 
-# TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are ours (20 IP, 32 TCP with
+# TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are payload (20 IP, 32 TCP with
 # timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.
 PACKET_PAYLOAD_BYTES = 1448
 PACKET_HEADER_BYTES = 66
@@ -28,15 +28,15 @@ def line_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """One direction of the link between two clouds; the other direction is alike and independent.
+    """One direction of the link between two clouds; the other is identical and independent.
 
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
     latency_s: one way. The round trip is twice this.
-    jitter_s: each message is late by a seeded uniform draw from [0, jitter_s]; none overtakes.
+    jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
     trace: [[seconds since the start, bits per second], ...]: the bandwidth from then on;
-        starts again every trace_period_s if that is set. Before the first entry it is
+        repeats every trace_period_s if that is set. Before the first entry it is
         bandwidth_bits_per_s.
-    outages: [[start, duration], ...] in seconds since the start; nothing moves meanwhile.
+    outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
     outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
     timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
         transfer time.
@@ -86,7 +86,7 @@ class LinkProfile:
         return 8.0 * line_bytes(num_bytes) / self.bandwidth_bits_per_s
 
     def overdue_s(self, num_bytes: int) -> float:
-        """How long to wait for a message of this size before calling the peer silent."""
+        """Seconds to wait for a message of this size before the peer counts as silent."""
         return self.timeout_s + self.timeout_factor * self.transfer_s(num_bytes)
 
     def describe(self) -> str:
@@ -101,7 +101,7 @@ class LinkProfile:
         return f"{unit}, {', '.join(extras)}"
 
     def sent_at(self, start_s: float, num_bytes: int) -> float:
-        """When the last byte leaves, if the first leaves at start_s (seconds since the start)."""
+        """When the last byte is sent if the first is sent at start_s (seconds since the start)."""
         bits = 8.0 * line_bytes(num_bytes)
         now = start_s
         while True:
@@ -112,7 +112,7 @@ class LinkProfile:
             now = until
 
     def _rate_from(self, now_s: float) -> tuple[float, float]:
-        """Bits per second at now_s, and until when they hold."""
+        """Bits per second at now_s, and until when this rate holds."""
         until = math.inf
         for start, duration in (*self.outages, *self._random_outages(now_s)):
             if start <= now_s < start + duration:
@@ -152,7 +152,7 @@ class LinkProfile:
         return random.Random(self.seed), []
 
     def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """Seeded outages up to a while after now_s; drawn as time goes on, in all ranks alike."""
+        """Seeded outages up to some time after now_s; drawn lazily, the same in all ranks."""
         if not self.outage_every_s:
             return []
         generator, drawn = self._outage_draws
@@ -183,5 +183,5 @@ def _pairs(
         )
         pairs.append((float(entry[0]), float(entry[1])))
     if pairs != sorted(pairs):
-        raise ConfigError(f"{name} must be in the order of time, got {value!r}")
+        raise ConfigError(f"{name} must be in order of time, got {value!r}")
     return tuple(pairs)

@@ -1,8 +1,8 @@
-"""Signs of life: when a peer was last heard, and how long it may be silent. No network here.
+"""Liveness: when a peer was last heard, and how long it may be silent. No network here.
 
-A rank that is busy outside a training step (exporting, evaluating, closing) says every few seconds
-that it is alive, so nobody has to know how long that work may take. Everything that arrives counts
-as a sign of life. Inside a step, what a message may take is the link's to say (`overdue_s`).
+A rank that is busy outside a training step (exporting, evaluating, closing) sends a sign of life
+every few seconds, so no limit on such work is needed. Every message counts as a sign of life.
+Inside a step the link sets the deadline of a message (`overdue_s`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from xcloud.errors import ConfigError, LinkError
 class Liveness:
     """When a silent rank counts as lost.
 
-    interval_s: a busy rank gives a sign of life this often.
-    lost_after_s: seconds since the last sign of life after which nobody waits for it any more.
+    interval_s: how often a busy rank gives a sign of life.
+    lost_after_s: a rank is lost this many seconds after its last sign of life.
     """
 
     interval_s: float = 5.0
@@ -43,7 +43,7 @@ DEFAULT_LIVENESS = Liveness()
 
 
 class PeerLife:
-    """When one peer last gave a sign of life, by this machine's monotonic clock. Any thread."""
+    """When one peer last gave a sign of life, by this machine's monotonic clock. Thread-safe."""
 
     def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
         self.policy = policy
@@ -51,7 +51,7 @@ class PeerLife:
         self._last_s = float("-inf")
 
     def note(self, at_s: float | None = None) -> None:
-        """at_s: now, if None. In the future for a message that an emulated link holds back."""
+        """at_s: default now; in the future for a message that an emulated link holds back."""
         with self._lock:
             self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
 
@@ -62,15 +62,15 @@ class PeerLife:
             return max(0.0, time.monotonic() - self._last_s)
 
     def deadline_s(self, started_s: float, overdue_s: float) -> float:
-        """Until when to wait for what was begun at started_s: overdue_s for a peer that says
-        nothing at all, and lost_after_s after the last sign of life of one that does."""
+        """Until when to wait, having started at started_s: overdue_s if the peer is silent from
+        the start, else lost_after_s after its last sign of life."""
         with self._lock:
             return max(started_s + overdue_s, self._last_s + self.policy.lost_after_s)
 
 
 class Heartbeat:
     """`with Heartbeat(interval_s, beat):` calls beat() in the background every interval_s seconds,
-    until the block ends or beat() raises LinkError (the main thread finds that out by itself)."""
+    until the block ends or beat() raises LinkError (which the main thread will meet itself)."""
 
     def __init__(self, interval_s: float, beat: Callable[[], None]) -> None:
         self._interval_s, self._beat = interval_s, beat

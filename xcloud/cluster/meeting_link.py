@@ -1,5 +1,5 @@
-"""Frames between two ranks before anything is wired: on the default process group, without threads
-and without emulation. For a few small messages at the start; the run itself uses GlooOutLink.
+"""A link for the few small messages before wiring: on the default process group, without threads
+or emulation. The run itself uses GlooOutLink.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class MeetingLink:
     """Both directions between this rank and `peer`; an OutLink and an InLink.
 
     capacity_bytes: longest frame, the same in both ranks. timeout_s: how long `send` may take.
-    record: where to note what was sent; None where the peer is in the same cloud.
+    record: records what was sent; None if the peer is in the same cloud.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class MeetingLink:
         self._num_sent = 0
 
     def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        """Returns when the peer has taken it. Raises LinkTimeout, LinkClosed, or FrameError for a
-        frame longer than capacity_bytes."""
+        """Returns once the peer has received it. Raises LinkTimeout, LinkClosed, or FrameError for
+        a frame longer than capacity_bytes."""
         frame = encode_frame(key, parts, self._num_sent)
         if frame.numel() > self._capacity_bytes:
             raise FrameError(
@@ -53,7 +53,7 @@ class MeetingLink:
         self._wait(dist.isend(frame, self._peer), key, self._timeout_s)
 
     def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        """Whoever waits here waits for a deadline of its own."""
+        """Not needed: `recv` has a fixed deadline."""
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
         buffer = torch.zeros(self._capacity_bytes, dtype=torch.uint8)
@@ -61,7 +61,7 @@ class MeetingLink:
         return expect(decode_frame(buffer, self._peer_name), key, self._peer_name).parts
 
     def close(self, timeout_s: float) -> None:
-        """Nothing to end: `send` has delivered everything."""
+        """Nothing to do: `send` has delivered everything."""
 
     def _wait(self, work: dist.Work | None, key: MessageKey, timeout_s: float) -> None:
         assert work is not None
@@ -71,7 +71,7 @@ class MeetingLink:
             reason = (str(error).splitlines() or [""])[0]
             if "timed out" in reason.lower():
                 raise LinkTimeout(
-                    f"{key} did not pass between this rank and {self._peer_name} in "
+                    f"{key} was not exchanged between this rank and {self._peer_name} in "
                     f"{timeout_s:.0f} s. Is that rank alive, and of the same release of xcloud?"
                 ) from error
             raise LinkClosed(f"{self._peer_name} is gone: {reason}") from error

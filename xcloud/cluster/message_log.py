@@ -1,7 +1,7 @@
-"""When messages between clouds were on their way, noted at both ends for the timeline of a step.
-Counts no bytes (link.py does) and delays nothing.
+"""Record when messages between clouds were sent and received, for the timeline of a step.
+Bytes are counted in link.py.
 
-All moments are time.monotonic() of the machine that notes them.
+All times are time.monotonic() of the recording machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xcloud.cluster.emulated_link import Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 
 CONTROL = -1
-"""In place of a border: the small messages around rank 0."""
+"""In place of a border: control messages from and to rank 0."""
 
 
 class LinkName(NamedTuple):
@@ -25,8 +25,8 @@ class LinkName(NamedTuple):
 
 
 class SentMessage(NamedTuple):
-    """line_from_s, line_until_s: when the emulated line carried it. Elsewhere line_from_s is when
-    it was handed to the network, and line_until_s is None: only the receiver knows more."""
+    """line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
+    when it was passed to the network, and line_until_s is None: only the receiver knows it."""
 
     link: LinkName
     key: MessageKey
@@ -47,8 +47,9 @@ class ReceivedMessage(NamedTuple):
 class MessageLog:
     """What one rank sent to and received from other clouds; its links append from their threads.
 
-    Messages of steps from from_step on are noted, whenever they come: where nothing comes back, a
-    cloud may be many steps ahead of the next. Reports, which are of no step, once it is open.
+    Messages of step from_step or later are recorded whenever they arrive: without a backward pass
+    a cloud may be many steps ahead of the next. Reports belong to no step; they are recorded
+    while is_open.
     """
 
     def __init__(self, from_step: int) -> None:
@@ -68,7 +69,7 @@ _OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE)
 
 @dataclass(frozen=True)
 class LinkLog:
-    """One link's way into its rank's log."""
+    """One link's access to its rank's log."""
 
     name: LinkName
     log: MessageLog
@@ -82,7 +83,7 @@ class LinkLog:
         now_s: float,
         slot: Reservation | None,
     ) -> None:
-        """now_s: the message is being handed to the network. slot: its time on an emulated one."""
+        """now_s: when it is passed to the network. slot: its reservation on an emulated line."""
         if not self.log.wants(key):
             return
         line = (now_s, None) if slot is None else (slot.start_s, slot.sent_s)

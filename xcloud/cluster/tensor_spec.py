@@ -1,4 +1,4 @@
-"""Shape and dtype of a tensor without its values. Not a tensor, holds no memory."""
+"""Shape and dtype of a tensor, without its values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What must be known of a tensor to count its bytes or to receive it."""
+    """What is needed to count a tensor's bytes or to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,5 +1,5 @@
-"""What one rank sent to other clouds, or got from them, kind by kind: what it carries, shapes,
-counts, bytes. Keeps no value of any tensor, and never the order of messages.
+"""Record what one rank sent to or received from other clouds, by kind: contents, shapes, counts,
+bytes. Keeps neither tensor values nor the order of messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xcloud.cluster.frame import Kind
 
 @dataclass
 class _Entry:
-    """All messages of one kind and make-up on one link."""
+    """All messages of one kind and composition on one link."""
 
     carries: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -44,9 +44,9 @@ class _Entry:
 
 @dataclass
 class LinkRecord:
-    """What went over one link. to: cloud of the receiver. border: stage before it, None for the
-    small messages around rank 0 and in one-way jobs. bytes_of: whole frames, by kind; another
-    thread may read it."""
+    """What went over one link. to: cloud of the receiver. border: number of the stage before it;
+    None for control messages from and to rank 0 and in one-way jobs. bytes_of: whole frames, by
+    kind; other threads may read it."""
 
     to: str
     receiver: int
@@ -57,7 +57,7 @@ class LinkRecord:
     def note(
         self, kind: Kind, parts: Sequence[Tensor], carries: Sequence[str], num_bytes: int
     ) -> None:
-        """carries: what each part is, in words; num_bytes: of the whole frame."""
+        """carries: a description of each part. num_bytes: of the whole frame."""
         dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
         axes = tuple(part.dim() for part in parts)
         key = (kind, tuple(carries), dtypes, axes)

@@ -1,4 +1,5 @@
-"""Unsigned codes of n bits in bytes without gaps, and back. Knows nothing of what a code means.
+"""Pack unsigned n-bit codes into bytes without gaps, and unpack them. What a code means is not
+known here.
 
 A code is cut into planes of 8, 4, 2 and 1 bits (6 = 4 + 2). A plane of w bits is packed in rows:
 byte j holds codes j, j + M, j + 2M, … with M = ceil(N * w / 8), so every step is one pass over
@@ -10,6 +11,7 @@ Shapes: N codes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def packed_bytes(num_codes: int, bits: int) -> int:
 def pack(codes_N: Tensor, bits: int) -> Tensor:
     """Integer codes in 0 .. 2**bits - 1, bits 0..31 → uint8 [packed_bytes(N, bits)].
 
-    uint8 codes must not use more than `bits` bits: they are not masked where that costs a pass.
+    uint8 codes must fit into `bits` bits: they are not masked where that would cost a pass.
     """
     num_codes = codes_N.numel()
     packed = torch.empty(packed_bytes(num_codes, bits), dtype=torch.uint8, device=codes_N.device)
@@ -38,7 +40,7 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
         target.copy_(plane[:size])
         for offset, first in _rows(width, size):
             row = plane[first : first + size]
-            target[: len(row)].add_(row, alpha=1 << offset)  # the bits are free: add is or
+            target[: len(row)].add_(row, alpha=1 << offset)  # bits still zero: add is or
         start += size
     return packed
 
@@ -72,13 +74,15 @@ def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
     return plane
 
 
-def _planes(bits: int) -> Iterator[tuple[int, int]]:
+@cache
+def _planes(bits: int) -> tuple[tuple[int, int], ...]:
     """(width, shift) of each plane, widest first and highest bits first."""
-    shift = bits
+    planes, shift = [], bits
     while shift:
         width = next(width for width in (8, 4, 2, 1) if width <= shift)
         shift -= width
-        yield width, shift
+        planes.append((width, shift))
+    return tuple(planes)
 
 
 def _plane_bytes(num_codes: int, width: int) -> int:

@@ -1,4 +1,4 @@
-"""Sending a tensor as it is, or in a shorter floating format. Nothing integer lives here.
+"""Send a tensor unchanged, or in a shorter floating-point format. Integers: quantize.py.
 
 Shapes: N values of the tensor, in any shape.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xcloud.checks import check_choice
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -33,7 +33,7 @@ class Nothing:
         return (spec,)
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         return (tensor.detach(),)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
@@ -44,11 +44,11 @@ class Nothing:
 class Cast:
     """float16 or bfloat16 on the wire.
 
-    float16 travels with the power of two that brings max|x| into [2**14, 2**15): gradients of
-    1e-9 arrive with all 11 bits, where a plain cast would make them zeros, and 1e9 does not
-    become inf. What is below 2**-29 of the maximum loses bits. A power of two changes no
-    mantissa, so for values that plain float16 can hold, the result is the same.
-    bfloat16 has the range of float32 and travels alone.
+    float16 values are scaled by a power of two that brings max|x| into [2**14, 2**15): gradients
+    of 1e-9 keep all 11 bits, where a plain cast would flush them to zero, and 1e9 does not
+    overflow. Values below 2**-29 of the maximum lose bits. Scaling by a power of two leaves the
+    mantissa alone, so values that plain float16 can represent give the same result.
+    bfloat16 has the range of float32 and needs no exponent.
     NaN stays NaN; an inf stays inf (and, in float16, makes inf of what exceeds 65504).
 
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].
@@ -73,13 +73,13 @@ class Cast:
         return (TensorSpec(spec.shape, torch.float16), TensorSpec((1,), torch.int16))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         tensor = tensor.detach()
         if self.dtype == "bfloat16":
             return (tensor.to(torch.bfloat16),)
         if tensor.dtype == torch.float16 or tensor.numel() == 0:
             return (tensor.half(), torch.zeros(1, dtype=torch.int16, device=tensor.device))
-        values = tensor.to(_wide(tensor.dtype))
+        values = tensor.to(wide(tensor.dtype))
         low, high = torch.aminmax(values)
         largest = torch.maximum(-low, high)
         exponent = torch.frexp(largest).exponent - 15
@@ -92,14 +92,5 @@ class Cast:
         if self.dtype == "bfloat16" or spec.dtype == torch.float16:
             return parts[0].to(spec.dtype)
         values, exponent = parts
-        wide = values.to(_wide(spec.dtype))
-        return wide.mul_(torch.exp2(exponent[0].to(wide.dtype))).to(spec.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _refuse_integers(tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")
+        values = values.to(wide(spec.dtype))
+        return values.mul_(torch.exp2(exponent[0].to(values.dtype))).to(spec.dtype)

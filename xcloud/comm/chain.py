@@ -1,7 +1,5 @@
-"""Compressors one after the other: what one makes, the next one makes smaller.
-
-No compressor of its own: which may follow which, how their parts nest, and nothing else.
-"""
+"""Apply compressors in sequence. Defines which may follow which and how their parts nest; the
+compressors themselves are elsewhere."""
 
 from __future__ import annotations
 
@@ -20,16 +18,16 @@ _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
 
 
 class Chain:
-    """Named members; each compresses the floating parts of the one before.
+    """Named compressors; each compresses the floating-point parts of the previous one's output.
 
-    Integer parts pass as they are: members send what must not be compressed again (positions,
-    scales, seeds) as integers. Families stand in the order low_rank, sparse, precision, each at
-    most once. A chain without members sends the tensor itself.
+    Integer parts pass unchanged: members send what must not be compressed again (positions,
+    scales, seeds) as integers. Families come in the order low_rank, sparse, precision, each at
+    most once. An empty chain sends the tensor itself.
 
         Chain(svd=Svd(0.6), fp16=Cast("float16")).label == "fp16(svd(0.6))"
 
-    Wire: the parts of the last member for each floating part of the one before, and so on; an
-    integer part stays at its place.
+    Wire: each floating-point part is replaced by the next member's parts; integer parts keep
+    their place.
     """
 
     def __init__(self, **members: Compressor) -> None:
@@ -46,7 +44,7 @@ class Chain:
                 )
             if member.family == "none" and len(members) > 1:
                 raise ConfigError(
-                    f"Chain member {name!r} sends the tensor as it is and has no place beside "
+                    f"Chain member {name!r} sends the tensor unchanged and has no place among "
                     f"others ({', '.join(members)}); leave it out"
                 )
         self.members = dict(members)
@@ -106,7 +104,7 @@ class Chain:
             self._stateful[name].load_state_dict(part)
 
     def use_stream(self, stream: int) -> None:
-        """Every member draws from a stream of its own."""
+        """Give every member a random stream of its own."""
         for name, member in self.members.items():
             if isinstance(member, Randomized):
                 member.use_stream(seed_from(stream, name))
@@ -134,11 +132,11 @@ class Chain:
 
 def _why_not(earlier: Compressor, later: Compressor) -> str:
     if later.family == earlier.family == "precision":
-        return "its codes are already as short as told; keep one of them, the one with fewer bits"
+        return "its codes are already as short as requested; keep one, with fewer bits"
     if later.family == earlier.family:
-        return f"both are {later.family}; keep one of them, with the product of their rates"
+        return f"both are {later.family}; keep one, with the product of their rates"
     if earlier.family == "precision":
-        return f"after it no floating part is left; put {later.label} first"
+        return f"it leaves no floating-point part; put {later.label} first"
     return (
         f"{later.label} needs the matrix, and {earlier.label} leaves a list of values; put "
         f"{later.label} first"

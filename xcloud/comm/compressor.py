@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
@@ -18,10 +19,10 @@ Family = Literal["none", "low_rank", "sparse", "precision"]
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Tensor ↔ parts. What decoding needs travels as a part, a random seed included.
+    """Tensor ↔ parts. Everything the decoder needs is sent as a part, including random seeds.
 
-    A warm start may be kept between calls as long as decoding needs none of it (`Stateful`).
-    Random numbers depend on the channel and the call (`Randomized`).
+    A compressor may keep a warm start between calls as long as decoding does not need it
+    (`Stateful`). Its random numbers depend on the channel and the call (`Randomized`).
     """
 
     @property
@@ -32,10 +33,21 @@ class Compressor(Protocol):
         """Short name for run names and tables, such as "int8", "topk(0.1)", "svd(0.6)"."""
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Shape and dtype of every part that `compress` makes of a tensor of this spec."""
+        """Shape and dtype of every part that `compress` returns for a tensor of this spec."""
 
     def compress(self, tensor: Tensor) -> Parts:
-        """Parts exactly as promised by `wire_specs`. Raises ValueError for integer tensors."""
+        """Parts with exactly the specs of `wire_specs`. Raises ValueError for integer tensors."""
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         """The tensor as the receiver sees it, of exactly this spec (shape and dtype)."""
+
+
+def refuse_integers(tensor: Tensor) -> None:
+    """Raise ValueError unless the tensor is floating-point."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

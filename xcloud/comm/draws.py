@@ -1,25 +1,24 @@
-"""Which random numbers a compressor draws: from the channel, the message and its own setting.
-Draws nothing itself.
-"""
+"""Seeds for random compressors, derived from the channel, the call and the compressor's `seed`."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from xcloud.comm.memory import State, whole_number
 
 
 def seed_from(*names: str | int) -> int:
-    """A 63-bit seed, the same in every process and on every machine; neighbours are unrelated."""
+    """A 63-bit seed, the same in every process and on every machine; similar names give unrelated
+    seeds."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class ChannelId:
-    """One direction between two ranks over one border. Both ends hold the same one.
+    """Identifies one direction between two ranks over one border; the same at both ends.
 
     seed: of the experiment. border: the stage before it. direction: "forward" or "backward".
     sender, receiver: ranks.
@@ -32,7 +31,7 @@ class ChannelId:
     receiver: int
 
     def stream(self, *names: str | int) -> int:
-        """A random stream of this channel alone, for the part of that name."""
+        """The number of this channel's random stream for the named part."""
         channel = (self.seed, self.border, self.direction, self.sender, self.receiver)
         return seed_from(*channel, *names)
 
@@ -45,26 +44,29 @@ class Randomized(Protocol):
     """A compressor whose result depends on random numbers."""
 
     def use_stream(self, stream: int) -> None:
-        """Draw from this stream, from its first call on. Compressors with different streams
-        share no random numbers."""
+        """Draw from this stream, starting at its first call. Different streams share no random
+        numbers."""
 
 
 @dataclass
 class Draws:
-    """One seed for each call, from a stream, a compressor's own `seed` and the call's number.
-
-    The stream follows from where a compressor is used, so only the number of calls is state.
+    """Base class of random compressors: one seed per call, from the stream, the compressor's own
+    `seed` and the call's number. The stream depends on where the compressor is used, so the only
+    state is the number of calls.
     """
 
-    stream: int = 0
-    num_calls: int = 0
+    _stream: int = field(default=0, init=False, repr=False, compare=False)
+    _num_calls: int = field(default=0, init=False, repr=False, compare=False)
 
-    def next_seed(self, seed: int) -> int:
-        self.num_calls += 1
-        return seed_from(self.stream, seed, self.num_calls)
+    def use_stream(self, stream: int) -> None:
+        self._stream, self._num_calls = stream, 0
 
     def state_dict(self) -> State:
-        return {"num_calls": self.num_calls}
+        return {"num_calls": self._num_calls}
 
     def load_state_dict(self, state: State) -> None:
-        self.num_calls = whole_number(state, "num_calls")
+        self._num_calls = whole_number(state, "num_calls")
+
+    def _next_seed(self, seed: int) -> int:
+        self._num_calls += 1
+        return seed_from(self._stream, seed, self._num_calls)

@@ -1,9 +1,8 @@
-"""Ascending numbers as the gaps between them, Rice-coded: which tokens were replaced, which ids
-stand in a dictionary. Knows nothing of what the numbers mean.
+"""Rice-code ascending numbers by their gaps: positions of replaced tokens, ids of a dictionary.
 
-A gap g is (g >> k) zeros and a one, in one bit string, and its k low bits in another; k, one byte,
-is the cheapest for these gaps. For places drawn at random with chance p that costs 1 to 3 % more
-than the entropy H(p) (Golomb, IEEE Trans. IT 1966; Rice 1979).
+A gap g is coded as (g >> k) zeros and a one in one bit string, and its k low bits in another; k
+(one byte) minimises the size. For positions drawn at random with probability p this costs 1 to 3 %
+more than the entropy H(p) (Golomb, IEEE Trans. IT 1966; Rice 1979).
 
 Shapes: N numbers.
 """
@@ -19,7 +18,7 @@ from xcloud.errors import FrameError
 
 
 def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
-    """Strictly ascending numbers in 0..below-1 → uint8. Nothing for no numbers."""
+    """Strictly ascending numbers in 0..below-1 → uint8; empty for no numbers."""
     if not len(numbers_N):
         return torch.empty(0, dtype=torch.uint8)
     gaps = np.diff(numbers_N, prepend=-1) - 1
@@ -33,9 +32,9 @@ def encode_ascending(numbers_N: Ints, below: int) -> Tensor:
 
 
 def decode_ascending(data: Tensor, count: int, below: int) -> tuple[Ints, int]:
-    """`count` numbers from the start of uint8 `data`, and how many bytes they took.
+    """Decode `count` numbers from the start of uint8 `data`; returns them and the bytes consumed.
 
-    Raises FrameError for what encode_ascending cannot have made.
+    Raises FrameError for anything that encode_ascending cannot have produced.
     """
     if not count:
         return np.empty(0, dtype=np.int64), 0
@@ -44,7 +43,7 @@ def decode_ascending(data: Tensor, count: int, below: int) -> tuple[Ints, int]:
     k = int(data[0])
     if k > 31 or (1 << k) > below:
         raise FrameError(f"gaps are coded with k={k} for numbers below {below}")
-    # The last one-bit of the gaps stands within `longest` bits, whatever the numbers are.
+    # The last one-bit of the gaps is within `longest` bits, whatever the numbers are.
     longest = count + (below >> k)
     string = data[1 : 1 + (longest + 7) // 8].numpy()
     ends = np.flatnonzero(np.unpackbits(string))[:count].astype(np.int64)
@@ -64,7 +63,7 @@ def decode_ascending(data: Tensor, count: int, below: int) -> tuple[Ints, int]:
 
 
 def _best_k(gaps: Ints, below: int) -> int:
-    """The cost in bits is convex in k: walk from what suits the mean gap."""
+    """The cheapest k. The cost is convex in k: walk downhill from the k of the mean gap."""
 
     def cost(k: int) -> int:
         return len(gaps) * (k + 1) + int((gaps >> k).sum())

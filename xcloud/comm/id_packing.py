@@ -1,14 +1,14 @@
-"""One message of corrupted texts in the fewest bytes: token ids, lengths, which were replaced.
-Lossless, self-contained, no pickle. Where the ids come from is models/electra.py's affair.
+"""Pack a batch of corrupted texts into few bytes: token ids, lengths, which tokens were replaced.
+Lossless, self-contained, no pickle.
 
-Wire (little endian), after a header of HEADER_BYTES that says how the rest is coded:
-    lengths   (length - shortest) of each sample, the bits that the longest needs
+Wire (little endian), after a header of HEADER_BYTES that describes the coding of the rest:
+    lengths   (length - shortest) of each sample, as many bits as the longest needs
     ids       fixed: ceil(log2(vocab_size)) bits a token; ranked: see ranked_ids.py
-    replaced  bitmap: 1 bit a token; gaps: the places of the replaced ones, see gap_code.py
-Ids and flags each take the smaller of their two codings, so a message is never larger than with
-fixed ids and a bitmap.
+    replaced  bitmap: 1 bit a token; gaps: positions of the replaced ones, see gap_code.py
+Ids and flags each use the smaller of their two codings, so a message is never larger than fixed
+ids and a bitmap.
 
-Shapes: B samples, R tokens of all samples together.
+Shapes: B samples, R tokens of all samples.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class CorruptedTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class IdPacking:
-    """What both ends must agree on.
+    """The codec; both ends need the same settings.
 
-    digest: 32 bits that stand for the vocabulary, so that ids of another one are refused.
-    max_samples, max_length: the most that a message may hold; checked before anything is unpacked.
-    coding: fixed leaves out the ranked ids (a third more bytes, three times as fast).
+    digest: 32-bit digest of the vocabulary; ids of another vocabulary are refused.
+    max_samples, max_length: limits of a message, checked before anything is unpacked.
+    coding: "fixed" never uses ranked ids (a third more bytes, three times as fast).
     """
 
     vocab_size: int
@@ -68,18 +68,18 @@ class IdPacking:
 
     @property
     def bits(self) -> int:
-        """Of one id at fixed width: ceil(log2(vocab_size)), 18 for 250,002."""
+        """Width of a fixed-width id: ceil(log2(vocab_size)), 18 for 250,002."""
         return (self.vocab_size - 1).bit_length()
 
     @property
     def max_bytes(self) -> int:
-        """No message is larger."""
+        """Upper bound on the size of a message."""
         tokens = self.max_samples * self.max_length
         lengths = packed_bytes(self.max_samples, self.max_length.bit_length())
         return HEADER_BYTES + lengths + packed_bytes(tokens, self.bits) + packed_bytes(tokens, 1)
 
     def pack(self, texts: CorruptedTexts) -> Tensor:
-        """uint8 [N] on the CPU. ValueError for texts that these settings do not cover."""
+        """uint8 [N] on the CPU. Raises ValueError for texts outside these settings."""
         ids_R, counts_B, replaced_R = (tensor.cpu() for tensor in texts)
         num_tokens, num_samples = len(ids_R), len(counts_B)
         if not 1 <= num_samples <= self.max_samples or int(counts_B.max()) > self.max_length:
@@ -113,9 +113,9 @@ class IdPacking:
         return torch.cat((header, lengths, ids, flags))
 
     def unpack(self, payload: Tensor) -> CorruptedTexts:
-        """What was packed. Raises FrameError for anything that `pack` cannot have made."""
+        """Reverse `pack`. Raises FrameError for anything that `pack` cannot have produced."""
         if payload.dtype != torch.uint8 or payload.dim() != 1 or len(payload) < HEADER_BYTES:
-            raise FrameError(f"no message of token ids: {payload.dtype} {tuple(payload.shape)}")
+            raise FrameError(f"not a message of token ids: {payload.dtype} {tuple(payload.shape)}")
         payload = payload.cpu().contiguous()
         version = int(payload[0])
         if version != VERSION:
@@ -166,7 +166,7 @@ class IdPacking:
             if int(replaced_R.sum()) != num_replaced:
                 raise FrameError(f"{int(replaced_R.sum())} flags set, expected {num_replaced}")
         if len(data):
-            raise FrameError(f"{len(data)} bytes too many behind the token ids")
+            raise FrameError(f"{len(data)} unexpected bytes after the token ids")
         return CorruptedTexts(ids_R, counts_B, replaced_R)
 
 

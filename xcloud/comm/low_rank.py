@@ -1,7 +1,7 @@
 """Truncated singular value decomposition of a border tensor. No training, no links.
 
 Shapes: the tensor as a matrix [R, D], R rows (tokens), D features; r kept singular values;
-l >= r columns of the search.
+l >= r columns of the search space.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
 from xcloud.comm.memory import State
 
 _METHODS = ("subspace", "exact")
@@ -32,18 +32,18 @@ class Svd:
     Source: Pan et al., ZTE Technology Journal 2023(4), section 2.2.1, "SVD(0.6)".
 
     method "exact": torch.linalg.svd.
-    method "subspace": V from `iterations` rounds V <- orth(A^T A V), begun at the V of the call
-        before (of any R), with max(16, r/4) spare columns; arXiv:0909.4061 without the warm start.
-        Where that is no longer faster, for r above a fifth of min(R, D), V comes from the
-        eigenvectors of A^T A. Either way directions below 3e-4 of the largest are lost, since
-        A^T A squares them. Measured against exact, 2048 x 768, one thread:
+    method "subspace": V from `iterations` rounds V <- orth(A^T A V), starting at the V of the
+        previous call (of any R), with max(16, r/4) spare columns; arXiv:0909.4061 plus a warm
+        start. For r above a fifth of min(R, D), where this is no longer faster, V comes from the
+        eigenvectors of A^T A. In both cases directions below 3e-4 of the largest are lost,
+        because A^T A squares the singular values. Measured against exact, 2048 x 768, one thread:
         rate 1/12: 20 times faster, 0.4 % more error; 0.2: 8 times, 0.3 %; 0.6: 2.6 times, 0.2 %.
         Tensors whose directions change from call to call (gradients of a sentence encoder): 1-2 %
         more error, 0.5 % with iterations=2.
 
-    Wire, for [R, D]: left [R, r], right [r, D], in the tensor's dtype. Whether that is less is
-    not checked: r * (R + D) values exceed R * D from a rate of about 0.5 on for a square matrix,
-    0.73 for 2048 x 768. The ratio that is reported is counted, so it will show.
+    Wire, for [R, D]: left [R, r], right [r, D], in the tensor's dtype. This can be more than the
+    tensor: r * (R + D) exceeds R * D above a rate of about 0.5 for a square matrix, 0.73 for
+    2048 x 768. That is not checked; the reported ratio is counted, so it shows.
     NaN or inf anywhere makes every value NaN, so that divergence stays visible.
     """
 
@@ -75,10 +75,9 @@ class Svd:
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        if not tensor.is_floating_point():
-            raise ValueError(f"Svd compresses floating tensors, got {tensor.dtype}")
+        refuse_integers(tensor)
         num_rows, num_features = _matrix_shape(tuple(tensor.shape))
-        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(_wide(tensor.dtype))
+        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
         rank = self._rank(num_rows, num_features)
         if rank == 0:
             return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
@@ -88,7 +87,7 @@ class Svd:
             nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
             return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
         scale = 1.0
-        if not 1e-10 < largest < 1e10:  # A^T A would come near the ends of float32
+        if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
             scale = largest or 1.0
             matrix_RD = matrix_RD / scale
         left_Rr, right_rD = self._factors(matrix_RD, rank)
@@ -100,7 +99,7 @@ class Svd:
         )
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
-        left_Rr, right_rD = (part.to(_wide(spec.dtype)) for part in parts)
+        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return (left_Rr @ right_rD).to(spec.dtype).view(spec.shape)
 
     def state_dict(self) -> State:
@@ -121,7 +120,7 @@ class Svd:
         return min(full, max(1, round(self.rate * full)))
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Orthonormal left [R, r] and right [r, D] that carries the singular values."""
+        """Orthonormal left [R, r], and right [r, D] scaled by the singular values."""
         if self.method == "exact":
             left, values, right = torch.linalg.svd(matrix_RD, full_matrices=False)
             return left[:, :rank], right[:rank].mul_(values[:rank, None])
@@ -147,7 +146,7 @@ class Svd:
             basis_Dl = noise_Dl
             num_rounds += 2
         else:
-            # The noise lets a direction be found that the last tensor did not have at all.
+            # The noise makes directions reachable that the previous tensor did not have at all.
             basis_Dl = noise_Dl * _FRESH_SHARE
             known_Dl = self._basis_Dl[:, :num_columns].to(matrix_RD)
             basis_Dl[:, : known_Dl.shape[1]] += known_Dl
@@ -156,7 +155,7 @@ class Svd:
             basis_Dl = torch.linalg.qr(matrix_RD.T @ (matrix_RD @ basis_Dl)).Q
         products_Rl = matrix_RD @ basis_Dl
         rotation_ll = torch.linalg.eigh(products_Rl.T @ products_Rl).eigenvectors.flip(1)
-        self._basis_Dl = basis_Dl @ rotation_ll  # the most important column first
+        self._basis_Dl = basis_Dl @ rotation_ll  # largest singular value first
         return products_Rl @ rotation_ll[:, :rank], self._basis_Dl[:, :rank]
 
     def _noise(self, num_features: int, num_columns: int) -> Tensor:
@@ -169,7 +168,3 @@ class Svd:
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

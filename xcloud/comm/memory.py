@@ -1,4 +1,4 @@
-"""What one end of a channel carries from message to message. Knows neither compressors nor links.
+"""State that one end of a channel keeps between messages: error feedback, delta cache.
 
 Shapes: B samples in a message; R = sum(counts) rows, axis 0 of the tensor, sample after sample.
 """
@@ -16,36 +16,36 @@ from torch import Tensor
 from xcloud.checks import check_choice, check_number
 
 State = dict[str, Tensor | int]
-"""What a checkpoint stores: tensors (safetensors) and whole numbers (JSON)."""
+"""Contents of a checkpoint: tensors (safetensors) and whole numbers (JSON)."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What must be restored for a run to go on as if it had not been interrupted: a compressor, a
-    memory, a codec, either end of a channel."""
+    """Something whose state must be restored for a run to resume exactly: a compressor, a memory,
+    a codec, either end of a channel."""
 
     def state_dict(self) -> State:
-        """A snapshot: what happens later does not change it."""
+        """A snapshot; later calls do not change it."""
 
     def load_state_dict(self, state: State) -> None:
-        """Take over the state of an equal object. Raises ValueError if it is of another kind."""
+        """Restore the state of an equally configured object. Raises ValueError for any other."""
 
 
 def join_states(states: Mapping[str, State]) -> State:
-    """The states of named parts as one: {"a": {"x": 1}} → {"a.x": 1}. No name contains a dot."""
+    """Merge the states of named parts: {"a": {"x": 1}} → {"a.x": 1}. Names contain no dot."""
     return {
         f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
     }
 
 
 def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, State]:
-    """The reverse of `join_states`, with an entry for each name. Raises ValueError for others."""
+    """Reverse `join_states`, with an entry for each name. Raises ValueError for unknown names."""
     states: dict[str, State] = {name: {} for name in names}
     for key, value in state.items():
         name, _, rest = key.partition(".")
         if name not in states:
             raise ValueError(
-                f"the state of {owner} contains {key!r}, which is of none of its parts "
+                f"the state of {owner} contains {key!r}, which belongs to none of its parts "
                 f"({', '.join(states) or 'it has none'}); it was saved with other settings"
             )
         states[name][rest] = value
@@ -53,7 +53,7 @@ def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, Sta
 
 
 def whole_number(state: State, name: str) -> int:
-    """Raises ValueError if there is none."""
+    """The whole number `name` of a state. Raises ValueError if there is none."""
     value = state.get(name)
     if not isinstance(value, int):
         raise ValueError(
@@ -77,7 +77,7 @@ class SampleRows:
         assert len(self.ids) == len(self.counts), (len(self.ids), len(self.counts))
 
     def spans(self) -> Iterator[tuple[int, slice]]:
-        """(sample id, its rows) in the order of the message."""
+        """(sample id, its rows), in message order."""
         ends = [0]
         for count in self.counts:
             ends.append(ends[-1] + count)
@@ -87,9 +87,9 @@ class SampleRows:
 
 @runtime_checkable
 class Memory(Stateful, Protocol):
-    """Sender: before_send, compress, and where needs_seen: decompress, after_send.
-    Receiver: decompress, after_receive. Each end has its own copy. The batches of a run keep a
-    sample with the same two ends (`PinnedBatchPlan`); evaluation passes the memory by.
+    """Sender: before_send, compress, and if needs_seen: decompress, after_send.
+    Receiver: decompress, after_receive. Each end has its own copy. Batches are planned so that a
+    sample always meets the same two ends (`PinnedBatchPlan`); evaluation bypasses the memory.
     """
 
     @property
@@ -98,24 +98,24 @@ class Memory(Stateful, Protocol):
 
     @property
     def label(self) -> str:
-        """Short name, "" for no memory."""
+        """Short name; "" for no memory."""
 
     @property
     def num_bytes(self) -> int:
-        """What it holds now."""
+        """Bytes held now."""
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
-        """What to compress in place of `tensor`."""
+        """The tensor to compress instead of `tensor`."""
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        """sent: what `before_send` returned; seen: what the peer decodes from it."""
+        """sent: what `before_send` returned. seen: what the peer decodes."""
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
-        """What the decoded message stands for."""
+        """Reconstruct the tensor from the decoded message."""
 
 
 class NoMemory:
-    """Every message for itself."""
+    """Keep nothing between messages."""
 
     needs_seen = False
     label = ""
@@ -145,7 +145,7 @@ class NoMemory:
 
 
 class _SampleStore:
-    """Tensors [rows, *features] by sample id, all of the same features."""
+    """Tensors [rows, *features] by sample id, all with the same features."""
 
     def __init__(self, name: str, dtype: str | None) -> None:
         check_choice(f"{name}.dtype", dtype, _DTYPES)
@@ -157,7 +157,7 @@ class _SampleStore:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def get(self, sample: int, like: Tensor) -> Tensor | None:
-        """None where nothing is known, or what is known has another number of rows."""
+        """The sample's tensor; None if there is none or it has another number of rows."""
         tensor = self._tensors.get(sample)
         if tensor is None or tensor.shape != like.shape:
             return None
@@ -169,8 +169,8 @@ class _SampleStore:
         return found
 
     def put(self, sample: int, tensor: Tensor) -> None:
-        """Keep the tensor; forget the sample if a value is not finite, or it would never be finite
-        again. Both ends of a channel decide alike, since they have seen the same."""
+        """Keep a copy of the tensor. A non-finite one is dropped, as it would stay non-finite for
+        ever. Both ends of a channel decide alike, since both have seen the same values."""
         if not bool(tensor.isfinite().all()):
             self._tensors.pop(sample, None)
             return
@@ -178,7 +178,8 @@ class _SampleStore:
         self._tensors[sample] = tensor.to(self._dtype or tensor.dtype, copy=True)
 
     def state_dict(self) -> State:
-        """Three tensors however many samples: a safetensors header holds about a million names."""
+        """Three tensors for any number of samples: a safetensors header holds about a million
+        names."""
         if not self._tensors:
             return {}
         tensors = list(self._tensors.values())
@@ -203,37 +204,52 @@ class _SampleStore:
         self._tensors = {sample: rows[span].clone() for sample, span in spans}
 
 
-class ErrorFeedback:
-    """What a message of a sample lost is added to the sample's next message.
+class _PerSample:
+    """Base class of memories that keep rows by sample id, in `dtype` (None: unchanged)."""
+
+    needs_seen = True
+
+    def __init__(self, dtype: str | None) -> None:
+        self.dtype = dtype
+        self._kept = _SampleStore(type(self).__name__, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kept.num_bytes
+
+    def state_dict(self) -> State:
+        return self._kept.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._kept.load_state_dict(state)
+
+
+class ErrorFeedback(_PerSample):
+    """Error feedback: what compression lost of a sample is added to its next message.
 
     sent = x + decay * residual[id];  residual[id] = sent - seen
     Source: Seide et al., Interspeech 2014; Karimireddy et al., arXiv:1901.09847. Difference: one
-    residual for each sample and not for each position in the batch, since rows of different
-    sentences have nothing to do with each other; so it helps from the second epoch on.
-    Holds one copy of every sample's rows, at the sender only. A sample that comes back with
-    another number of rows starts anew. A sample twice in one message: the first takes the
-    residual, and the losses of both are kept if their rows agree.
+    residual per sample instead of per position in the batch, since rows of different sentences
+    are unrelated; so it helps from the second epoch on.
+    Memory: one copy of every sample's rows, at the sender only. A sample that returns with
+    another number of rows starts afresh. If a sample occurs twice in a message, the first takes
+    the residual, and the errors of both are kept if their rows agree.
 
     decay: 0..1; below 1 old errors fade, for x that changes much between visits.
     dtype: "float32", "bfloat16" (half the bytes; float16 would lose small residuals), None: as x.
     """
 
-    needs_seen = True
     label = "ef"
 
     def __init__(self, decay: float = 1.0, dtype: str | None = None) -> None:
+        super().__init__(dtype)
         check_number("ErrorFeedback.decay", decay, 0, 1)
-        self.decay, self.dtype = decay, dtype
-        self._residuals = _SampleStore("ErrorFeedback", dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._residuals.num_bytes
+        self.decay = decay
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         sent = tensor.clone()
         for sample, span in rows.spans():
-            residual = self._residuals.pop(sample, sent[span])
+            residual = self._kept.pop(sample, sent[span])
             if residual is not None:
                 sent[span].add_(residual, alpha=self.decay)
         return sent
@@ -241,55 +257,43 @@ class ErrorFeedback:
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
         lost = sent - seen
         for sample, span in rows.spans():
-            earlier = self._residuals.pop(sample, lost[span])  # of this message: see class
-            self._residuals.put(sample, lost[span] if earlier is None else lost[span] + earlier)
+            earlier = self._kept.pop(sample, lost[span])  # of this message, see the class
+            self._kept.put(sample, lost[span] if earlier is None else lost[span] + earlier)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
-
-    def state_dict(self) -> State:
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._residuals.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"ErrorFeedback(decay={self.decay}, dtype={self.dtype!r})"
 
 
-class DeltaCache:
-    """Sends how a sample changed since its last visit; both ends keep what the receiver last saw.
+class DeltaCache(_PerSample):
+    """Delta cache: send how a sample changed since its last visit; both ends keep the last value.
 
     first visit: sent = x, cache[id] = seen;  later: sent = x - cache[id], cache[id] += seen
     Source: Wang et al., "AQ-SGD", arXiv:2206.01299: while training converges the changes shrink,
-    and so does the error of the same few bits. Difference: the first visit goes through the
-    compressor too, where AQ-SGD sends it plain; so the gain begins with the second epoch.
+    and so does the error at a given number of bits. Difference: the first visit is compressed
+    too, where AQ-SGD sends it uncompressed; so it helps from the second epoch on.
 
     Both caches must stay bit-equal, so both ends must decode alike: same compressor, same kind
     of device (a matrix product of `Svd` may differ in its last bit between CPU and GPU).
-    Holds one copy of every sample's rows at each end, on the tensor's device: 160,000 sentences
-    of 25 x 768 in bfloat16 are 6 GB. A sample that comes back with another number of rows starts
-    anew. A sample twice in one message: both are changes against the earlier visit, the last
-    one is kept.
+    Memory: one copy of every sample's rows at each end, on the tensor's device: 160,000 sentences
+    of 25 x 768 in bfloat16 take 6 GB. A sample that returns with another number of rows starts
+    afresh. If a sample occurs twice in a message, both are deltas to the previous visit, and the
+    last one is kept.
 
     dtype: "float32", "bfloat16" (half the bytes), None: as x.
     """
 
-    needs_seen = True
     label = "delta"
 
     def __init__(self, dtype: str | None = None) -> None:
-        self.dtype = dtype
-        self._last_seen = _SampleStore("DeltaCache", dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._last_seen.num_bytes
+        super().__init__(dtype)
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         change = tensor.clone()
         for sample, span in rows.spans():
-            known = self._last_seen.get(sample, change[span])
+            known = self._kept.get(sample, change[span])
             if known is not None:
                 change[span].sub_(known)
         return change
@@ -300,18 +304,12 @@ class DeltaCache:
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = seen.clone()
         for sample, span in rows.spans():
-            known = self._last_seen.get(sample, value[span])
+            known = self._kept.get(sample, value[span])
             if known is not None:
                 value[span].add_(known)
-        for sample, span in rows.spans():  # only now: a sample may stand twice in a message
-            self._last_seen.put(sample, value[span])
+        for sample, span in rows.spans():  # only now: a sample may occur twice in a message
+            self._kept.put(sample, value[span])
         return value
-
-    def state_dict(self) -> State:
-        return self._last_seen.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._last_seen.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"DeltaCache(dtype={self.dtype!r})"

@@ -1,4 +1,4 @@
-"""Different compression at different borders of one run. Sends nothing, knows no phases."""
+"""Different compression at different borders of one run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NAME = re.compile(r"border_(\d+)")
 
 
 class PerBorder:
-    """`default` at every border but those named: border_1=... is the one behind stage 1.
+    """`default` at every border except those named: border_1=... is the one after stage 1.
 
-    A model whose borders carry different things wants different codecs: sending 15 % of a
-    gradient's rows suits a border with a row for each token, not one with a row for each sample.
+    For models whose borders carry different things: sending 15 % of a gradient's rows suits a
+    border with one row per token, not one with a row per sample.
     """
 
     def __init__(self, default: Compression | Phased, **borders: Compression | Phased) -> None:
@@ -36,11 +36,11 @@ class PerBorder:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """The borders that have a compression of their own."""
+        """Borders with their own compression."""
         return tuple(sorted(self._borders))
 
     def at_border(self, stage: int) -> Compression | Phased:
-        """Of the border behind `stage`."""
+        """Compression at the border after `stage`."""
         return self._borders.get(stage, self.default)
 
     @property

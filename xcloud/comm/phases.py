@@ -1,4 +1,4 @@
-"""Which compressors and memories a border uses, and from which training step. Sends nothing."""
+"""The compressors and memories of a border, and from which training step they apply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xcloud.errors import ConfigError
 
 @dataclass(frozen=True)
 class Compression:
-    """forward: of activations; backward: of their gradients. A channel takes copies of these."""
+    """forward: for activations. backward: for their gradients. A channel works on copies."""
 
     forward: Compressor = field(default_factory=Nothing)
     backward: Compressor = field(default_factory=Nothing)
@@ -34,7 +34,7 @@ class Compression:
 
     @property
     def has_memory(self) -> bool:
-        """Whether something is kept for each sample from visit to visit."""
+        """Whether anything is kept per sample between visits."""
         return not (
             isinstance(self.forward_memory, NoMemory)
             and isinstance(self.backward_memory, NoMemory)
@@ -42,13 +42,13 @@ class Compression:
 
     @property
     def label(self) -> str:
-        """Forward + backward, a memory around what it watches: "fp16(svd(0.6))+ef(int8)"."""
+        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"."""
         forward = _with_memory(self.forward, self.forward_memory)
         return f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
 
     @property
     def is_identity(self) -> bool:
-        """Whether everything arrives exactly as it was sent."""
+        """Whether every tensor arrives unchanged."""
         return self.forward.family == self.backward.family == "none" and not self.has_memory
 
 
@@ -66,9 +66,9 @@ class Phase:
 
 
 class Phased:
-    """Different compression in different phases of training, in the order of the names given.
+    """Different compression in successive phases of training, in the order given.
 
-    Every phase has memories of its own, empty at its first step.
+    Every phase has its own memories, empty at its first step.
     """
 
     def __init__(self, **phases: Phase) -> None:
@@ -77,7 +77,7 @@ class Phased:
         names, steps = list(phases), [phase.until_step for phase in phases.values()]
         if not steps or steps[-1] is not None:
             raise ConfigError(
-                "Phased needs a last phase with until_step null, to serve until training ends; "
+                "Phased needs a last phase with until_step null, which lasts to the end; "
                 f"got until_step {steps} for {names}"
             )
         previous = -1
@@ -85,12 +85,12 @@ class Phased:
             if until is None:
                 raise ConfigError(
                     f"Phased.{name}.until_step is null, so {names[-1]!r} would never begin; give "
-                    "every phase but the last the step at which it ends"
+                    "every phase except the last the step at which it ends"
                 )
             if until <= previous:
                 raise ConfigError(
                     f"Phased.{name}.until_step must exceed that of the phase before ({previous}), "
-                    f"got {until}; phases stand in the order of their steps"
+                    f"got {until}; list the phases in the order of their steps"
                 )
             previous = until
         self.phases = dict(phases)
@@ -102,11 +102,11 @@ class Phased:
         for phase in self.phases.values():
             if phase.until_step is None or step <= phase.until_step:
                 return phase.compression
-        raise AssertionError("the last phase is open")
+        raise AssertionError("the last phase has no end")
 
     @property
     def has_memory(self) -> bool:
-        """In any phase: a sample's lane must be the same in all of them."""
+        """In any phase, since a sample's lane must be the same in all of them."""
         return any(phase.compression.has_memory for phase in self.phases.values())
 
     @property

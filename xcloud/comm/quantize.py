@@ -1,12 +1,12 @@
-"""Integers of 1 to 8 bits, a scale for each block. Pure tensor code: no links, no groups.
+"""Block-wise quantisation to integers of 1 to 8 bits. Pure tensor code: no links, no groups.
 
-Shapes: N values of the tensor in any shape, in M = ceil(N / block) blocks of K = block neighbours.
+Shapes: N values of the tensor in any shape, in M = ceil(N / block) blocks of K = block values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,55 +15,53 @@ from torch.nn.functional import pad
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers
 from xcloud.comm.draws import Draws
-from xcloud.comm.memory import State
 
 _TIGHTER = {2: 0.75, 3: 0.85, 4: 0.9}
-"""At few bits a smaller scale, which cuts the largest values off, is often better. Both are tried
+"""With few bits a smaller scale, which clips the largest values, is often better. Both are tried
 for every block: 8 % less error at 2 bits, 6 % at 3, 3 % at 4, on Gaussian and Student-t(3) data.
 """
 
 
 _CHUNK = 8192
-"""Blocks at a time: the passes over half a million values stay in the processor's cache."""
+"""Blocks per pass: half a million values fit into the processor's cache."""
 
 
 @dataclass
-class BlockInt:
+class BlockInt(Draws):
     """Integers of `bits` bits and one scale for each block of `block` neighbouring values.
 
     2..8 bits: x_hat = scale * code, code = round(x / scale) in -2**(bits-1) .. 2**(bits-1) - 1,
         scale = -(the value of largest magnitude) / 2**(bits-1).
     1 bit: x_hat = ±scale, scale = mean|x| in the block (whose sum must be finite in float32).
     stochastic: code = floor(x / scale + u), u uniform in [0, 1), so that the mean of many x_hat
-        is x. scale = max|x| / (2**(bits-1) - 1), at 1 bit max|x|, so that nothing is cut off.
-        Rounded up it may exceed max|x| by 1.6 %: in float16, above 64,500, that can mean inf.
+        is x. scale = max|x| / (2**(bits-1) - 1), at 1 bit max|x|, so that nothing is clipped.
+        Rounding up may exceed max|x| by 1.6 %, which overflows float16 above 64,500.
 
     Source: Pan et al., ZTE Technology Journal 2023(4), section 2.2.1 (fixed INT8 for backward);
     block scales: Dettmers et al., arXiv:2110.02861. Difference: the scale has a sign, which puts
     the one code that symmetric integers waste on the side of the largest value; the other side is
-    cut at 1 - 2**(1-bits) of it. Relative error for blocks of 64 of Gaussian values / Student-t(3)
-    / hidden states of MiniLM:
+    clipped at 1 - 2**(1-bits) of it. Relative error for blocks of 64 of Gaussian values /
+    Student-t(3) / hidden states of MiniLM:
         2 bits: symmetric .72/.68/.74, signed scale .39/.48/.48, both scales tried .36/.44/.42
         4 bits: symmetric .108/.179/.146, signed scale .095/.159/.128, both tried .092/.154/.123
     A minimum beside the scale (asymmetric codes) pays for its 16 bits only on one-sided data: at
     equal bytes it has .50/.84/.66 at 2 bits and .100/.170/.131 at 4.
 
-    Scales are bfloat16, cut towards zero: they have the range of float32 (float16 would lose
-    gradients of 1e-9), and no decoded value exceeds the block's largest. They travel as int16,
-    so that no later member of a chain takes them for values.
+    Scales are bfloat16, rounded towards zero: they have the range of float32 (float16 would lose
+    gradients of 1e-9), and no decoded value exceeds the block's largest. They are sent as int16,
+    so that no later member of a chain compresses them.
 
     Wire, for N values: codes uint8 [packed_bytes(N, bits)] (bits/8 bytes each), scales int16 [M].
-    Arithmetic is float32. An all-zero block, or one below 2**-119, decodes to zeros. A NaN or an
-    inf makes NaN (or inf) of values in its own block, so that divergence stays visible.
+    Arithmetic is float32. An all-zero block, or one below 2**-119, decodes to zeros. A NaN or
+    inf makes values of its own block NaN (or inf), so that divergence stays visible.
     """
 
     bits: int = 8
     block: int = 64
     stochastic: bool = False
-    seed: int = 0  # of the stochastic rounding, beside the channel's; decoding does not need it
-    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
+    seed: int = 0  # of stochastic rounding, combined with the channel's; not needed for decoding
 
     def __post_init__(self) -> None:
         check_int("BlockInt.bits", self.bits, 1, 8)
@@ -86,14 +84,13 @@ class BlockInt:
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        if not tensor.is_floating_point():
-            raise ValueError(f"BlockInt compresses floating tensors, got {tensor.dtype}")
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1).float()
         num_values = len(values_N)
         if tail := num_values % self.block:
-            # Codes of the filling are not sent; at 1 bit it must not change the mean.
-            filling = float(values_N[-tail:].abs().mean()) if self.bits == 1 else 0.0
-            values_N = pad(values_N, (0, self.block - tail), value=filling)
+            # Codes of the padding are not sent; at 1 bit it must not change the mean.
+            padding = float(values_N[-tail:].abs().mean()) if self.bits == 1 else 0.0
+            values_N = pad(values_N, (0, self.block - tail), value=padding)
         blocks_MK = values_N.view(-1, self.block)
         codes_MK = torch.empty_like(blocks_MK, dtype=torch.uint8)
         scales_M = torch.empty(len(blocks_MK), dtype=torch.int16, device=tensor.device)
@@ -118,25 +115,16 @@ class BlockInt:
         values.view(-1, self.block).mul_(scales_M[:, None])
         return values_N.to(spec.dtype).view(spec.shape)
 
-    def state_dict(self) -> State:
-        return self._draws.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        self._draws.load_state_dict(state)
-
-    def use_stream(self, stream: int) -> None:
-        self._draws = Draws(stream)
-
     @property
     def _offset(self) -> int:
-        """Codes on the wire are levels plus this; at 1 bit the level 0 stands for +scale."""
+        """Added to levels to make codes; at 1 bit level 0 stands for +scale."""
         return 1 << (self.bits - 1)
 
     def _quantizer(self, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
-        generator = torch.Generator(device).manual_seed(self._draws.next_seed(self.seed))
+        generator = torch.Generator(device).manual_seed(self._next_seed(self.seed))
         return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +150,7 @@ class BlockInt:
     def _stochastic(self, blocks_MK: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         largest_M = torch.maximum(-blocks_MK.amin(1), blocks_MK.amax(1))
         half = self._offset
-        scales_M = _cut(largest_M.div_(max(half - 1, 1)).mul_(1 + 2**-7))  # never cut below
+        scales_M = _cut(largest_M.div_(max(half - 1, 1)).mul_(1 + 2**-7))  # never below max|x|
         levels_MK = blocks_MK * _inverse(scales_M)[:, None]
         if self.bits == 1:
             levels_MK.mul_(0.5).sub_(0.5)  # -1 and +1 are the levels -1 and 0
@@ -175,10 +163,10 @@ def _signs(blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cut(scales_M: Tensor) -> Tensor:
-    """float32 without the bits that bfloat16 does not have: rounded towards zero, NaN kept."""
+    """float32 rounded towards zero to what bfloat16 can represent; NaN stays NaN."""
     return (scales_M.view(torch.int32) & -0x10000).view(torch.float32)
 
 
 def _inverse(scales_M: Tensor) -> Tensor:
-    """1 / scale, and 0 where that would overflow (so zeros divide to zeros). NaN kept."""
+    """1 / scale, or 0 where that would overflow (so zeros stay zeros); NaN stays NaN."""
     return (1 / scales_M).masked_fill_(scales_M.abs() < 2**-126, 0)

@@ -1,13 +1,13 @@
-"""Token ids in fewer bits than log2(vocabulary): a small dictionary of the frequent ids of the
-message, and codes whose length follows the rank. Lossless, self-contained, no shared table.
+"""Code token ids in fewer bits than log2(vocabulary): a small dictionary of the message's frequent
+ids, and codes whose length depends on the rank. Lossless, self-contained, no shared table.
 
 Ids that occur MIN_COUNT times or more get ranks by frequency. A token is a class and c bits: class
 c holds the ranks 2**c - 1 .. 2**(c+1) - 2, or, for rare tokens, the ids in that range (the classes
-of Elias gamma, IEEE Trans. IT 1975). The classes are Huffman-coded by zlib, the bits follow one
-another (variable_bits.py). Within a class the dictionary needs no order, so its ids go as
-ascending numbers (gap_code.py).
+of Elias gamma, IEEE Trans. IT 1975). The classes are Huffman-coded by zlib, the bits are
+concatenated (variable_bits.py). Order within a class does not matter, so the dictionary's ids are
+sent as ascending numbers (gap_code.py).
 
-Shapes: T tokens, U different ids, D of them in the dictionary.
+Shapes: T tokens, U distinct ids, D of them in the dictionary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from xcloud.errors import FrameError
 # languages, 2,048 to 65,536 tokens, by 0 to 1 %.
 MIN_COUNT = 3
 RARE = 32  # added to the class of a token that is not in the dictionary
-HEADER = 8  # bytes: D, and how many bytes the classes take
+HEADER = 8  # bytes: D, and the size of the classes
 
 
 def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     """int64 [T] in 0..vocab_size-1 → uint8."""
-    # unique and not bincount: its cost must not follow the vocabulary.
+    # Not bincount: the cost must not grow with the vocabulary.
     ids_U, place_T, counts_U = np.unique(ids_T, return_inverse=True, return_counts=True)
     frequent = np.flatnonzero(counts_U >= MIN_COUNT)
     order_D = frequent[np.argsort(-counts_U[frequent], kind="stable")]
@@ -60,9 +60,10 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
 
 
 def decode_ids(data: Tensor, num_tokens: int, vocab_size: int) -> tuple[Ints, int]:
-    """`num_tokens` ids from the start of uint8 `data`, and how many bytes they took.
+    """Decode `num_tokens` ids from the start of uint8 `data`; returns them and the bytes consumed.
 
-    Raises FrameError for what encode_ids cannot have made; all ids are below vocab_size.
+    Raises FrameError for anything that encode_ids cannot have produced; all ids are below
+    vocab_size.
     """
     if len(data) < HEADER:
         raise FrameError(f"ranked ids need {HEADER} bytes or more, got {len(data)}")
@@ -92,7 +93,7 @@ def decode_ids(data: Tensor, num_tokens: int, vocab_size: int) -> tuple[Ints, in
 
 
 def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
-    """The classes; never more than are due, whatever the bytes say."""
+    """The classes; never decompresses more than expected."""
     try:
         inflate = zlib.decompressobj(-15)
         raw = inflate.decompress(data.numpy().tobytes(), num_tokens + 1)
@@ -109,6 +110,6 @@ def _class_of(values: Ints) -> Ints:
 
 
 def _class_ranges(size: int) -> list[tuple[int, int]]:
-    """(first rank, rank behind the last) of each class among `size` ranks."""
+    """(first rank, end) of each class among `size` ranks, half-open."""
     edges = [2**c - 1 for c in range(size.bit_length() + 1)]
     return [(first, min(stop, size)) for first, stop in pairwise(edges) if first < size]

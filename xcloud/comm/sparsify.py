@@ -1,11 +1,12 @@
-"""Sending few of the values: the largest, or some at random. What is not sent decodes to zero.
+"""Send only some values: the largest, or a random sample. The others decode to zero.
 
 Shapes: N values of the tensor in any shape, k of them sent; R rows of D values (D: last axis).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,20 +14,19 @@ from torch import Tensor
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Parts
+from xcloud.comm.compressor import Family, Parts, refuse_integers
 from xcloud.comm.draws import Draws
-from xcloud.comm.memory import State
 
 
 @dataclass(frozen=True)
 class TopK:
     """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
 
-    Source: Aji and Heafield, arXiv:1704.05021. Of equal magnitudes the first ones are sent; a NaN
-    counts as largest, so that divergence stays visible.
+    Source: Aji and Heafield, arXiv:1704.05021. Ties go to the first positions; a NaN counts as
+    largest, so that divergence stays visible.
 
     Wire, for N values: values [k] in the tensor's dtype; positions uint8, see `_SortedPositions`:
-    per value sent 9 bits at rate 0.01, 5.3 at 0.1, 2 at 0.5.
+    9 bits per value sent at rate 0.01, 5.3 at 0.1, 2 at 0.5.
     """
 
     rate: float
@@ -48,7 +48,7 @@ class TopK:
         return (TensorSpec((num_kept,), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1)
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _largest(values_N.float(), num_kept)
@@ -63,11 +63,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopRows:
-    """The k = max(1, round(rate * R)) rows of largest norm, whole. Ours.
+    """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
-    Meant for gradients of a border: few tokens carry most of the gradient of a classifier, and a
-    row that is sent keeps its direction. Of equal norms the first ones are sent; a row with a NaN
-    counts as largest, so that divergence stays visible. One axis: rows of one value.
+    For gradients at a border: few tokens carry most of a classifier's gradient, and a row that is
+    sent keeps its direction. Ties go to the first rows; a row with a NaN counts as largest, so
+    that divergence stays visible. A tensor of one axis has rows of one value.
 
     Wire, for [R, D]: values [k, D] in the tensor's dtype; positions uint8, see `_SortedPositions`,
     2 to 8 bits for each row sent.
@@ -93,11 +93,11 @@ class TopRows:
         return (TensorSpec((num_kept, width), spec.dtype), TensorSpec((num_bytes,), torch.uint8))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         num_rows, width = _rows_of(TensorSpec.of(tensor))
         rows_RD = tensor.detach().reshape(num_rows, width)
         num_kept = _num_kept(self.rate, num_rows)
-        # The largest value first: squares of gradients of 1e-25 would be zero.
+        # Scaled by the largest value: squares of gradients of 1e-25 would underflow.
         largest_R = rows_RD.float().abs().amax(1) if width else rows_RD.new_zeros(num_rows).float()
         scale_R = torch.where(largest_R > 0, largest_R, torch.ones_like(largest_R))
         norms_R = (rows_RD.float() / scale_R[:, None]).norm(dim=1) * scale_R
@@ -114,26 +114,24 @@ class TopRows:
 
 
 @dataclass
-class RandomK:
+class RandomK(Draws):
     """k = max(1, round(rate * N)) values, one from each of k equal strips of the tensor.
 
-    The strips lie from a random offset on, so each value has the same chance k/N. Strips take
+    The strips start at a random offset, so each value has the same probability k/N. They need
     k random numbers, 10 to 20 times faster at rate 0.1 than a random permutation of N.
     The receiver draws the same positions from the seed in the message (CPU generator, both ends).
 
     unbiased: multiply by N/k, so that the mean over many messages is the tensor. For one message
-    this is worse than sending nothing (relative error sqrt(N/k - 1), without it sqrt(1 - k/N)),
-    and error feedback then diverges. Hence the default False; True is for gradients of many
-    senders that are averaged.
+    this is worse than sending nothing (relative error sqrt(N/k - 1), otherwise sqrt(1 - k/N)),
+    and error feedback diverges with it. Use it only where gradients of many senders are averaged.
     NaN or inf anywhere, drawn or not, makes the first value NaN, so that divergence stays visible.
 
     Wire, for N values: values [k] in the tensor's dtype; seed int64 [1] (8 bytes).
     """
 
     rate: float
-    seed: int = 0  # beside the channel's
+    seed: int = 0  # combined with the channel's
     unbiased: bool = False
-    _draws: Draws = field(default_factory=Draws, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_number("RandomK.rate", self.rate, 0, 1, above=True)
@@ -153,9 +151,9 @@ class RandomK:
         return (TensorSpec((num_kept,), spec.dtype), TensorSpec((1,), torch.int64))
 
     def compress(self, tensor: Tensor) -> Parts:
-        _refuse_integers(tensor)
+        refuse_integers(tensor)
         values_N = tensor.detach().reshape(-1)
-        seed = self._draws.next_seed(self.seed)
+        seed = self._next_seed(self.seed)
         num_kept = _num_kept(self.rate, len(values_N))
         positions = _drawn(num_kept, len(values_N), seed).to(tensor.device)
         values = values_N.index_select(0, positions)
@@ -166,37 +164,29 @@ class RandomK:
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         values, seed = parts
         if self.unbiased and len(values):
-            # Here and not before sending, where the factor could overflow float16.
+            # Not before sending, where the factor could overflow float16.
             values = values * (spec.numel / len(values))
         positions = _drawn(len(values), spec.numel, int(seed)).to(values.device)
         return _spread(values, positions, spec)
 
-    def state_dict(self) -> State:
-        return self._draws.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._draws.load_state_dict(state)
-
-    def use_stream(self, stream: int) -> None:
-        self._draws = Draws(stream)
-
-
+@lru_cache(maxsize=1024)  # a message asks for the same one four times
 class _SortedPositions:
-    """k ascending positions below N in a number of bytes that depends on k and N alone.
+    """Code k ascending positions below N; the number of bytes depends on k and N alone.
 
     A bitmap (N bits), or Elias-Fano coding where that is shorter (below a rate of about 0.4): the
-    lower l bits of each position as they are, the upper bits in unary, as a bitmap of
-    k + ceil(N / 2**l) bits in which the i-th one stands at (position_i >> l) + i. That is
-    2 + log2(N/k) bits for each position, at most 0.6 above the entropy; plain positions would
-    take log2(N), 21 for a tensor of 2048 x 768.
+    lower l bits of each position in binary, the upper bits in unary, as a bitmap of
+    k + ceil(N / 2**l) bits whose i-th one is at (position_i >> l) + i. That is 2 + log2(N/k) bits
+    per position, at most 0.6 above the entropy; plain positions would take log2(N), 21 for a
+    tensor of 2048 x 768.
     """
 
     def __init__(self, num_kept: int, numel: int) -> None:
         self.num_kept, self.numel = num_kept, numel
-        sizes = {bits: self._size(bits) for bits in range(32)}
-        self.low_bits = min(sizes, key=lambda bits: sizes[bits])
-        self.is_bitmap = packed_bytes(numel, 1) <= sizes[self.low_bits]
-        self.num_bytes = packed_bytes(numel, 1) if self.is_bitmap else sizes[self.low_bits]
+        bitmap_bytes = packed_bytes(numel, 1)
+        coded_bytes, self.low_bits = min((self._size(bits), bits) for bits in range(32))
+        self.is_bitmap = bitmap_bytes <= coded_bytes
+        self.num_bytes = min(bitmap_bytes, coded_bytes)
 
     def _num_unary(self, low_bits: int) -> int:
         return self.num_kept + (max(self.numel - 1, 0) >> low_bits) + 1
@@ -234,7 +224,7 @@ def _marked(marks: Tensor) -> Tensor:
 
 
 def _rows_of(spec: TensorSpec) -> tuple[int, int]:
-    """Rows and values of a row."""
+    """(number of rows, values per row)."""
     width = spec.shape[-1] if len(spec.shape) > 1 else 1
     return (spec.numel // width if width else 0), width
 
@@ -281,8 +271,3 @@ def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
 def _spread(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
     dense = torch.zeros(spec.numel, dtype=spec.dtype, device=values.device)
     return dense.scatter_(0, positions, values.to(spec.dtype)).view(spec.shape)
-
-
-def _refuse_integers(tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise ValueError(f"only floating tensors can be compressed, got {tensor.dtype}")

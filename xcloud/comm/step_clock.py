@@ -1,5 +1,5 @@
-"""What one rank's main thread did with a step: seconds by kind and, if wanted, span by span.
-Not a profiler: a span is one thing that the pipeline's loop does, never a kernel.
+"""How one rank's main thread spent a step: seconds by kind and, on request, span by span.
+Not a profiler: a span is one action of the pipeline's loop, never a kernel.
 
 All moments are time.monotonic(), which every process on a machine shares.
 """
@@ -49,13 +49,13 @@ class RecordedStep(NamedTuple):
 
 
 class StepClock:
-    """Seconds of one rank in one step, by what it did with them.
+    """Seconds of one rank in one step, by kind of work.
 
-    record_from: steps from this one on stay in `recorded`, span by span, and their messages in
-    `messages`: meant for the last few of a run, as nothing is ever dropped. None records nothing.
-    What happens between steps (evaluation) is never recorded.
-    slowdown: every span of computing, in evaluation too, is stretched to so many times its own
-    length, by sleeping at its end (an emulated slow device).
+    record_from: from this step on, spans are kept in `recorded` and messages in `messages`; meant
+    for the last few steps of a run, as nothing is ever dropped. None records nothing. What happens
+    between steps (evaluation) is never recorded.
+    slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
+    end (emulates a slow device).
     """
 
     def __init__(self, record_from: int | None = None, slowdown: float = 1.0) -> None:
@@ -64,7 +64,7 @@ class StepClock:
         self.place = NOWHERE  # set by the pipeline before each action
         self.recorded: list[RecordedStep] = []
         self.messages = MessageLog(record_from) if record_from is not None else None
-        self._spans: list[Span] | None = None  # of the step under way; None: nobody wants them
+        self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
 
     def begin_step(self, step: int) -> None:
@@ -97,7 +97,7 @@ class StepClock:
 
 
 class _During:
-    """A class of its own, as a generator with @contextmanager takes twice as long."""
+    """A class, because a @contextmanager generator takes twice as long."""
 
     __slots__ = ("_clock", "_started_at_s", "_what")
 

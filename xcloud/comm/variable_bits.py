@@ -1,7 +1,7 @@
-"""Numbers of different widths as one bit string without gaps, and back, in a few passes of numpy.
-(Many numbers of one width: bitpack.py, which is faster.)
+"""Pack numbers of different widths into one bit string, and unpack them, in a few numpy passes.
+(For many numbers of one width bitpack.py is faster.)
 
-Shapes: N numbers, K bits of all numbers together.
+Shapes: N numbers, K bits in total.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def bits_bytes(widths_N: Ints) -> int:
-    """Bytes of numbers of these widths."""
+    """Bytes that numbers of these widths take."""
     return (int(widths_N.sum()) + 7) // 8
 
 
@@ -36,7 +36,7 @@ def read_bits(data: Tensor, widths_N: Ints) -> Ints:
 
 
 def _layout(widths_N: Ints) -> tuple[Ints, Ints]:
-    """Of every bit: the place of its number, and which bit of it this is."""
+    """For every bit: the index of its number, and which bit of that number it is."""
     place_K = np.repeat(np.arange(len(widths_N)), widths_N)
     starts_N = np.cumsum(widths_N) - widths_N
     return place_K, np.arange(len(place_K)) - starts_N[place_K]

@@ -1,13 +1,11 @@
-"""How far the clocks of several machines are apart, worked out from the messages of one step.
-Pure arithmetic; all moments in microseconds.
+"""Estimate the clock offsets between machines from the messages of one step.
+Pure arithmetic; all times in microseconds.
 
-On one machine all processes share a clock and there is nothing to do. Between two machines, as in
-NTP (RFC 5905, section 8) but over the messages there are: of the fastest each way, sent at s and
-received at r,
+On one machine all processes share a clock. Between two machines it works as in NTP (RFC 5905,
+section 8), with the fastest message each way, sent at s and received at r:
     offset = (min(r - s there) - min(r - s back)) / 2,   off by at most half of the sum of both,
-which is half of the fastest round trip. Exact if the fastest message takes as long in both
-directions. Without messages both ways the machines' wall clocks are believed, and the error is
-unknown.
+i.e. by half of the fastest round trip. Exact if both fastest messages take equally long. Without
+messages both ways the machines' wall clocks are trusted, and the error is unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import NamedTuple
 
 
 class Passage(NamedTuple):
-    """One message between two machines, each moment by its own machine's clock."""
+    """One message between two machines, each time by its own machine's clock."""
 
     sender: str
     receiver: str
@@ -26,7 +24,7 @@ class Passage(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """shift_us: what to add to each machine's moments. error_us: the largest possible error;
+    """shift_us: to add to each machine's times. error_us: the largest possible error;
     0 on one machine, None if it is unknown."""
 
     shift_us: dict[str, int]
@@ -34,8 +32,8 @@ class Offsets(NamedTuple):
 
 
 def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Offsets:
-    """Onto the clock of the first machine of `unix_us` (what a wall clock showed at the zero of
-    each machine's clock)."""
+    """Offsets to the clock of the first machine of `unix_us`, which is the wall-clock time at
+    each machine's clock zero."""
     fastest: dict[tuple[str, str], int] = {}
     for p in passages:
         pair = (p.sender, p.receiver)
@@ -46,7 +44,7 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Of
     shift = {machines[0]: 0}
     error: dict[str, int | None] = {machines[0]: 0}
     while len(shift) < len(machines):
-        # Through messages where possible: of all machines next to a known one the surest.
+        # Prefer messages: of all machines next to a known one, take the most accurate.
         steps = [
             ((fastest[a, b] + fastest[b, a]) / 2, a, b)
             for a, b in fastest

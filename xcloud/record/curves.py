@@ -1,5 +1,5 @@
-"""What the pictures of a run need, collected while the run goes on: one number a step, not events.
-Works nothing out and draws nothing.
+"""The curves behind a run's pictures, collected during the run: one number per step.
+No statistics, no drawing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class RunCurves:
         self.step = array("q")
         self.step_s = array("d")  # the slowest rank's
         self.loss = array("d")  # nan where a step has none
+        # kind -> cloud -> one number per step, the mean over the cloud's ranks.
         self.seconds: dict[str, dict[str, array[float]]] = {kind: {} for kind in TIMES}
-        # Mean over the ranks of a cloud: kind -> cloud -> one number a step.
-        # By cloud, one entry for each step and rank, in the order in which they were reported.
+        # By cloud, one entry per step and rank, in the order reported.
         self.own_step: dict[str, array[int]] = {}
         self.own_step_s: dict[str, array[float]] = {}
         self._first_rank: dict[str, int] = {}  # of each cloud
@@ -29,7 +29,7 @@ class RunCurves:
 
     @property
     def clouds(self) -> list[str]:
-        """In the order of the layout, whoever reported first."""
+        """In layout order, regardless of who reported first."""
         return sorted(self._first_rank, key=self._first_rank.__getitem__)
 
     def feed(self, event: Event, totals: StepTotals | None) -> None:
@@ -54,9 +54,9 @@ class RunCurves:
 
 
 def read_curves(path: Path) -> RunCurves:
-    """The curves of a run that is over, from its event log; empty without that file."""
+    """The curves of a finished run, from its event log; empty without that file."""
     curves, events = RunCurves(), EventReader(path).poll()
-    # Ranks that only feed others have no steps.
+    # Producers of one-way jobs report no steps.
     stepping = (event["rank"] for event in events if event["event"] == "step")
     collector = StepCollector(1 + max(stepping, default=0))
     for event in events:

@@ -1,28 +1,23 @@
-"""The file in which a run tells what happens: append, follow, and join the ranks' reports.
-Not a place for statistics over steps (summary.py) or for showing anything.
+"""Follow a run's event log and merge the ranks' reports into steps. Statistics over steps are in
+summary.py.
 
-One JSON object a line in `events.jsonl`, append only; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, timeline,
-quality, finish; in one-way jobs also fed, producer.
-Rank 0 writes it for all ranks, the parent follows.
-A step is complete when every rank has reported it.
+`events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
+start, note, phase, step, skipped_update, lost_file, timeline, quality, finish; in one-way jobs
+also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is
+complete when every rank has reported it.
 """
 
 import json
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-EVENTS_FILE = "events.jsonl"
-LOST_LINES_FILE = "events.lost.json"  # what could not be written there; only where something was
+EVENTS_FILE = "events.jsonl"  # in the run folder
+LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
-
-EVENTS_FILE = "events.jsonl"  # in the run folder
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic it counts.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
@@ -31,22 +26,11 @@ TRAFFIC = ("forward", "backward", "other")
 log = logging.getLogger(__name__)
 
 
-def append_event(path: Path, event: str, *, rank: int, cloud: str, **fields: object) -> None:
-    """Append one event, with the time of now, in a single write: readers see whole lines."""
-    entry = {"event": event, "rank": rank, "cloud": cloud, "t": time.time(), **fields}
-    line = json.dumps(entry, ensure_ascii=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
-
-
 class EventReader:
-    """Follows events.jsonl. `poll()` returns the events whose lines were finished since then.
+    """Follow events.jsonl; `poll()` returns the events completed since the last call.
 
-    The file may not exist yet; an unfinished last line waits for its end. A finished line that
-    is no JSON object (a writer died in it, another went on) is skipped, with a warning unless
+    The file may not exist yet; an incomplete last line is kept until it is complete. A line that
+    is not a JSON object (its writer died, another continued) is skipped, with a warning unless
     warn is False (for a second reader of the same file).
     """
 
@@ -64,7 +48,7 @@ class EventReader:
         except FileNotFoundError:
             return []
         self._offset += len(new)
-        # Split bytes, not text: the end of what was read may lie inside a UTF-8 character.
+        # Split bytes, not text: the data read may end inside a UTF-8 character.
         *lines, self._unfinished = (self._unfinished + new).split(b"\n")
         return [event for line in lines if (event := self._parse(line)) is not None]
 
@@ -84,7 +68,7 @@ class EventReader:
 
 @dataclass
 class StepTotals:
-    """One complete step, all ranks joined. Seconds are sums over the ranks of a cloud."""
+    """One complete step over all ranks. Seconds are sums over the ranks of a cloud."""
 
     step: int
     step_s: float = 0.0  # the slowest rank's
@@ -98,11 +82,11 @@ class StepTotals:
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    values: dict[str, float] = field(default_factory=dict)  # what a kind of job measures besides
+    values: dict[str, float] = field(default_factory=dict)  # further measurements of a kind of job
 
     @classmethod
     def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
-        """`reports`: the "step" event of each rank."""
+        """reports: the "step" event of each rank."""
         totals = cls(step)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
@@ -131,7 +115,7 @@ class StepTotals:
 
 
 class StepCollector:
-    """Joins the ranks' step reports; `feed` returns the totals when the last rank has spoken."""
+    """Join the ranks' step reports; `feed` returns the totals once the last rank has reported."""
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:

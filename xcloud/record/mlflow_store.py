@@ -1,7 +1,7 @@
-"""Where MLflow keeps our runs, and what must be set before it is used. Logs nothing itself.
+"""The MLflow store: its location, environment, views and artifacts. Does not log runs.
 
 `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. MLflow's own defaults
-are never relied on: they depend on the working directory and on what older versions left there.
+are not relied on: they depend on the working directory and on what older versions left there.
 """
 
 import json
@@ -25,21 +25,21 @@ log = logging.getLogger(__name__)
 
 
 def view_tag(key: str) -> str:
-    """The experiment tag in which MLflow looks for a view: private to MLflow, as the view is."""
+    """The experiment tag under which MLflow looks up a view (private to MLflow, like the view)."""
     return f"mlflow.sharedViewState.{key}"
 
 
 def prepare_environment() -> None:
-    """Set what MLflow reads from the environment; call it before the first `import mlflow`."""
+    """Set MLflow's environment variables; call before the first `import mlflow`."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    # Left over from another tool, it would make our run write into a foreign one.
+    # Left over from another tool, it would make our run write into that tool's run.
     os.environ.pop("MLFLOW_RUN_ID", None)
-    # MLflow's own patience with a server that is down, eight tries of two minutes, is not ours.
+    # MLflow's defaults for a server that is down: eight attempts of two minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    # MLflow 3.17 uses a loader that SQLAlchemy 2.1 will drop: nothing that a user could mend.
+    # MLflow 3.17 uses a loader that SQLAlchemy 2.1 will drop; users cannot fix that.
     warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
-    # It tells at INFO that it creates tables, in the middle of the progress line.
+    # It logs the creation of tables at INFO, in the middle of the progress line.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 
 
@@ -64,25 +64,25 @@ class Store:
         return self.uri or f"sqlite:///{self.database}"
 
     def client(self) -> Any:
-        """An MlflowClient, which makes the tables of an empty store."""
+        """An MlflowClient; creates the tables of an empty store."""
         from mlflow import MlflowClient
 
         return MlflowClient(self.tracking_uri)
 
     def open(self, view: Mapping[str, object] | None = None) -> tuple[Any, str]:
-        """A client and the experiment's id; creates store and experiment when missing. view: to
-        prepare in a store on this machine as the page of all runs."""
+        """A client and the experiment's id; creates both if missing. view: the page
+        of all runs to prepare in a store on this machine."""
         from filelock import FileLock
 
         if self.uri is not None:
             client = self.client()
             return client, self._experiment_id(client, artifact_location=None)
         self.artifacts.mkdir(parents=True, exist_ok=True)
-        # Of four runs that created the tables at the same time, three crashed.
+        # Without the lock, three of four runs that created the tables concurrently crashed.
         with FileLock(self.root.absolute() / ".store.lock", timeout=LOCK_TIMEOUT_S):
             try:
                 self.follow_move()
-            except sqlite3.Error as error:  # Tables of another MLflow; it may still log.
+            except sqlite3.Error as error:  # Another MLflow's tables; logging may work.
                 log.warning("could not look for moved artifacts in %s: %s", self.database, error)
             client = self.client()
             experiment_id = self._experiment_id(client, self.artifacts.as_uri())
@@ -100,8 +100,8 @@ class Store:
         return experiment_id
 
     def keep_report(self, sweep: str, paths: Sequence[Path]) -> str:
-        """Keep tables and pictures of a sweep in a run of their own, the same one every time;
-        returns its id. It bears another tag than the sweep's runs, so it is not among them."""
+        """Log a sweep's tables and pictures to a run of their own, reused every time; returns its
+        id. It has a different tag from the sweep's runs, so it is not listed among them."""
         client, experiment_id = self.open()
         found = client.search_runs(
             [experiment_id], f"tags.{REPORT_TAG} = '{sweep}'", max_results=1
@@ -115,8 +115,8 @@ class Store:
         return str(run.info.run_id)
 
     def artifacts_of_sweep(self, sweep: str) -> list[Path]:
-        """Artifact folders of the runs with this `sweep` tag, oldest run first; of a server,
-        copies of them."""
+        """Artifact folders of the runs with this `sweep` tag, oldest first; downloaded copies if
+        the store is a server."""
         if self.uri is None and not self.database.exists():
             return []
         client = self.client()
@@ -135,11 +135,11 @@ class Store:
         ]
 
     def follow_move(self) -> None:
-        """Point the experiment at `artifacts` again after the project's folder has moved.
+        """Update the experiment's artifact location after the project's folder has moved.
 
-        MLflow stores absolute paths: without this, artifacts of older runs are lost from sight
-        and new ones go to the old place (mlflow/mlflow#3144). MLflow has no call for it, so this
-        writes to MLflow's own tables.
+        MLflow stores absolute paths: without this, artifacts of older runs cannot be found and
+        new ones go to the old folder (mlflow/mlflow#3144). MLflow has no API for it, so this
+        writes to MLflow's tables.
         """
         if not self.database.exists():
             return
@@ -164,7 +164,7 @@ class Store:
     def _experiment_id(self, client: Any, artifact_location: str | None) -> str:
         found = client.get_experiment_by_name(self.experiment)
         if found is None:
-            # On a server two runs may do this at once; the loser's next try finds it.
+            # On a server two runs may race here; the loser's next attempt finds it.
             return str(client.create_experiment(self.experiment, artifact_location))
         if found.lifecycle_stage != "active":
             raise RuntimeError(

@@ -1,15 +1,15 @@
-"""What a one-way job came to: the figures of any run (summary.py), and under "feed" who fed how
-much and who waited for whom. What crossed is "wire", as in any run. No torch.
+"""Summarise a one-way job: the figures of any run (summary.py), and under "feed" each producer's
+contribution and waiting. No torch.
 
 How the figures are made:
 - A step is the consumer's; its time and the waiting of the consumer (starvation) are of its ranks.
-- Seconds of a producer are per step of the consumer and rank, so that all clouds compare; its
-  waiting is back-pressure: nothing was ordered. They are told about once a second and counted to
-  the step that is complete next, so single steps are not exact, sums are.
-- `sent.forward` of a step are the whole frames of the batches that it used; `other` is all else
-  that crossed meanwhile: orders back, reports.
+- A producer's seconds are per consumer step and rank, so that clouds are comparable; its waiting
+  is back-pressure: nothing was ordered. They are reported about once a second and attributed to
+  the next complete step, so sums are exact and single steps are not.
+- `sent.forward` of a step counts the whole frames of the batches it used; `other` is everything
+  else that crossed meanwhile: orders, reports.
 - `bytes_per_token` = those frames / the tokens in them; null where nothing crosses clouds.
-- `finished`: every rank of the producer came to its end, so its model is exported.
+- `finished`: every rank of the producer has finished, so its model is exported.
 - precision and recall of replaced tokens are over the last 50 steps.
 """
 
@@ -27,7 +27,7 @@ COUNTS = ("true_positives", "false_positives", "false_negatives")
 
 
 def precision_recall(counts: Mapping[str, float]) -> dict[str, float]:
-    """Of what was called replaced and of what was; left out where there was nothing."""
+    """Precision and recall of "replaced"; each is left out if its denominator is 0."""
     hits, wrong, missed = (counts.get(name, 0.0) for name in COUNTS)
     found = {}
     if hits + wrong:
@@ -77,7 +77,7 @@ class OneWayStatistics(RunStatistics):
         elif kind == "fed":
             name = event["cloud"]
             self._made[name] += event["num_batches"]
-            self._loss[name] = event.get("loss", self._loss.get(name))  # none: all were skipped
+            self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
             for time in TIMES:
                 add_to(self._pending[time], {name: event.get(time, 0.0)})
                 add_to(self._seconds[time], {name: event.get(time, 0.0)})
@@ -89,14 +89,14 @@ class OneWayStatistics(RunStatistics):
         return super().feed(event)
 
     def _count_skipped(self, event: Event) -> None:
-        """A producer's own update, or the consumer's, which is the run's."""
+        """Count a producer's update for the producer, and the consumer's for the run."""
         if event["cloud"] in self._num_lanes:
             self._skipped_updates[event["cloud"]] += 1
         else:
             super()._count_skipped(event)
 
     def _count(self, totals: StepTotals) -> None:
-        # Every producer in every step, so that means and curves have one figure for each.
+        # Every producer in every step, so that all means and curves have the same length.
         for name, lanes in self._num_lanes.items():
             totals.num_ranks[name] = lanes
             for kind in TIMES:
@@ -107,7 +107,7 @@ class OneWayStatistics(RunStatistics):
         super()._count(totals)
 
     def summary(self, **known: Any) -> Summary:
-        if self.num_steps:  # what producers told after the last step
+        if self.num_steps:  # reported after the last step
             for kind in TIMES:
                 add_to(self._rest.seconds[kind], self._pending[kind])
                 self._pending[kind].clear()

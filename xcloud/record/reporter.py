@@ -1,5 +1,4 @@
-"""What a rank has to say, as JSON lines on their way to rank 0's events.jsonl, and what
-is done where that file cannot be written. No formatting."""
+"""Send a rank's events to rank 0 and append them to events.jsonl; survive a full disk."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class EventFile:
-    """Appends whole lines; used by several threads of rank 0.
+    """Append whole lines; used by several threads of rank 0.
 
-    Nothing here stops a run: lines that cannot be written (a full disk) are lost, which is said
-    once on stderr and counted; later lines are tried again. `close()` leaves the count, and the
-    ranks whose "finish" was among them, in events.lost.json.
+    Never fails a run: lines that cannot be written (full disk) are lost, with one warning, and
+    counted; later lines are tried again. `close()` writes the count, and the ranks whose "finish"
+    was lost, to events.lost.json.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,12 +41,12 @@ class EventFile:
 
     def append(self, lines: bytes) -> None:
         with self._lock:
-            # A torn line gets an end of its own, or it would spoil the next one too.
+            # End a torn line first, or it would spoil the next one too.
             data = b"\n" + lines if self._is_torn else lines
             num_written = 0
             try:
                 while num_written < len(data):
-                    num_new = self._file.write(data[num_written:])  # may be a part
+                    num_new = self._file.write(data[num_written:])  # may be partial
                     if not num_new:
                         raise OSError("nothing could be written")
                     num_written += num_new
@@ -57,11 +56,11 @@ class EventFile:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
 
     def append_frame(self, frame: Frame) -> None:
-        """Another rank's lines, as they came over the link."""
+        """Append another rank's lines, as received over the link."""
         self.append(frame.parts[0].numpy().tobytes())
 
     def close(self) -> None:
-        """Say what was lost, if anything."""
+        """Close the file and record what was lost, if anything."""
         with self._lock:
             self._file.close()
             if not self.num_lost_lines:
@@ -88,19 +87,19 @@ class EventFile:
 
 
 class Reporter:
-    """Collects one rank's events and passes them on about once a second.
+    """Collect one rank's events and flush them about once a second.
 
-    sink: takes whole lines of at most 128 KiB at a time and does not block for long.
+    sink: takes whole lines, at most 128 KiB per call, and does not block for long.
     """
 
     def __init__(self, rank: int, cloud: str, sink: Callable[[bytes], None]) -> None:
         self._rank, self._cloud, self._sink = rank, cloud, sink
         self._pending: list[bytes] = []
-        self.contents: dict[str, set[str]] = {}  # kind of event -> names of what it told
+        self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields
         self._flushed_at_s = time.monotonic()
 
     def event(self, event: str, *, now: bool = False, **fields: Any) -> None:
-        """now: pass it on at once (for what a person waits to see)."""
+        """now: flush at once (for what a user waits to see)."""
         head = {
             "event": event,
             "rank": self._rank,
@@ -119,7 +118,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def may_lose(self, name: str) -> Iterator[None]:
-        """For writing a file that a full disk may cost, but never the run: a warning, counted."""
+        """Write a file that may be lost to a full disk without failing the run: warn and count."""
         try:
             yield
         except (OSError, SafetensorError) as error:

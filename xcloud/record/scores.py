@@ -1,4 +1,4 @@
-"""What scores are called for people, and with how many decimals they are quoted. Pure."""
+"""Display names and decimals of scores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SCORE_NAMES = {
     "label_leak_auc": "label leak AUC",
     "token_recovery": "token recovery",
 }
-LEAKS = ("label_leak_auc", "token_recovery")  # less is better
-# Shown beside a task's first score. Not chrF, nor the languages of a task with many.
+LEAKS = ("label_leak_auc", "token_recovery")  # lower is better
+# Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
 
 
@@ -27,16 +27,16 @@ def score_name(name: str) -> str:
 
 
 def score_digits(name: str) -> int:
-    """Leaks are shares of 1, losses are nats; every other score goes to 100."""
+    """Leaks are fractions of 1, losses are in nats; every other score is out of 100."""
     return 4 if name in LEAKS or name == "loss" else 2
 
 
 def score_text(name: str, value: float) -> str:
-    """41.92 for what goes to 100, 0.5731 for a leak."""
+    """41.92 for a score out of 100, 0.5731 for a leak."""
     return f"{value:.{score_digits(name)}f}"
 
 
 def shown_scores(names: Iterable[str]) -> list[str]:
-    """The first score, and of the others those that a table has room for."""
+    """The first score, and those of the others that fit into a table."""
     known = list(dict.fromkeys(names))
     return known[:1] + [name for name in known[1:] if name in BESIDE_THE_FIRST]

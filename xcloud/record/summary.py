@@ -1,24 +1,24 @@
-"""What a run came to: events in, one small dictionary out (`summary.json`).
-No tracker and no printing here; no torch.
+"""Summarise a run: events in, one small dictionary out (`summary.json`).
+No tracker, no printing, no torch.
 
 How the figures are made:
 - `step_time_s` is the slowest rank's time of a step; seconds by cloud are means per step and rank.
-- The first steps (3, or a tenth of them when there are fewer than 30) warm caches and are left
-  out of everything with seconds in it, never out of byte counts. `num_warmup_steps_left_out`
-  says how many. Rates are over the time spent in steps, so evaluation does not slow them.
+- The first steps (3, or a tenth of fewer than 30) are warm-up: excluded from everything measured
+  in seconds, included in byte counts. `num_warmup_steps_left_out` says how many. Rates are over
+  the time spent in steps, so evaluation does not slow them.
 - `bubble_ratio` = sum of waiting / sum of computing, over ranks and steps. The paper ([N] 1.1)
   has idle time over *ideal* computing time m(t_f + t_b); here both are measured, so waiting for
-  the link and for the other side's codec counts as idle, and computing includes its own jitter.
+  the link and for the other side's codec counts as idle, and computing includes its jitter.
 - `compression_ratio` = FP32 bytes of the tensors / bytes counted on the wire, headers included;
-  null where nothing crossed. Where a cut hands on fewer features than the uncut model would, the
-  FP32 bytes are those of the uncut model's tensor. `total` joins the kinds of traffic that carry
-  tensors (those with a FP32 size); ids, lengths and the like would be the same uncompressed, and
-  stand apart under `wan_bytes_per_step.other`.
+  null where nothing crossed. Where a cut passes on fewer features than the uncut model would, the
+  FP32 bytes are those of the uncut model's tensor. `total` covers the kinds of traffic that carry
+  tensors (those with an FP32 size); ids, lengths and the like would be the same uncompressed and
+  are counted separately under `wan_bytes_per_step.other`.
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
-  They are steps in every figure but those of the loss.
-- `lost_event_lines`, `lost_files`: what a full disk has cost; figures are of the other lines.
-- `link_utilisation` = time the emulated line was busy / time in steps, by direction; where it
-  does not say, bits sent / (bandwidth * time in steps); null when neither is known.
+  They count as steps in every figure except those of the loss.
+- `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
+- `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
+  that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
 """
 
 import json
@@ -43,17 +43,17 @@ MAX_WARMUP_STEPS = 3
 
 
 class RunStatistics:
-    """Feed it every event of a run; ask for the summary at any time, after a failure too."""
+    """Feed it every event of a run; `summary()` works at any time, also after a failure."""
 
     def __init__(self, num_ranks: int, bandwidth_bits_per_s: float | None = None) -> None:
-        """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
+        """bandwidth_bits_per_s: of the WAN link, each way; None if it is not emulated."""
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
         self.final_loss: float | None = None
         self.num_skipped_updates = 0
         self.lost_files: list[str] = []
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
-        # How many first steps to leave out is known at the end: the first three stay apart.
+        # The number of warm-up steps is known only at the end: keep the first three apart.
         self._first: list[_Sums] = []
         self._rest = _Sums()
         self._quality: dict[str, Event] = {}  # the latest of each split
@@ -66,7 +66,7 @@ class RunStatistics:
         return len(self._step_s)
 
     def feed(self, event: Event) -> StepTotals | None:
-        """Returns the totals of a step when this event completes it (progress and tracker)."""
+        """Returns the totals of a step if this event completes it, else None."""
         if (at_s := event.get("t")) is not None:
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
             self._last_event_at_s = at_s
@@ -96,7 +96,7 @@ class RunStatistics:
         timed = _Sums.of([*self._first[num_left_out:], self._rest])
         every = _Sums.of([*self._first[:num_left_out], timed])
         step_s = sorted(self._step_s[num_left_out:])
-        # A loss that counts samples (classes, spans) says nothing of tokens.
+        # A loss counted in samples (classes, spans) says nothing about tokens.
         tokens = timed.tokens if timed.tokens != timed.samples else None
 
         summary: Summary = {
@@ -162,22 +162,22 @@ class RunStatistics:
 
 
 def num_warmup_steps(num_steps: int) -> int:
-    """How many first steps are left out of everything with seconds in it."""
+    """Number of first steps excluded from everything measured in seconds."""
     return min(MAX_WARMUP_STEPS, num_steps // 10)
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
-    """Write summary.json in one piece: a reader sees the old file or the whole new one."""
+    """Write summary.json atomically: a reader sees the old file or the complete new one."""
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    # JSON has no NaN; a diverged run's loss becomes null, so that every parser can read it.
+    # JSON has no NaN: a diverged run's loss becomes null.
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
     draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 
 class _Sums:
-    """Sums over steps, and what is worked out from them."""
+    """Sums over steps and the figures derived from them."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -239,7 +239,7 @@ class _Sums:
         }
 
     def link_utilisation(self, bandwidth_bits_per_s: float | None) -> dict[str, float | None]:
-        # What the emulated line says of itself counts packet headers and a varying bandwidth.
+        # The emulated line's own figure includes packet headers and a varying bandwidth.
         busy_s = self.link_busy_s
         if not busy_s and bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
             busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in TRAFFIC}
@@ -250,7 +250,7 @@ class _Sums:
 
 
 def _ratio(above: float | None, below: float) -> float | None:
-    """above / below with three decimals; None where either was never measured."""
+    """above / below to three decimals; None if either was not measured."""
     return round(above / below, 3) if above is not None and below else None
 
 

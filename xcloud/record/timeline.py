@@ -1,7 +1,7 @@
-"""One step of all ranks on one clock: from their "timeline" events to a trace that Perfetto and
-chrome://tracing open. Draws nothing (timeline_picture.py does) and needs no torch.
+"""Merge the ranks' "timeline" events of one step onto one clock, and write a trace for Perfetto or
+chrome://tracing. Drawing is in timeline_picture.py; no torch.
 
-Moments are whole microseconds since the first rank began the step.
+Times are whole microseconds since the first rank began the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
     @property
     def name(self) -> str:
-        """F3 and B3 as in the textbooks; "wait for F3" is waiting for what F3 starts from."""
+        """F3 and B3 as in the textbooks; "wait for F3" is waiting for the input of F3."""
         if not self.direction:
             return "wait for norm" if self.what == "wait" else self.what
         action = f"{_LETTER[self.direction]}{self.micro_batch}"
@@ -41,8 +41,8 @@ class Box(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """One message between clouds. from_us, until_us: on the emulated line, which carries one at a
-    time; elsewhere from leaving the sender until it was there. arrived_us: latency included."""
+    """One message between clouds. from_us, until_us: its time on the emulated line, which carries
+    one at a time; on a real link, from sending to arrival. arrived_us: latency included."""
 
     sender: int
     receiver: int
@@ -62,7 +62,7 @@ class Flight(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did between from_us and until_us, its own ends of the step."""
+    """What one rank did in the step, from its own start to its own end of it."""
 
     rank: int
     cloud: str
@@ -78,7 +78,7 @@ class Timeline:
     step: int
     lanes: tuple[Lane, ...]
     flights: Mapping[tuple[str, str], tuple[Flight, ...]]
-    clocks: str  # how the ranks' clocks were joined, and how far that may be off
+    clocks: str  # how the ranks' clocks were joined, and the possible error
 
     @property
     def clouds(self) -> list[str]:
@@ -104,7 +104,7 @@ class Timeline:
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
-    """Joins the "timeline" events of a run; None if it has none (it ended too early)."""
+    """Join the "timeline" events of a run; None if there are none (it ended too early)."""
     parts: dict[int, list[Event]] = {}
     for event in events:
         if event["event"] == "timeline":
@@ -140,10 +140,10 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     flights: dict[tuple[str, str], list[Flight]] = {}
     for key, message in sent.items():
         sender, receiver = key[1], key[2]
-        if receiver not in cloud_of:  # it has said nothing: the run broke off
+        if receiver not in cloud_of:  # it reported nothing: the run was cut off
             continue
         flight = _flight(key, message, received.get(key), begin)
-        # A report that only meets the steps before or behind is not of this picture.
+        # Leave out reports that overlap only the previous or the next step.
         if flight.kind != "report" or (flight.until_us > 0 and flight.from_us < until_us):
             direction = (cloud_of[sender], cloud_of[receiver])
             flights.setdefault(direction, []).append(flight)
@@ -162,7 +162,7 @@ _Key = tuple[int, int, int, int]  # border, sender, receiver, number on that lin
 
 
 def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], dict[_Key, int]]:
-    """What every rank sent, and when every rank received; by the same keys."""
+    """What every rank sent, and when every rank received it, under the same keys."""
     sent, received = {}, {}
     for rank, events in parts.items():
         for event in events:
@@ -197,8 +197,8 @@ def _flight(
     arrived_us = None if received_us is None else begin[receiver] + received_us
     until_us = arrived_us if end is None else begin[sender] + end
     if until_us is None:
-        until_us = start_us  # nobody said when it was there
-    # Clocks of two machines that are joined with an error can make a message arrive too early.
+        until_us = start_us  # its arrival was not reported
+    # An error in the joined clocks can make a message arrive before it was sent.
     until_us = max(until_us, start_us)
     arrived_us = until_us if arrived_us is None else max(arrived_us, until_us)
     return Flight(
@@ -220,7 +220,7 @@ Timed = TypeVar("Timed", Box, Flight)
 
 
 def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
-    """Deal entries to as few rows as needed for none to overlap within a row."""
+    """Distribute entries over as few rows as possible, without overlap within a row."""
     rows: list[list[Timed]] = []
     for entry in sorted(entries, key=lambda e: (e.from_us, e.until_us)):
         for row in rows:
@@ -235,7 +235,7 @@ def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
 def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, Any]:
     """Trace Event Format, JSON object form: a process for each cloud with a thread for each rank,
     and one for the links with a thread (or more, where messages overlap) for each direction;
-    arrows lead from a message on the line to its receiver. facts: goes into otherData."""
+    arrows point from a message on the line to its receiver. facts: for otherData."""
     entries: list[dict[str, Any]] = []
     process_of = {cloud: number for number, cloud in enumerate(timeline.clouds, 1)}
     links = len(process_of) + 1

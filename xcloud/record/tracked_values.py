@@ -1,7 +1,7 @@
-"""What a tracker is told about a run: names and plain values. Pure; sends nothing anywhere.
+"""Names and values of a run's metrics and parameters for a tracker. Pure; sends nothing.
 
-Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values are plain (`bleu`,
-`step_time_s`). So a table of runs shows one value, and charts group by what they show.
+Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
+`step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
 """
 
 import json
@@ -40,7 +40,7 @@ def quality_metrics(event: Event) -> dict[str, float]:
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The values of summary.json that a table of runs compares; what is null stays out."""
+    """The values of summary.json that a table of runs compares, without nulls."""
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
     metrics = {
@@ -70,15 +70,15 @@ def flatten(params: Mapping[str, object]) -> dict[str, str]:
     """{"compression": {"forward": {"rate": 0.6}}} -> {"compression.forward.rate": "0.6"}.
 
     A list of plain values is one value, in JSON; a list of mappings (clouds) is numbered. Values
-    are cut at 6000 characters: the whole file belongs among the artifacts.
+    are truncated to 6000 characters: the complete file is logged as an artifact.
     """
     return {legal_name(name): str(value)[:MAX_VALUE_CHARACTERS] for name, value in _leaves(params)}
 
 
 def legal_name(name: str) -> str:
-    """The nearest name that MLflow takes: letters, digits, `_ - . / space`, no path tricks.
+    """The closest name that MLflow accepts: letters, digits, `_ - . / space`, no path tricks.
 
-    Not the colon either, which it refuses on Windows.
+    No colon either, which it refuses on Windows.
     """
     legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
     legal = re.sub(r"^\.+", "_", legal)  # "." and ".." would be folders

@@ -1,11 +1,11 @@
-"""A run's copy in MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
-Not a place for measuring or naming: what is logged comes ready from tracked_values.py.
+"""Copy a run to MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
+What is logged, and under which names, comes from tracked_values.py.
 
-A tracker never delays training and never ends it. A background thread imports MLflow, opens its
-store and sends; it reads the event file for itself, and that file is the only backlog. While the
-store is down, the thread reads no further. Once the store answers again, it goes on with the
-first event that has not arrived. There is one warning; what MLflow still lacks when the run has
-ended is in `Recorded.missing`, and stays in events.jsonl and summary.json.
+A tracker never delays or ends training. A background thread imports MLflow, opens the store and
+sends; it reads the event file itself, and that file is the only backlog. While the store is down
+the thread stops reading; once the store answers again it resumes with the first event that has
+not arrived. There is one warning; what MLflow still lacks at the end of the run is listed in
+`Recorded.missing` and remains in events.jsonl and summary.json.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when a run starts.
+    """The run that a tracker is to record.
 
-    params: may be nested, keys are joined by dots. run_dir: where events.jsonl grows.
-    statistics: new, of the run's kind of job; joins the ranks' reports to steps. view: the page
+    params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written.
+    statistics: a fresh one of the run's kind of job; joins the ranks' reports. view: the page
     of all runs to prepare in a store on this machine, if any.
     """
 
@@ -68,11 +68,11 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Where the copy of a run is.
+    """Where a run was recorded.
 
     run_id, experiment_id: MLflow's; None and "" if the store has never answered. uri: of the
-    tracking server; None for a store in the folder `root`. missing: what MLflow lacks, in words;
-    empty if all has arrived.
+    tracking server; None for a store in the folder `root`. missing: a description of what MLflow
+    lacks; empty if everything has arrived.
     """
 
     run_id: str | None
@@ -84,18 +84,18 @@ class Recorded:
 
 
 class Tracker(Protocol):
-    """start → artifact … → finish → recorded, from one thread; raises nothing after start."""
+    """start → artifact … → finish → recorded, from one thread; nothing raises after start."""
 
     def start(self, run: TrackedRun) -> None: ...
     def artifact(self, path: Path) -> None: ...
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None: ...
     def recorded(self) -> Recorded | None:
-        """None if there is no record beyond the run folder."""
+        """None if there is no record outside the run folder."""
 
 
 @dataclass(frozen=True)
 class NullTracker:
-    """Keeps no record beyond the run folder."""
+    """Keep no record outside the run folder."""
 
     def start(self, run: TrackedRun) -> None:
         pass
@@ -114,14 +114,14 @@ class NullTracker:
 class MlflowTracker:
     """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
-    Only settings are here until `start`, so that an Experiment which holds a tracker can be
-    copied and pickled.
+    Holds only settings until `start`, so that an Experiment with a tracker can be copied and
+    pickled.
     """
 
     root: str = "mlruns"  # relative to the project
     experiment: str = "xcloud"
-    uri: str | None = None  # of a tracking server; then nothing is kept under root
-    flush_s: float = 1.0  # how often what has happened is sent
+    uri: str | None = None  # of a tracking server; nothing is kept under root then
+    flush_s: float = 1.0  # how often to send
     finish_timeout_s: float = 30.0  # how long `finish` may wait for the store
 
     def __post_init__(self) -> None:
@@ -153,12 +153,12 @@ class MlflowTracker:
         sender.start()
 
     def artifact(self, path: Path) -> None:
-        """Keep a file or a folder; it must stay as it is until `finish` returns."""
+        """Log a file or folder; it must not change until `finish` returns."""
         sender = self._started()
         sender.put(Path(path).name, sender.log_artifact, Path(path).absolute())
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Send what is left and the final values; takes `finish_timeout_s` at most."""
+        """Send the rest and the final values; takes at most `finish_timeout_s`."""
         sender = self._started()
         facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
         tags = {key: value for key, value in facts.items() if value is not None}
@@ -190,31 +190,31 @@ class _Value(NamedTuple):
 
 
 class _Sender(threading.Thread):
-    """Sends what it is given and what the event file says; the only one to touch MLflow."""
+    """Sends queued values and the event file's curves; the only thread that uses MLflow."""
 
     def __init__(self, store: Store, run: TrackedRun, flush_s: float) -> None:
         super().__init__(name="tracking", daemon=True)
         self.run_id: str | None = None
         self.experiment_id = ""  # with the run_id
         self._store, self._run, self._flush_s = store, run, flush_s
-        # The monitor reads the file too, and warns of lines that are no events.
+        # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
         self._started_at_s = time.time()
         self._closing = threading.Event()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
         self._unsent: list[_Value] = []  # read from the event file, not yet taken by MLflow
-        self._last_step = 0  # whose figures MLflow has
+        self._last_step = 0  # whose values MLflow has
         self._refused: list[str] = []
         self._trouble = ""  # why the last attempt failed
         self._warned = self._complete = False
 
     def put(self, what: str, send: Callable[[Any], object], value: object) -> None:
-        """Have send(value) called; what: its name, should it be refused."""
+        """Queue send(value). what: names it in messages, should it be refused."""
         self._waiting.append((what, partial(send, value)))
 
     def close(self, status: str, timeout_s: float) -> None:
-        """Send what is left and end MLflow's run, within timeout_s."""
+        """Send the rest and end the MLflow run, within timeout_s."""
         self._status, self._ended_at_s = status, time.time()
         self._closing.set()
         self.join(timeout_s)
@@ -223,7 +223,7 @@ class _Sender(threading.Thread):
 
     @property
     def missing(self) -> str:
-        """After `close`: what MLflow lacks, in words."""
+        """After `close`: a description of what MLflow lacks; empty if nothing."""
         parts = [f"{what}, which it refused" for what in self._refused]
         if not self._complete:
             late = f"all after step {self._last_step}" if self.run_id else "everything"
@@ -235,7 +235,7 @@ class _Sender(threading.Thread):
         while not self._closing.wait(self._flush_s):
             if time.monotonic() >= retry_at_s and not self._deliver():
                 retry_at_s = time.monotonic() + RETRY_AFTER_S
-        # A store known to be down gets one more chance, a hiccup at the very end gets three.
+        # One more attempt if the store is known to be down, three for a hiccup at the very end.
         for attempts_left in reversed(range(1 if self._trouble else FINISH_ATTEMPTS)):
             if self._deliver(last=True):
                 return
@@ -243,11 +243,11 @@ class _Sender(threading.Thread):
                 time.sleep(1.0)
 
     def _deliver(self, last: bool = False) -> bool:
-        """Send all there is; False when the store is down, and then nothing is lost."""
+        """Send everything pending; False if the store is down, in which case nothing is lost."""
         try:
             if self.run_id is None:
                 self._create_run()
-            self._send_figures()  # read before, when the store was down
+            self._send_figures()  # left over from when the store was down
             for event in self._events.poll():
                 self._unsent += self._curves(event)
             self._send_figures()
@@ -286,7 +286,7 @@ class _Sender(threading.Thread):
             del self._unsent[: len(batch)]
 
     def _attempt(self, what: str, send: Callable[[], object]) -> None:
-        """What MLflow refuses is noted and left out; anything else may succeed later."""
+        """Note and drop what MLflow refuses; raise any other error, which may pass."""
         try:
             send()
         except Exception as error:
@@ -320,13 +320,13 @@ class _Sender(threading.Thread):
             self._client.log_artifact(self.run_id, str(path))
 
     def _warn(self, reason: str) -> None:
-        """Once for many failed attempts."""
+        """Warn once, however many attempts fail."""
         self._trouble = reason[:400]
         if not self._warned:
             self._warned = True
             log.warning(
-                "MLflow at %s does not take what is logged (%s). The run goes on; what MLflow "
-                "lacks is sent again from %s as long as the run lasts.",
+                "MLflow at %s does not accept what is logged (%s). The run continues; what MLflow "
+                "lacks is sent again from %s until the run ends.",
                 *(self._store.tracking_uri, self._trouble, EVENTS_FILE),
             )
 
@@ -339,13 +339,13 @@ def _values(metrics: Mapping[str, float], at_s: float, step: int) -> Iterator[_V
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # A container may run under a number that has no name.
+    except (OSError, KeyError):  # In a container the user id may have no name.
         return "unknown"
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether another try is in vain; else the store may be down, and things are sent again."""
-    # An artifact that went away, or may not be read. No answer of a server has these types.
+    """Whether a retry is pointless; otherwise the store may be down, and sending is retried."""
+    # An artifact that is gone or unreadable; no server error has these types.
     if isinstance(error, FileNotFoundError | PermissionError):
         return True
     return getattr(error, "error_code", None) in REFUSALS

@@ -1,9 +1,9 @@
-"""Ready-made pages of MLflow's UI: which columns, filter and charts; and the links to them.
-Pure; opens no store and imports no MLflow.
+"""Prepared views of MLflow's UI (columns, filter, charts) and links to them.
+Pure; opens no store and does not import MLflow.
 
-MLflow's table of runs shows no figure until columns are picked by hand, and MLflow has no call
-that picks them. A view in an experiment tag does; the link's viewStateShareKey names it. This is
-what the UI's own "share" button writes: its format is MLflow 3.17's own and private.
+MLflow's table of runs shows no metrics until columns are selected by hand, and MLflow has no API
+for that. A view stored in an experiment tag does it; the link's viewStateShareKey names it. That
+is what the UI's "share" button writes; the format is private to MLflow 3.17.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sweep_key(sweep: str) -> str:
 
 
 def page(server: str, experiment_id: str, key: str | None = None, *, charts: bool = False) -> str:
-    """The link to the runs of an experiment, as the view `key` shows them.
+    """Link to the runs of an experiment, shown with the view `key`.
 
     Without workflowType MLflow opens its page for chat applications, with a pop-up.
     """
@@ -44,7 +44,7 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
 
 
 def places_of(recorded: Recorded | None) -> dict[str, str]:
-    """Where the copy of a run is and how to see it, label -> text; for the closing table."""
+    """Where a run was recorded and how to open it, label -> text; for the closing table."""
     if recorded is None:
         return {}
     lacks = {"MLflow lacks": recorded.missing} if recorded.missing else {}
@@ -60,7 +60,7 @@ def places_of(recorded: Recorded | None) -> dict[str, str]:
 
 
 def ui_command(root: str) -> str:
-    """What serves the store in the folder `root`."""
+    """The command that serves the store in the folder `root`."""
     return "python -m xcloud ui" + ("" if root == "mlruns" else f" --root {root}")
 
 
@@ -76,12 +76,12 @@ def prepared_view(
     axes: Sequence[str] = (),
     score: str = "bleu",
 ) -> dict[str, Any]:
-    """The runs with their figures as columns, best score first; the score against what it costs.
+    """A view with metrics as columns, best score first, and charts of the score against its costs.
 
-    sweep: only its runs. params: settings to show as columns. numbers: those to draw the score
-    against. axes: those of the parallel coordinates; a run that lacks one is not drawn there.
+    sweep: only its runs. params: settings shown as columns. numbers: settings to plot the score
+    against. axes: of the parallel coordinates, which omit a run that lacks one of them.
     """
-    # MLflow sorts columns by name: in a sweep only those that every window has room for.
+    # MLflow sorts columns by name: in a sweep show only as many as fit into any window.
     metrics = [score, *COSTS] if sweep else list(dict.fromkeys([score, *VIEW_METRICS]))
     columns = [f"params.`{name}`" for name in params] + [f"metrics.`{name}`" for name in metrics]
     charts = [_scatter({"key": number, "type": "PARAM"}, score) for number in numbers]

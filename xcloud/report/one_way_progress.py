@@ -1,4 +1,4 @@
-"""The live line of a one-way job: what the consumer learns, and what each producer gives.
+"""Progress line of a one-way job: the consumer's scores and each producer's share.
 
 step 120/2000  13 min left  loss 9.214  precision 0.61  recall 0.40  en 2.31 (50 %) ...
 """
@@ -25,7 +25,7 @@ class OneWayProgressLine(ProgressLine):
         super().__init__(max_steps, bandwidth_bits_per_s, stream=stream)
         self._taken: Counter[str] = Counter()
         self._losses: dict[str, float] = {}
-        self._line_s: Counter[str] = Counter()  # of the step under way, by the producer's link
+        self._line_s: Counter[str] = Counter()  # of the current step, by the producer's link
 
     def show(self, event: Event) -> None:
         if event["event"] == "step":
@@ -39,7 +39,7 @@ class OneWayProgressLine(ProgressLine):
     def update(self, totals: StepTotals) -> None:
         for name, value in totals.values.items():
             self._smooth.put(name, value)
-        if self._line_s:  # only an emulated link has a time of its own
+        if self._line_s:  # only an emulated link reports it
             self._smooth.put("line_s", max(self._line_s.values()))
             self._line_s.clear()
         super().update(totals)

@@ -1,11 +1,11 @@
-"""Colours and habits that the pictures of a run share. Draws nothing and needs no matplotlib."""
+"""Colours and text settings that all pictures share. Needs no matplotlib."""
 
 from __future__ import annotations
 
 import textwrap
 
-# Okabe and Ito's colours, which all readers can tell apart (jfly.uni-koeln.de/color); light where
-# a rank is idle, or may be: averaging begins with waiting for the other ranks of the stage.
+# Okabe and Ito's colours, safe for colour-blind readers (jfly.uni-koeln.de/color); light where a
+# rank is, or may be, idle: averaging begins with waiting for the other ranks of the stage.
 COLOURS = {
     "forward": "#0072B2",
     "backward": "#E69F00",
@@ -15,6 +15,8 @@ COLOURS = {
     "optimizer": "#6B4C3B",
     "other": "#FFFFFF",
 }
+# For lines and marks that stand for settings.
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
 INK, FAINT = "#222222", "#8A8A8A"
 DPI = 110
 TITLE_POINTS = 10
@@ -22,11 +24,11 @@ _CHARACTERS_PER_IN = 11.5  # at that size
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on `colour` ("#RRGGBB")."""
+    """Black or white, whichever is more legible on `colour` ("#RRGGBB")."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#FFFFFF"
 
 
 def wrapped(title: str, width_in: float) -> str:
-    """The title in as many lines as a figure of this width needs."""
+    """The title, wrapped to a figure of this width."""
     return "\n".join(textwrap.wrap(title, int(_CHARACTERS_PER_IN * width_in)))

@@ -1,7 +1,7 @@
 """The pictures of a run: loss.png, step_time.png and, with timeline_picture.py, timeline.png.
 
 Only the process that follows a run imports this (matplotlib takes half a second), never a worker.
-Figures are made without pyplot, which keeps global state: runs of a sweep may end side by side.
+Figures are made without pyplot, whose state is global: runs of a sweep may end concurrently.
 """
 
 from __future__ import annotations
@@ -65,23 +65,22 @@ def write_loss(path: Path, curves: RunCurves, title: str) -> bool:
     else:
         axes[0].plot(step, loss, color=COLOURS["forward"], marker=".", linewidth=1)
     axes[0].set_ylabel("training loss")
-    _plain(axes[0])
+    plain(axes[0])
     if curves.dev_quality:
-        for (metric, points), colour in zip(
-            curves.dev_quality.items(), _colours(len(curves.dev_quality)), strict=True
-        ):
-            at, values = zip(*points, strict=True)
-            axes[1].plot(at, values, marker="o", markersize=3, color=colour, label=metric)
+        kinds = ("forward", "backward", "codec", "optimizer")
+        axes[1].set_prop_cycle(color=[COLOURS[kind] for kind in kinds])
+        for metric, points in curves.dev_quality.items():
+            axes[1].plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)
         axes[1].set_ylabel("dev quality")
         axes[1].legend(frameon=False)
-        _plain(axes[1])
+        plain(axes[1])
     axes[-1].set_xlabel("step")
     figure.savefig(path)
     return True
 
 
 def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
-    """What each cloud did with a step, and the step's time over the run. False without steps."""
+    """How each cloud spent a step, and step time over the run. False without steps."""
     if not curves.step:
         return False
     skip = num_warmup_steps(len(curves.step))
@@ -95,25 +94,26 @@ def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
     _draw_breakdown(left, curves, clouds, skip, per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step_s) - skip} steps, ranks of a cloud)")
 
-    step, seconds = _thinned(np.asarray(curves.step)[skip:], per_s * step_s[skip:])
-    right.plot(step, seconds, linestyle="", marker=".", markersize=4, color=INK, alpha=0.5)
-    low, median, high = np.percentile(per_s * step_s[skip:], [10, 50, 90])
+    step, seconds = np.asarray(curves.step)[skip:], per_s * step_s[skip:]
+    every = math.ceil(len(step) / _MAX_POINTS)
+    right.plot(step, seconds, ".", markersize=4, markevery=every, color=INK, alpha=0.5)
+    low, median, high = np.percentile(seconds, [10, 50, 90])
     right.axhline(median, color=COLOURS["forward"], label=f"median {short(median)} {unit}")
     right.axhspan(
         low, high, color=COLOURS["forward"], alpha=0.12, linewidth=0,
         label=f"10 % to 90 %: {short(low)} to {short(high)} {unit}",
     )  # fmt: skip
-    # One hiccup of a minute must not flatten everything else; it is told instead.
+    # One hiccup of a minute must not flatten everything else; it is noted in the corner.
     top = 1.25 * max(np.percentile(seconds, 99), high)
     right.set_ylim(0, top)
-    if num_above := int((per_s * step_s[skip:] > top).sum()):
-        longest = short(per_s * step_s[skip:].max())
+    if num_above := int((seconds > top).sum()):
+        longest = short(seconds.max())
         right.text(0.99, 0.99, f"{num_above} above, up to {longest} {unit}", ha="right", va="top",
                    fontsize=8, transform=right.transAxes)  # fmt: skip
     right.set_xlabel("step")
     right.set_ylabel(f"step time in {unit} (slowest rank)")
     right.legend(ncols=2, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
-    _plain(right)
+    plain(right)
     figure.savefig(path)
     return True
 
@@ -121,7 +121,7 @@ def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
 def _draw_breakdown(
     axes: Axes, curves: RunCurves, clouds: Sequence[str], skip: int, per_s: float
 ) -> None:
-    """A bar for each cloud, as long as its own ranks' steps; "other" is what no kind counts."""
+    """A bar for each cloud, as long as its ranks' steps; "other" is the unaccounted rest."""
     kinds = {
         "computing": ("compute_s", "forward"),
         "compressing": ("codec_s", "codec"),
@@ -147,7 +147,7 @@ def _draw_breakdown(
     _bars(axes, "other", np.maximum(step - ends, 0), ends, COLOURS["other"], step.max())
     axes.set_yticks(range(len(clouds)), clouds)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.005 * step.max())  # the edge of the last box too
+    axes.set_xlim(0, 1.005 * step.max())  # room for the edge of the last box
     axes.legend(ncols=5, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1),
                 handlelength=1, columnspacing=1, borderaxespad=0.2)  # fmt: skip
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -162,25 +162,21 @@ def _bars(
     colour: str,
     whole: float,
 ) -> None:
-    axes.barh(
+    bars = axes.barh(
         range(len(values)), values, left=starts, height=0.62, color=colour, label=label,
         edgecolor=FAINT, linewidth=0.5,
     )  # fmt: skip
-    for index, (start, value) in enumerate(zip(starts, values, strict=True)):
-        if value > 0.08 * whole:
-            axes.text(
-                start + value / 2, index, short(value), ha="center", va="center",
-                fontsize=8, color=ink_on(colour),
-            )  # fmt: skip
+    texts = [short(value) if value > 0.08 * whole else "" for value in values]
+    axes.bar_label(bars, texts, label_type="center", fontsize=8, color=ink_on(colour))
 
 
 def short(value: float) -> str:
-    """Three digits, never as 1.05e+03."""
+    """Three digits, without exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over `window` values, fewer at the ends, so that nothing is shifted."""
+    """Centred mean over `window` values, fewer at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     first = np.maximum(index - (window - 1) // 2, 0)
@@ -188,20 +184,8 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return np.asarray((sums[last] - sums[first]) / (last - first))
 
 
-def _thinned(
-    step: NDArray[np.int64], values: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Every n-th of very many points: a picture has no room for more."""
-    every = math.ceil(len(step) / _MAX_POINTS)
-    return step[::every], values[::every]
-
-
-def _colours(count: int) -> list[str]:
-    order = [COLOURS[name] for name in ("forward", "backward", "codec", "optimizer")]
-    return [order[i % len(order)] for i in range(count)]
-
-
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """Steps along x: whole numbers, faint horizontal lines, no box."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#EEEEEE")
     axes.set_axisbelow(True)

@@ -1,12 +1,12 @@
-"""The live line of a run: where it is, how fast, what it waits for. Shows; measures nothing.
+"""Progress line of a run: step, speed, waiting. Shows; measures nothing.
 
-On a terminal rich keeps one line up to date below all else that is printed (10 times a second at
-most); elsewhere a line is printed about every 10 s:
+On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
+line is printed about every 10 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
-Times are smoothed; the waiting is that of the cloud that waits most, the link's use that of the
-busier direction. The summary has them apart.
+Times are smoothed; waiting is of the cloud that waits most, link use of the busier direction. The
+summary has them separately.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class ProgressLine:
 
         stream = sys.stdout if stream is None else stream
         if isinstance(stream, io.TextIOWrapper):
-            # A corpus sample must not end the run of someone whose terminal speaks ASCII.
+            # A corpus sample must not fail the run on an ASCII terminal.
             stream.reconfigure(errors="replace")
         self._console = Console(file=stream)
         self._rewrites = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
         self._smooth = _Smooth()
-        self._unprinted = ""  # the line, where none is rewritten and there is news in it
+        self._unprinted = ""  # not on a terminal: the latest line, if not printed yet
         self._printed_at_s = -math.inf
         self._phase = ""
 
@@ -79,26 +79,26 @@ class ProgressLine:
             self._print_line()
 
     def show(self, event: Event) -> None:
-        """Print what an event has to say in words; step events say nothing here."""
+        """Print the text of an event, if any; step events have none."""
         kind = event["event"]
         if kind == "start" and event.get("headline"):
             self.note(f"{event['cloud']}: {event['headline']}")
         elif kind == "note":
             self.note(f"{event['cloud']}: {event['text']}")
         elif kind == "phase" and event["name"] != self._phase:
-            self._phase = event["name"]  # every rank says it; once is enough
+            self._phase = event["name"]  # every rank reports it; print it once
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))
 
     def note(self, text: str) -> None:
-        """Print a line (or several), on a terminal above the live one, at once."""
+        """Print one or more lines at once, on a terminal above the live line."""
         from rich.text import Text
 
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and end its line."""
+        """Print the last state and end the line."""
         self._live.stop()
         self._print_line()
 
@@ -111,7 +111,7 @@ class ProgressLine:
         smooth = self._smooth
         step_s = smooth.get("step_s")
         left_s = (self.max_steps - step) * step_s
-        # In the order of what may be missed: a narrow window cuts the end off.
+        # Most important first: a narrow window cuts off the end.
         parts = [f"step {step}/{self.max_steps}", f"{human_duration(left_s)} left"]
         if smooth.has("loss"):
             parts.append(f"loss {smooth.get('loss'):.3f}")
@@ -122,7 +122,7 @@ class ProgressLine:
         return "  ".join(parts)
 
     def _more_parts(self) -> list[str]:
-        """What a kind of job shows besides."""
+        """Further parts for a kind of job."""
         return []
 
     def _describe_link(self, step_s: float) -> str:
@@ -136,7 +136,7 @@ class ProgressLine:
 
 
 class _Smooth:
-    """Running means that forget: value = sum(w^age * x) / sum(w^age), one age for all names."""
+    """Exponential moving averages: sum(w^age * x) / sum(w^age), one age for all names."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
@@ -174,7 +174,7 @@ def _describe_quality(event: Event) -> str:
     text = f"{event['split']} at step {event['step']}: {values}"
     if event.get("evaluation_s") is not None:
         text += f"  ({human_duration(event['evaluation_s'])})"
-    # Dev is scored again and again; only the final samples are worth the room.
+    # Dev is scored repeatedly; only the final samples are worth the space.
     if event["split"] == "test" and event.get("samples_text"):
         text += "\n" + str(event["samples_text"]).rstrip("\n")
     return text

@@ -1,7 +1,7 @@
-"""The table a run ends with, printed from its summary. Works nothing out that the summary lacks.
+"""Print a run's closing table from its summary.
 
-`places` says where things were written, label -> text, in the order to print: the run folder,
-the summary, the exported model, and what the tracker's `places()` returns.
+`places`: where things were written, label -> text, in print order: the run folder, the exported
+model, what the tracker recorded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def print_report(
     if summary["num_steps"]:
         _print_figures(summary, console)
 
-    # Outside a table: a path broken over two lines cannot be copied.
+    # Outside a table: a wrapped path cannot be copied.
     margin = max((len(label) for label in places), default=0)
     for label, place in places.items():
         console.print(Text(f"{label:<{margin}}  {place}"), soft_wrap=True)
@@ -132,7 +132,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _feed_rows(feed: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Of a one-way job: what the consumer found, and what each producer gave."""
+    """Rows of a one-way job: the consumer's scores and each producer's share."""
     for name in ("precision", "recall"):
         yield name, _number(feed[name], ".3f"), "replaced tokens, last 50 steps"
     yield "bytes per token", _number(feed["bytes_per_token"], ".2f"), "between clouds, counted"

@@ -1,7 +1,7 @@
-"""timeline.png: one step as lanes, a lane for each rank and each direction between two clouds.
+"""timeline.png: one step, with a lane for each rank and each direction between two clouds.
 
 Clouds from top to bottom, the links of a cloud below its ranks. Boxes carry micro-batch numbers
-where there is room. Waiting is light: the light parts of the ranks' lanes are the bubble.
+where they fit. Waiting is light: the light parts of the ranks' lanes are the bubble.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
 from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
 
-# what -> (colour, how the legend calls it)
+# what -> (colour, name in the legend)
 KINDS = {
     "forward": (COLOURS["forward"], "forward"),
     "backward": (COLOURS["backward"], "backward"),
@@ -29,7 +29,7 @@ KINDS = {
     "optimizer": (COLOURS["optimizer"], "optimizer, clipping, data"),
     "fetch": (COLOURS["optimizer"], "optimizer, clipping, data"),
 }
-# What crosses has the colour of what made it, lighter.
+# A message has the colour of the action that made it, lighter.
 FLIGHTS = {"activation": "#8FC1DE", "gradient": "#F6D28F"}
 OTHER_FLIGHT = "#BDBDBD"
 
@@ -75,8 +75,8 @@ def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
-    """Links between a pair of clouds come below the ranks of the upper one; at the very end those
-    on which no border lies."""
+    """Links between a pair of clouds come below the ranks of the upper one; links without a border
+    come last."""
     clouds = timeline.clouds
     minor = []
     for position, cloud in enumerate(clouds):
@@ -95,7 +95,7 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
 
 
 class _Painter:
-    """Draws lanes; remembers nothing but where. inches_per_unit: of the time axis."""
+    """Draws lanes. inches_per_unit: scale of the time axis."""
 
     def __init__(self, axes: Axes, per_us: float, inches_per_unit: float) -> None:
         self._axes, self._per_us, self._inches_per_unit = axes, per_us, inches_per_unit
@@ -115,7 +115,7 @@ class _Painter:
                     self._number(y, box, f"{box.micro_batch}{small}", ink_on(colour))
 
     def link(self, y: int, flights: Sequence[Flight]) -> None:
-        """Boxes on the line, with a thin tail until the message was there."""
+        """Boxes on the line, with a thin tail until the message arrived."""
         rows = rows_of(flights)
         height = 0.6 / len(rows)
         for index, row in enumerate(rows):
@@ -154,7 +154,7 @@ class _Painter:
         spans = [
             (self._per_us * e.from_us, self._per_us * (e.until_us - e.from_us)) for e in entries
         ]
-        # An edge would hide a box that is hardly wider than it.
+        # An edge would hide a very narrow box.
         is_narrow = [width * self._inches_per_unit < _NARROW_IN for _, width in spans]
         for narrow, line in ((True, "none"), (False, edge)):
             some = [span for span, found in zip(spans, is_narrow, strict=True) if found == narrow]

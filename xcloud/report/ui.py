@@ -1,20 +1,19 @@
-"""`python -m xcloud ui`: the recorded runs in the browser. Starts MLflow's server; adds no page.
+"""`python -m xcloud ui`: show the recorded runs in the browser, with MLflow's server.
 
-`mlflow ui` by itself would look at an empty mlflow.db in the working directory, start 14
-processes, and open an experiment on a page made for something else.
+Plain `mlflow ui` would open an empty mlflow.db in the working directory, start 14 processes, and
+show experiments on a page made for chat applications.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from xcloud.project import project_root
@@ -29,8 +28,8 @@ from xcloud.record.mlflow_store import (
 from xcloud.report.mlflow_view import page, sweep_key
 
 HOST = UI_HOST
-LATEST_SWEEPS = 5  # that are linked
-LATEST_RUNS = 1000  # among which they are looked for
+LATEST_SWEEPS = 5  # to print links of
+LATEST_RUNS = 1000  # to search for them
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 STOP_TIMEOUT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -58,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     store.follow_move()
     return _serve(store, settings.port, settings.sweep)
 
 
 def links(client: Any, port: int) -> list[str]:
-    """For each experiment with a run: its runs with our columns, the charts of all curves, the
-    plain table; then the latest sweeps. client: an MlflowClient."""
+    """For each experiment with a run: links to its runs with our columns, to charts of all curves
+    and to the plain table; then the latest sweeps. client: an MlflowClient."""
     lines = []
     server = f"http://{HOST}:{port}"
     for experiment in client.search_experiments(order_by=["creation_time ASC"]):
@@ -81,7 +80,7 @@ def links(client: Any, port: int) -> list[str]:
 
 
 def sweep_links(client: Any, port: int, sweep: str | None = None) -> list[str]:
-    """The table and the charts of one sweep, or of the latest ones; client: an MlflowClient."""
+    """Links to table and charts of one sweep, or of the latest ones. client: an MlflowClient."""
     experiments = {e.experiment_id: e for e in client.search_experiments()}
     latest_first = client.search_runs(
         list(experiments),
@@ -110,7 +109,7 @@ def _serve(store: Store, port: int, sweep: str | None = None) -> int:
     command += ["--backend-store-uri", store.tracking_uri, "--workers", "1"]
     command += ["--default-artifact-root", store.artifacts.as_uri()]
     with server_log.open("w") as log:
-        # A session of its own: Ctrl+C reaches us alone, and we end the whole group of it.
+        # A session of its own: Ctrl+C reaches only us, and we end its whole process group.
         server = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -144,18 +143,16 @@ def _serve(store: Store, port: int, sweep: str | None = None) -> int:
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
     until_s = time.monotonic() + START_TIMEOUT_S
     while server.poll() is None and time.monotonic() < until_s:
-        try:
+        with contextlib.suppress(OSError):
             with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return True
-        except (urllib.error.URLError, OSError):
-            pass
         time.sleep(0.2)
     return False
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    for number in STOP_SIGNALS:  # an impatient second Ctrl+C must not leave the server behind
+    for number in STOP_SIGNALS:  # a second Ctrl+C must not leave the server running
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -168,14 +165,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError:
+        return False
     return True
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,14 +1,14 @@
-"""Before anything else all ranks compare what they are about to run. A difference ends the run at
-once, in every rank with the same text: the setting, its values, and the ranks and clouds that hold
-them. Not a check of the data: every task has a fingerprint for that (loading.py).
+"""Before anything else, all ranks compare what they are about to run. A difference ends the run in
+every rank with the same message: the setting, its values, and the ranks and clouds that have them.
+The data are checked later, by fingerprint (loading.py).
 
 Clouds draw batches, learning rates and dropout from the experiment file alone. So another `seed`
 pairs samples that do not belong together, another `clip_norm` makes one rank wait for a norm that
-nobody sends, and another layout lets the process groups hang. Hence the comparison comes before
-wiring and loading: a star around rank 0 over the default process group.
+is never sent, and another layout hangs the process groups. So the comparison comes before wiring
+and loading: every rank with rank 0, over the default process group.
 
-What is compared and what is not: compared.py.
-What other ranks send is not trusted: bounded in bytes, lines and text, printable ASCII only.
+What is compared is defined in compared.py. Tables of other ranks are not trusted: they are limited
+in bytes, lines and text, and to printable ASCII.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from xcloud.run.compared import MAX_VALUE, PATH, make_table
 TABLE = MessageKey(Kind.AGREEMENT, 2)
 VERDICT = MessageKey(Kind.AGREEMENT, 3)
 CAPACITY_BYTES = 1 << 18
-WAIT_S = 300.0  # all ranks are there already, and a table takes well below a second
+WAIT_S = 300.0  # all ranks have joined, and a table takes well below a second
 
 _MAX_LINES = 8192
 _MAX_SHOWN = 8
@@ -42,14 +42,14 @@ _SECTIONS = ("setting ", "code ", "fact ", "info ")
 _FRAME_SLACK_BYTES = 4096
 
 Table = Mapping[str, str]
-"""As compared.make_table gives it."""
+"""As returned by compared.make_table."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 tells one rank. kind: go = start; stop = the whole run ends; refused = this rank
-    ends, and the run goes on without it and the other `refused` ranks. text: why, or, with `go`, a
-    note for the user; empty if there is nothing to say."""
+    """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank
+    ends, and the run continues without it and the other `refused` ranks. text: the reason or,
+    with `go`, a note for the user; may be empty."""
 
     kind: str = "go"
     refused: tuple[int, ...] = ()
@@ -58,15 +58,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The outcome for this rank, if the run goes on. records: of what was sent to other clouds."""
+    """The outcome for this rank if the run continues. records: of messages to other clouds."""
 
     verdict: Verdict = field(default_factory=Verdict)
     records: Sequence[LinkRecord] = ()
 
 
 def agree(job: Job, settings: Mapping[str, Any], rank: int) -> Agreed:
-    """Compare with all ranks. Every rank calls it as the first thing once the process group is
-    there; alone in it, a rank agrees with itself.
+    """Compare with all ranks. Every rank calls it first, once the process group exists; a single
+    rank agrees with itself.
 
     settings: the resolved experiment file as plain containers. Raises ConfigError in every rank
     that cannot go on; a rank of a producer that is refused while the others suffice finds
@@ -100,10 +100,10 @@ def exchange(
     name_of: Callable[[int], str],
     refused_with: Callable[[frozenset[int]], frozenset[int]],
 ) -> Verdict:
-    """Rank 0 hears every rank's table, then tells each of them what follows, itself included.
+    """Rank 0 collects every rank's table, then sends each a verdict; returns this rank's.
 
-    refused_with: ranks that must leave so that the run can go on without the given ones; empty if
-    it cannot.
+    refused_with: ranks that must leave so that the run can continue without the given ones; empty
+    if it cannot.
     """
     carries = ("settings of the experiment, digests of the code: lines of text",)
     if rank != 0:
@@ -114,7 +114,7 @@ def exchange(
     for peer, link in sorted(incoming.items()):
         try:
             tables[peer] = decode_table(link.recv(TABLE, WAIT_S), name_of(peer))
-        except FrameError as error:  # the others are to hear it too
+        except FrameError as error:  # the other ranks must be told too
             unread[peer] = str(error)
     verdicts = judge(tables, unread, name_of, refused_with)
     for peer, link_out in sorted(out.items()):
@@ -128,7 +128,7 @@ def judge(
     name_of: Callable[[int], str],
     refused_with: Callable[[frozenset[int]], frozenset[int]],
 ) -> dict[int, Verdict]:
-    """Verdicts by rank. tables: of all ranks but those in `unread`, whose tables made no sense."""
+    """Verdicts by rank. tables: of all ranks except `unread`, whose tables are invalid."""
     everyone = [*tables, *unread]
     others = [rank for rank in tables if rank != 0]
     differing: dict[str, list[int]] = {}  # key -> ranks, other than rank 0 has it
@@ -159,7 +159,7 @@ def judge(
         "experiment file and the same code of xcloud; copy both from one place and start again. "
         "Paths, caches, devices and trackers may differ."
     )
-    # A rank with another idea of the clouds cannot even join the process groups.
+    # A rank with another layout cannot even join the process groups.
     fits = not unread and not any(key.startswith("setting cluster.") for key in differing)
     refused = refused_with(bad) if fits else frozenset()
     if not refused:

@@ -1,4 +1,4 @@
-"""What a rank is about to run, as a table that all ranks compare before the start (agreement.py).
+"""The table of settings and code digests that all ranks compare before the start (agreement.py).
 
 Compared, and a difference is an error:
   settings   every key of the resolved experiment file, as dotted name and value
@@ -11,7 +11,7 @@ Compared, and a difference is only noted:
   torch      its version: clouds with and without GPUs need different builds, and nothing but the
              draws above must be bit-equal across clouds
 
-Not compared, because it may differ and changes nothing that is computed, and never sent:
+Neither compared nor sent, because it may differ without changing results:
   - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs afterwards
   - the machine: hydra, every cache_dir, the device of a cloud
   - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import xcloud
-from xcloud.project import commit
+from xcloud.project import code_digests, commit, file_digest
 
 PATH = "(a path)"
 """In place of a value that is a path: not sent, and equal to anything."""
@@ -51,7 +51,7 @@ _LOOKS_LIKE_PATH = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]|file:")
 
 
 def make_table(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Everything that is compared of this rank, and nothing else: section ("setting", "fact",
+    """This rank's table, with everything that is compared: section ("setting", "fact",
     "code", "info"), a space, dotted key or file -> value as JSON text. All of it is ASCII.
 
     settings: the resolved experiment file as plain containers.
@@ -120,17 +120,13 @@ def _contents(path: object) -> str:
 
 def _code(settings: Mapping[str, Any]) -> dict[str, str]:
     """Digest of every file of the package, and of each other module that a _target_ is of."""
-    root = Path(xcloud.__file__).resolve().parent
-    found = {
-        f"xcloud/{file.relative_to(root).as_posix()}": _file_digest(file)
-        for file in sorted(root.rglob("*.py"))
-    }
+    found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
     for target in sorted(_targets(settings)):
         module = sys.modules.get(target.rsplit(".", 1)[0])
         file_name = getattr(module, "__file__", None)
         if target.startswith("xcloud.") or not file_name or not Path(file_name).is_file():
             continue
-        found[f"module {target.rsplit('.', 1)[0]}"] = _file_digest(Path(file_name))
+        found[f"module {target.rsplit('.', 1)[0]}"] = file_digest(Path(file_name))
     return found
 
 
@@ -141,10 +137,6 @@ def _targets(node: Any) -> set[str]:
     if isinstance(node, list | tuple):
         return set[str]().union(*(_targets(entry) for entry in node))
     return set()
-
-
-def _file_digest(file: Path) -> str:
-    return _digest(file.read_bytes().replace(b"\r\n", b"\n"))
 
 
 def _digest(data: bytes) -> str:

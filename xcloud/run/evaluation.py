@@ -1,4 +1,4 @@
-"""Scores a split through the pipeline, and so through the compressed link. Trains nothing."""
+"""Score a split through the pipeline, and so through the compressed link."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SAMPLES_FILE = "samples.txt"
 
 
 class Evaluator:
-    """Scores a split through the pipeline. All ranks take part; the last stage's leader tells the
-    scores to rank 0 and writes samples, which are text, beside its own run only."""
+    """Scores a split through the pipeline. All ranks take part; the last stage's leader reports
+    the scores to rank 0 and writes samples, which are text, only to its own run folder."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The trained model as files that can be loaded again: one safetensors file for each stage.
+"""Export the trained model and load it again: one safetensors file per stage.
 
-Every cloud writes its own part beside its run, with the tokenizer of its own side. To translate
+Every cloud writes its own part to its run folder, with the tokenizer of its side. To translate
 after a run on several machines, put the parts into one `model` folder.
 """
 
@@ -22,7 +22,7 @@ from xcloud.tasks.task import TaskData
 
 
 def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -> Path:
-    """Write a stage's weights, and what turns text into its ids and back."""
+    """Write a stage's weights and the tokenizers of this side."""
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()
@@ -37,8 +37,8 @@ def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -
 
 @contextmanager
 def exporting(run_dir: Path) -> Iterator[None]:
-    """Unlike a log, a model that cannot be written fails the run. Raises RunFailed that names the
-    disk."""
+    """Unlike a lost log, a model that cannot be written fails the run: raises RunFailed, naming
+    the disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -50,7 +50,7 @@ def exporting(run_dir: Path) -> Iterator[None]:
 
 
 def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Path]:
-    """What the stage said of its architecture, and the file of its weights.
+    """The stage's architecture as exported, and the file of its weights.
 
     Raises DataError if the file is missing.
     """

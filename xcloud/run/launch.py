@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine and watches them. Computes nothing, imports no torch.
 
-Ranks are child commands: that works plain, in a sweep, under any launcher, and leaves no orphans
-(each child asks the kernel to end it with its parent).
+Ranks are child processes: that works in plain runs, in sweeps and under any launcher, and leaves
+no orphans (each child asks the kernel to end it with its parent).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from xcloud.errors import RunFailed
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
-LATE_S = 15.0  # how long a rank that may be lost may take to end behind the others
-_LAST_WORDS_S = 3.0  # how long after a failure the others may take to tell their last steps
+LATE_S = 15.0  # how long a dispensable rank may take to end after the others
+_LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
@@ -33,17 +33,17 @@ _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
 
 
 def ready_file(run_dir: Path, rank: int) -> Path:
-    """Made by a rank that may be lost from then on."""
+    """Created by a dispensable rank; from then on the run survives its loss."""
     return run_dir / f"rank{rank}.ready"
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """worker.py writes it in a rank that fails."""
+    """Written by worker.py in a rank that fails."""
     return run_dir / f"rank{rank}.error.json"
 
 
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank that failed on this machine has said: message, peer_lost, expected."""
+    """The error report of a rank that failed on this machine: message, peer_lost, expected."""
     try:
         return dict(json.loads(error_file(run_dir, rank).read_text()))
     except (OSError, ValueError):
@@ -51,8 +51,8 @@ def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
 
 
 class LocalRanks:
-    """The worker processes of one run. essential: the run fails with any of these; the others may
-    be lost once they are ready, which the ranks that stay tell. None: every rank is."""
+    """The worker processes of one run. essential: ranks whose failure fails the run; the others
+    may be lost once they are ready, which the remaining ranks report. None: all ranks."""
 
     def __init__(
         self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
@@ -93,12 +93,12 @@ class LocalRanks:
         return self.run_dir / f"rank{rank}.log"
 
     def wait(self, meanwhile: Callable[[], bool]) -> None:
-        """Until all ranks are done, calling `meanwhile` often. It returns whether the ranks have
-        met: before that every one is essential, for the others would wait for it.
+        """Wait until all ranks are done, calling `meanwhile` often. It returns whether the ranks
+        have met: until then every rank is essential, because the others would wait for it.
 
-        Raises RunFailed naming the first cause when an essential rank fails. The others see that
-        it is gone, report what they had not yet and end; what does not is ended, as all ranks are
-        on any other exception (Ctrl+C).
+        Raises RunFailed naming the first cause if an essential rank fails. The others notice,
+        report the rest and end; those that do not are ended, as are all ranks on any other
+        exception (Ctrl+C).
         """
         done_at_s = 0.0
         try:
@@ -138,20 +138,20 @@ class LocalRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # a stopped process hears nothing else
+                process.send_signal(signal.SIGCONT)  # a stopped process handles no other signal
         for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # How the ranks met; of no use any more.
+        # Files of the rendezvous, no longer needed.
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
 
     def _first_cause(self) -> str:
-        """A rank that lost its peer fails too, often before the peer's own end is seen; wait a
+        """A rank that lost its peer fails too, often before the peer's exit is noticed; wait a
         moment and name the rank with a cause of its own."""
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled and not self._own_failures():

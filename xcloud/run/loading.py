@@ -1,4 +1,4 @@
-"""Loads what this rank's cloud may see, and makes sure that all clouds speak of the same data."""
+"""Load what this rank's cloud may see, and check that all clouds have the same data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from xcloud.tasks.task import TaskData
 
 
 def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData:
-    """The fields that this rank's stages read, and nothing else: a rank that reads none opens no
-    file where the task can be told its sizes, but hears them from rank 0, which reads the text.
+    """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
+    if the task accepts sizes: it receives them from rank 0, which reads the text.
 
-    Raises DataError: what is missing, or more than was asked for. ConfigError where ranks differ.
+    Raises DataError for missing or extra fields, ConfigError if ranks differ.
     """
     task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
     unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]

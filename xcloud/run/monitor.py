@@ -1,7 +1,7 @@
-"""Follows a run from outside its ranks: progress line, tracker, summary.json, the final table.
+"""Follow a run from outside its ranks: progress line, tracker, summary.json, closing table.
 
 On one machine the process that started the ranks does this; on several, rank 0's machine starts
-it as a command of its own (python -m xcloud.run.monitor RUN_DIR --parent PID). Both read its
+it as a separate process (python -m xcloud.run.monitor RUN_DIR --parent PID). Both read its
 events.
 """
 
@@ -74,16 +74,16 @@ class Monitor:
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
     def poll(self) -> bool:
-        """Take in what the ranks have said since the last time. Returns whether they have ever
-        said anything, which they do once all have met."""
+        """Process new events; return whether any rank has reported, which they do once all have
+        met."""
         for event in self._reader.poll():
             try:
                 self._take(event)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                # Another cloud wrote it, or half of it was lost: it must not end this run.
+                # From another cloud, or partly lost: it must not end this run.
                 self._num_malformed += 1
                 if self._num_malformed == 1:
-                    log.warning("passed over a malformed event (%r): %.200r", error, event)
+                    log.warning("skipped a malformed event (%r): %.200r", error, event)
             self._heard = True
         return self._heard
 
@@ -106,7 +106,7 @@ class Monitor:
                 log.warning("the progress cannot be shown any more: %s", error)
 
     def lost_lines(self) -> int:
-        """Event lines that could not be written. Ranks whose "finish" was one have finished."""
+        """Number of lost event lines. Ranks whose "finish" was lost count as finished."""
         try:
             lost = json.loads((self.run_dir / LOST_LINES_FILE).read_text("utf-8"))
         except (OSError, ValueError):
@@ -156,13 +156,13 @@ class Monitor:
         return summary
 
     def _audit_wire(self) -> dict[str, Any]:
-        """What left each cloud, of the ranks whose record lies here (all, on one machine)."""
+        """What left each cloud, from the records in this folder (all ranks, on one machine)."""
         try:
             return {"wire": compact(join_audit(self.run_dir))}
         except (XcloudError, OSError, ValueError, KeyError) as error:
             if any(self.run_dir.glob("rank*.wire.json")):
                 log.warning("%s is without its %s: %r", self.run_dir, AUDIT_FILE, error)
-            return {}  # no rank came as far as writing one
+            return {}  # no rank got as far as writing one
 
     def _measure_leaks(self) -> dict[str, Any]:
         meter = self.experiment.leak_meter
@@ -178,7 +178,7 @@ class Monitor:
         return leakage
 
     def _draw(self) -> list[Path]:
-        """Timeline and pictures, as far as the run came; what cannot be drawn is one warning."""
+        """Draw timeline and pictures of the steps so far; failures give one warning."""
         if not self._curves.step:
             return []
         experiment = self.experiment
@@ -208,7 +208,7 @@ def monitor_of(run_dir: Path, file: Path) -> Monitor:
 
 
 def first_failure(run_dir: Path, rank: int) -> str:
-    """Why a run on several machines ended, as far as this machine knows."""
+    """The cause of failure of a run on several machines, if known on this machine."""
     for path in sorted(run_dir.glob("rank*.error.json")):
         with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
             message = json.loads(path.read_text())["message"]
@@ -217,7 +217,7 @@ def first_failure(run_dir: Path, rank: int) -> str:
 
 
 def main() -> int:
-    """Follow until every rank that counts has said it is done, or rank 0 is gone."""
+    """Follow until every essential rank has finished, or rank 0 is gone."""
     parser = argparse.ArgumentParser(prog="python -m xcloud.run.monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")

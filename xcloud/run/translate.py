@@ -1,7 +1,7 @@
 """Translate lines with a trained run: python -m xcloud translate RUN "Una línea." ["Otra."]
 
 RUN is a run's output folder. All stages run in this process; the message between two clouds goes
-through the run's compressors, as it did in training (--uncompressed leaves them out).
+through the run's compressors, as in training (--uncompressed omits them).
 With no text, lines are read from standard input.
 """
 
@@ -66,7 +66,7 @@ class Translator:
         return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
 
     def _compressor(self, stage: int) -> Compressor | None:
-        """What the border behind this stage used at the end of training."""
+        """The compressor of the border after this stage at the end of training, if any."""
         layout = self.experiment.cluster
         crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
         if not (self.compressed and crosses):
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", type=Path, help="output folder of a finished run")
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
-    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
     arguments = parser.parse_args(words)
     try:
         translator = Translator(arguments.run, compressed=not arguments.uncompressed)

@@ -1,5 +1,5 @@
-"""After the last step: the ranks agree on a typical one and report what each did in it.
-Worker side; timeline.py makes one picture of the reports.
+"""After the last step the ranks agree on a typical one and report what each did in it.
+Worker side; timeline.py merges the reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.record.reporter import Reporter
 
 KEEP_STEPS = 8
-"""So many last steps are recorded; all others pay nothing for it, and by then caches are warm."""
+"""Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 
@@ -27,7 +27,7 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 def report_typical_step(clock: StepClock, num_ranks: int, reporter: Reporter) -> None:
     """Send the "timeline" events of one step. Every rank calls it, after the same step."""
     steps = clock.recorded
-    # Of each step the slowest rank's time, so that all ranks choose the same one.
+    # The slowest rank's time of each step, so that all ranks choose the same one.
     step_s = torch.tensor([s.ended_at_s - s.started_at_s for s in steps], dtype=torch.float64)
     if num_ranks > 1:
         dist.all_reduce(step_s, dist.ReduceOp.MAX)
@@ -47,10 +47,10 @@ def most_typical(steps: Sequence[int], step_s: Sequence[float]) -> int:
 
 
 def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[str, Any]]:
-    """The fields of one rank's "timeline" events; long lists are dealt to several of them.
+    """The fields of one rank's "timeline" events; long lists are split over several events.
 
-    Moments are whole microseconds since `started_us`, by this machine's monotonic clock;
-    `machine` says who shares it, `unix_us` what a wall clock showed at its zero.
+    Times are whole microseconds since `started_us`, by this machine's monotonic clock;
+    `machine` identifies who shares it, `unix_us` is the wall-clock time at its zero.
     spans: [what, direction, stage, micro-batch, from, until]
     sent: [border, receiver, sequence, name, micro-batch, bytes, queued, on the line from, until]
     received: [border, sender, sequence, at]
@@ -58,7 +58,7 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
     origin_us = round(1e6 * step.started_at_s)
 
     def us(moment_s: float) -> int:
-        # Rounded before the origin is taken off: what is one moment to two ranks must stay one.
+        # Round before subtracting the origin, so that equal times stay equal across ranks.
         return round(1e6 * moment_s) - origin_us
 
     lists: dict[str, list[list[Any]]] = {
@@ -93,7 +93,7 @@ def timeline_events(step: RecordedStep, messages: MessageLog) -> Iterator[dict[s
 
 
 def _belongs(key: MessageKey, at_s: float, step: RecordedStep) -> bool:
-    """A report is of no step, but takes the line from one: the last before a step counts too."""
+    """Reports belong to no step but occupy the line; include those from just before the step."""
     if key.kind is not Kind.REPORT:
         return key.step == step.step
     step_s = step.ended_at_s - step.started_at_s

@@ -1,7 +1,7 @@
-"""Attacks on what crosses a border, each as a number. Pure tensor code: reads no file.
+"""Attacks on what crosses a border. Pure tensor code: reads no file.
 
-Shapes: N samples or rows, D features, C classes. Every attack that learns is fitted on the samples
-it is told to know and judged on the others. Same inputs give the same numbers.
+Shapes: N samples or rows, D features, C classes. Attacks that learn are fitted on the known
+samples and judged on the others. Deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _NETWORK_BATCH = 256
 
 
 def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
-    """Chance that a positive scores above a negative, a tie counting half; nan without both."""
+    """Probability that a positive scores above a negative (a tie counts half); nan if either
+    class is missing."""
     positives, negatives = scores_N[is_positive_N].double(), scores_N[~is_positive_N].double()
     if not len(positives) or not len(negatives):
         return float("nan")
@@ -29,8 +30,8 @@ def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
 
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the gradient's length (arXiv:2102.08504, section 3). Which class is the longer one is
-    a bit that the attacker guesses, so it is given."""
+    """AUC of the gradient norm (arXiv:2102.08504, section 3). Which class has the larger norm
+    is one bit, which the attacker is given."""
     found = auc(norms_N, is_positive_N)
     return max(found, 1 - found)
 
@@ -48,8 +49,8 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
 
 
 def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
-    """AUC of the projection on the direction of the largest variance: knows no label at all, but
-    which end is positive is given (Sun et al., arXiv:2203.01451, use it on activations)."""
+    """AUC of the projection on the direction of largest variance: uses no labels; the sign is
+    given (Sun et al., arXiv:2203.01451, use it on activations)."""
     centred = (vectors_ND - vectors_ND.mean(0)).double()
     _, vectors = torch.linalg.eigh(centred.T @ centred)
     found = auc(centred @ vectors[:, -1], is_positive_N)
@@ -89,7 +90,7 @@ def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Te
     inside = known - means[index]
     covariance = inside.T @ inside / len(known)
     overall = (known - known.mean(0)).square().mean()
-    # A token seen once says nothing of the spread inside it, so some of the overall one is added.
+    # A token seen once has no spread of its own, so part of the overall variance is added.
     shrunk = covariance + (1e-2 * overall + 1e-12) * torch.eye(known.shape[1], dtype=torch.float64)
     directions = torch.linalg.solve(shrunk, means.T)  # [D, tokens]
     offsets = torch.log(counts / len(known)) - 0.5 * (means.T * directions).sum(0)
@@ -125,6 +126,6 @@ def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> T
 
 
 def most_frequent(tokens_N: Tensor) -> int:
-    """What an attacker guesses who sees nothing."""
+    """The guess of an attacker who sees nothing."""
     values, counts = torch.unique(tokens_N, return_counts=True)
     return int(values[counts.argmax()])

@@ -1,5 +1,5 @@
-"""Noise that a cloud puts on what it sends, so that the receiver learns less of text or labels.
-Pure tensor code: no links, no compressors. How much it helps is measured by leak_meter.py.
+"""Noise that a cloud adds to what it sends, so that the receiver learns less about text or labels.
+Pure tensor code: no links, no compressors. leak_meter.py measures how much it helps.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
 A defence acts in the sender's cloud, before memory and compressor.
@@ -26,12 +26,12 @@ _TINY = 1e-12
 
 @runtime_checkable
 class Defence(Protocol):
-    """One direction's defence. Has no state: all noise is drawn from `chance`, which must be the
-    sender's secret: whoever can draw the same noise takes it off again."""
+    """Defence of one direction, without state. All noise is drawn from `chance`, which must be
+    secret to the sender: anyone who can reproduce the noise can subtract it."""
 
     @property
     def needs_labels(self) -> bool:
-        """Whether `protect` must be given the samples' labels."""
+        """Whether `protect` needs the samples' labels."""
 
     @property
     def label(self) -> str:
@@ -44,19 +44,19 @@ class Defence(Protocol):
         labels: Tensor | None,
         chance: np.random.Generator,
     ) -> Tensor:
-        """What to send in place of `tensor`, [R, D]. counts: None where every sample is a row."""
+        """What to send instead of `tensor`, [R, D]. counts: None if every sample is one row."""
 
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """Each row is cut to norm `clip`, then every value gets noise: the Gaussian mechanism.
+    """The Gaussian mechanism: clip each row to norm `clip`, then add noise to every value.
 
     x' = x * min(1, clip / |x|) + sigma * clip * N(0, I)
-    Source: Abadi et al., arXiv:1607.00133, of whose clip and noise this is the border's form.
-    Difference: it protects a row of one message; no privacy budget over steps is kept.
+    Source: Abadi et al., arXiv:1607.00133 (clip and noise, here applied at the border).
+    Difference: it protects one row of one message; no privacy budget over steps is kept.
 
-    unit: "absolute", or "largest": clip is in lengths of the message's longest row, which fits
-        activations and gradients alike, whatever their size, but promises nothing formally.
+    unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
+        suits activations and gradients of any size but gives no formal guarantee.
     """
 
     clip: float
@@ -91,12 +91,12 @@ class GaussianNoise:
 
 @dataclass(frozen=True)
 class MaxNorm:
-    """Makes every sample as long, in the mean of the squares, as the message's longest.
+    """Scale every sample so that its mean square norm equals the largest of the message.
 
     x' = x * (1 + e * sqrt(|x_longest|^2 / |x|^2 - 1)),  e ~ N(0, 1), |x| over all rows of a sample
-    Source: Li et al., arXiv:2102.08504, section 4.1. Differences: the longest of a micro-batch,
-    not of a batch; a sample of zeros, which has no direction, gets a random one.
-    Hides the norm and nothing else: directions stay, up to their sign.
+    Source: Li et al., arXiv:2102.08504, section 4.1. Differences: the largest of a
+    micro-batch, not of a batch; a sample of zeros gets a random direction.
+    Hides the norm and nothing else: directions are kept, up to their sign.
     """
 
     needs_labels = False
@@ -127,8 +127,8 @@ class MaxNorm:
 
 
 class NoiseShape(NamedTuple):
-    """Variances of the noise for the samples of class 0 and 1: along the difference of the class
-    means, and in every direction across it."""
+    """Variances of the noise for samples of class 0 and 1: along the difference of the class
+    means, and in every direction orthogonal to it."""
 
     along_0: float
     across_0: float
@@ -138,22 +138,22 @@ class NoiseShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Marvell:
-    """Noise whose covariance for each class hides a binary label best, for its power.
+    """Noise with the class covariances that best hide a binary label at a given power.
 
     Model of Li et al., arXiv:2102.08504, section 4.2: the gradients of class 0 and 1 are
     N(m0, u I) and N(m1, v I) in d dimensions, g = |m1 - m0|^2, a share p is of class 1. Noise
     N(0, S0), N(0, S1) is added so as to minimise the symmetric Kullback-Leibler divergence of
     the two sums, which bounds the AUC of every attack, under
         p tr(S1) + (1 - p) tr(S0) <= power * g.
-    The best S have one variance along m1 - m0 and one across it (their theorem), so with
-    A1 = u + along_0, A2 = u + across_0, B1 = v + along_1, B2 = v + across_1 what is minimised is
+    The best S have one variance along m1 - m0 and one orthogonal to it (their theorem), so with
+    A1 = u + along_0, A2 = u + across_0, B1 = v + along_1, B2 = v + across_1 the objective is
         (d-1) (A2/B2 + B2/A2) + (A1 + g) / B1 + (B1 + g) / A1.
-    `noise_shape` finds the minimum.
+    `noise_shape` minimises it.
 
     A sample's gradient is the vector of all its rows, padded to the longest of the message; noise
-    for rows that a sample does not have is not sent. m, u, v, p are measured on the message.
-    Differences: a message is a micro-batch; where it holds one class only, its difference to the
-    other is unknown, and isotropic noise of power * mean |gradient|^2 is used.
+    for padding rows is not sent. m, u, v, p are estimated from the message.
+    Differences: a message is a micro-batch; if it has only one class, the difference to the other
+    is unknown, and isotropic noise of power * mean |gradient|^2 is used.
 
     power: s of the paper; 0.25 .. 25 there. Needs labels 0 and 1 in the sender's cloud.
     """
@@ -176,11 +176,7 @@ class Marvell:
         chance: np.random.Generator,
     ) -> Tensor:
         assert labels is not None
-        if (
-            labels.dim() != 1
-            or labels.is_floating_point()
-            or bool(((labels - 0.5).abs() > 1).any())
-        ):
+        if not _is_binary(labels):
             raise ConfigError(
                 "Marvell hides a binary label, so it needs integers 0 and 1, got "
                 f"{str(labels.dtype).removeprefix('torch.')} labels such as "
@@ -229,10 +225,10 @@ def noise_shape(
     """The variances of Marvell's noise. Letters as there: d = size, g = gap, p = share of class 1,
     power: mean square length of the noise.
 
-    Where u <= v, noise across in class 1 would only widen what class 0 must follow, so B2 = v and
-    A2 lies in [u, v]. All power is spent, since scaling A1 and B1 up lessens what is minimised.
-    What is minimised is a sum of monomials in A1, A2, B1, so it is convex in their logarithms,
-    and so is its minimum over some of them: each of the two searches below has one valley.
+    If u <= v, orthogonal noise in class 1 would only widen the gap to class 0, so B2 = v and A2 is
+    in [u, v]. All power is spent, since scaling A1 and B1 up lowers the objective. The objective
+    is a sum of monomials in A1, A2, B1, hence convex in their logarithms, and so is its minimum
+    over some of them: both searches below are unimodal.
     """
     if u > v:
         mirrored = noise_shape(v, u, size, gap, 1 - share, power)
@@ -262,9 +258,9 @@ def noise_shape(
 class Defences:
     """forward: for activations, in training and in evaluation. backward: for gradients.
 
-    A defence acts where a message leaves a cloud that holds what it protects (forward: what the
-    first stage reads; backward: what the last one reads) for a cloud that does not. Messages
-    further on are made from protected ones.
+    A defence acts where a message goes from a cloud that holds the protected data (forward: what
+    the first stage reads; backward: what the last one reads) to one that does not. Later messages
+    are computed from protected ones.
     """
 
     forward: Defence | None = None
@@ -280,8 +276,8 @@ class Defences:
                 )
         if self.forward is not None and self.forward.needs_labels:
             raise ConfigError(
-                f"security.defences.forward: {self.forward.label} reads labels, and at evaluation "
-                "there must be none to read; use it backward"
+                f"security.defences.forward: {self.forward.label} needs labels, which are "
+                "not available at evaluation; use it backward"
             )
 
     @property
@@ -294,17 +290,17 @@ class Defences:
         )
 
     def at(self, stage: int, cloud_of: Callable[[int], str], last: int) -> dict[str, Defence]:
-        """Those that act on the border behind `stage`, by direction. cloud_of: stage -> cloud."""
-        before, behind = cloud_of(stage), cloud_of(stage + 1)
+        """Defences at the border after `stage`, by direction. cloud_of: stage -> cloud."""
+        before, after = cloud_of(stage), cloud_of(stage + 1)
         found = {}
-        if self.forward is not None and before == cloud_of(0) != behind:
+        if self.forward is not None and before == cloud_of(0) != after:
             found["forward"] = self.forward
-        if self.backward is not None and behind == cloud_of(last) != before:
+        if self.backward is not None and after == cloud_of(last) != before:
             found["backward"] = self.backward
         return found
 
     def check_head(self, kind: str, num_outputs: int) -> None:
-        """Raise ConfigError if a defence cannot hide such labels. kind, num_outputs: as of the
+        """Raise ConfigError if a defence cannot hide these labels. kind, num_outputs: of the
         task's head, known where labels are."""
         if self.backward is not None and self.backward.needs_labels:
             if (kind, num_outputs) != ("classes", 2):
@@ -324,11 +320,11 @@ class Defences:
 
 
 def no_defence() -> None:
-    """For configs: security/defences/forward=none."""
+    """No defence, for configs (security/defences/forward=none)."""
 
 
 def sample_of_row(tensor: Tensor, counts: Tensor | None) -> Tensor:
-    """Position of its sample in the message for each row, int64 [R]."""
+    """For each row, the position of its sample in the message, int64 [R]."""
     if counts is None:
         return torch.arange(len(tensor), device=tensor.device)
     wide = counts.to(tensor.device, torch.int64)
@@ -364,7 +360,7 @@ def _normal(like: Tensor, chance: np.random.Generator) -> Tensor:
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is lowest, by golden sections; the ends are looked at."""
+    """Minimiser of a unimodal function, by golden-section search; both ends are candidates."""
     ratio = (5**0.5 - 1) / 2
     first, last = low, high
     a, b = last - ratio * (last - first), first + ratio * (last - first)

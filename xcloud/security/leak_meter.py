@@ -1,24 +1,24 @@
-"""How much of text and labels an honest-but-curious cloud recovers from what it saw: attacks.py on
-the notes of observer.py. Runs after training and changes nothing of it.
+"""Measure how much text and labels an honest-but-curious cloud recovers from what it saw: run
+attacks.py on the observations of observer.py, after training.
 
-Labels, for every cloud that may not see them, from each kind of message it received or made:
+Labels, for every cloud that may not see them, from each kind of message it received or computed:
     norm, direction, spectral, probe -> AUC, 0.5 = nothing leaks. `label_leak_auc` = the largest,
-    `label_leak_auc_gradient` and `_activation` = the largest of those alone.
-    Several classes: one against the rest, the mean. A number as label: above its median or not.
-    A cloud that holds the text is judged by gradients only: what activations tell, it could learn
-    from its text.
+    `label_leak_auc_gradient` and `_activation` = the largest over those messages.
+    Several classes: mean of one against the rest. A numeric label: above its median or not.
+    A cloud that holds the text is judged by gradients only: activations tell it nothing that its
+    text does not.
 Text, for every cloud that may not see it, from activations it received:
-    linear and network inverter, each row's token guessed -> share that is right, special tokens
-    left out. `token_recovery` = the largest; `token_recovery_baseline` = always the commonest.
-Half of the samples are known to the attacks that learn (by sample, not by row), the other half
-judges. Largest of several attacks: with few samples it lies a little above 0.5 by chance.
+    linear and network inverter guess each row's token -> fraction correct, without special
+    tokens. `token_recovery` = the largest; `token_recovery_baseline` = always the most frequent.
+Attacks that learn are fitted on half of the samples (by sample, not by row) and judged on the
+other half. The largest of several attacks is a little above 0.5 by chance if samples are few.
 
 What it cannot see: attackers who know more samples, a public corpus or the sender's start weights;
 the receiver's own trained weights; whole-sentence and generative inverters; who is in the training
-set (membership); lengths of texts (row counts cross in plain); steps before the last ones; what
-several clouds put together would know. A low figure is no proof of privacy.
+set (membership); lengths of texts (row counts are sent in plain); earlier steps; colluding
+clouds. A low figure is no proof of privacy.
 
-Of a run on several machines put the observations folders together, then
+For a run on several machines, first copy the observations folders into one, then
     python -m xcloud leak-meter RUN_DIR
 """
 
@@ -85,7 +85,7 @@ class _Rows:
 
 @dataclass
 class _Notes:
-    """The notes of all ranks: what each cloud saw, and the truth."""
+    """The observations of all ranks: what each cloud saw, and the truth."""
 
     seen: dict[str, dict[Stream, _Rows]] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
@@ -95,17 +95,17 @@ class _Notes:
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """The figures of FIGURES (None where there is nothing to recover), and under "label" and
-    "text" every attack by cloud and message.
+    """The values of FIGURES (None if there is nothing to recover), and under "label" and "text"
+    every attack by cloud and message.
 
-    Raises DataError if notes are missing, saying of which ranks.
+    Raises DataError if observations are missing, naming the ranks.
     """
     notes = _read(run_dir)
     if notes.missing:
         raise DataError(
-            f"{run_dir / OBSERVATIONS_DIR} lacks the notes of rank "
-            f"{', '.join(map(str, notes.missing))}; put the {OBSERVATIONS_DIR} folders of all "
-            "machines together and run python -m xcloud leak-meter RUN_DIR"
+            f"{run_dir / OBSERVATIONS_DIR} lacks the observations of rank "
+            f"{', '.join(map(str, notes.missing))}; copy the {OBSERVATIONS_DIR} folders of all "
+            "machines into one and run python -m xcloud leak-meter RUN_DIR"
         )
     label = _labels(notes)
     text = _texts(notes)
@@ -133,7 +133,7 @@ def _largest(label: dict[str, dict[str, dict[str, float]]], kind: str) -> float 
 
 
 def forget(run_dir: Path) -> None:
-    """Remove the notes: they hold text and labels."""
+    """Delete the observations: they hold text and labels."""
     shutil.rmtree(run_dir / OBSERVATIONS_DIR, ignore_errors=True)
 
 
@@ -169,7 +169,7 @@ def _read(run_dir: Path) -> _Notes:
 def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
     """cloud -> message -> attack -> AUC."""
     if LABEL not in notes.truth or notes.truth[LABEL].rows.dim() != 1:
-        return {}  # no labels, or spans, which are no classes
+        return {}  # no labels, or spans, which are not classes
     truth = notes.truth[LABEL].latest()
     texts = notes.truth.keys() - {LABEL}
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -199,7 +199,7 @@ def _attack_labels(
         return None
     rows = [samples[i].double() for i in ids]
     norms = torch.stack([r.norm() for r in rows])
-    # A classifier's gradient lies in the first row or in the mean of all: look at both.
+    # A classifier's gradient is in the first row or in the mean of all rows: try both.
     views = {"first": torch.stack([r[0] if len(r) else r.new_zeros(r.shape[1]) for r in rows]),
              "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
     features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
@@ -238,7 +238,7 @@ def _texts(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
 def _invert(
     samples: dict[int, Tensor], truth: dict[int, Tensor], special_ids: Sequence[int]
 ) -> dict[str, float] | None:
-    """None where rows are not the text's tokens one by one (of another field, or pooled)."""
+    """None if rows do not match the text's tokens one to one (another field, or pooled)."""
     ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
     if len(ids) < FEWEST_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
         return None
@@ -264,7 +264,7 @@ def _invert(
 
 
 def _chosen(ids: Sequence[int], most: int) -> list[int]:
-    """At most so many, in an order that has nothing to do with their content."""
+    """At most `most` ids, in an order independent of their content."""
     generator = torch.Generator().manual_seed(0)
     ordered = sorted(ids)
     order = torch.randperm(len(ordered), generator=generator)[:most]
@@ -283,7 +283,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud leak-meter")
-    parser.add_argument("run_dir", type=Path, help="run folder with the notes of all ranks")
+    parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
     try:
         leakage = measure(run_dir)
@@ -300,12 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def flat(leakage: dict[str, Any]) -> dict[str, Any]:
-    """What summary.json gets: the figures by themselves, and all that lies behind them."""
+    """For summary.json: the figures, and the attacks they come from."""
     return {
         **{name: leakage[name] for name in FIGURES},
         "leakage": {name: leakage[name] for name in ("label", "text")},
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

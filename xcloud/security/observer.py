@@ -1,5 +1,5 @@
-"""What an honest-but-curious cloud sees of others, noted by its own ranks for the leak meter.
-Attacks nothing (leak_meter.py does) and sends nothing: every rank writes a file beside its run.
+"""Record what an honest-but-curious cloud sees of others, for the leak meter. Sends nothing: every
+rank writes a file in its own run folder.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
 """
@@ -26,10 +26,12 @@ TRUTH = "truth"
 
 @dataclass(frozen=True)
 class LeakMeter:
-    """last_steps: updates whose messages are kept, the last ones of the training.
-    max_rows: of each kind of message; the newest stay.
-    keep: leave the observations in the run folder. They hold text and labels in plain, so each
-        rank's file stays with that rank, and once measured they are removed by default.
+    """Settings of the leak meter.
+
+    last_steps: keep the messages of this many updates, the last ones of training.
+    max_rows: rows kept of each kind of message, the newest.
+    keep: leave the observations in the run folder. They hold plain text and labels, so each rank's
+        file stays with that rank, and by default they are deleted once measured.
     """
 
     last_steps: int = 50
@@ -43,7 +45,7 @@ class LeakMeter:
 
 
 def no_meter() -> None:
-    """For configs: security/meter=none."""
+    """No leak meter, for configs (security/meter=none)."""
 
 
 class Stream(NamedTuple):
@@ -69,7 +71,7 @@ class Stream(NamedTuple):
 
 
 class _Rows:
-    """The newest messages of one stream, at most max_rows rows of them."""
+    """The newest messages of one stream, at most max_rows rows."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows, self._num_rows = max_rows, 0
@@ -88,9 +90,9 @@ class _Rows:
 
 
 class Observer:
-    """One rank's notes.
+    """One rank's observations.
 
-    token_fields: field -> (padding id, ids of special tokens) for the visible text fields.
+    token_fields: field -> (padding id, special token ids), for the text fields this rank may see.
     holds: all batch fields that this rank's cloud may see.
     """
 
@@ -121,16 +123,16 @@ class Observer:
         return step >= self._from_step
 
     def message(self, stream: Stream, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
-        """Note one tensor of a training message, [R, D], as it was decoded or computed here.
+        """Record one tensor of a training message, [R, D], as decoded or computed here.
 
-        What a cloud that holds text or labels computes from them itself is no news to it.
+        What a cloud computes itself from text or labels that it holds is not recorded.
         """
         if stream.how == "received" or not self._about["holds"]:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
     def truth(self, batch: Mapping[str, Tensor]) -> None:
-        """Note the text and label that this rank may see: what an attack is judged by."""
+        """Record the text and labels that this rank may see: the attacks' ground truth."""
         ids = batch["ids"]
         for field, value in batch.items():
             if field in self._pads:

@@ -1,9 +1,9 @@
-"""Which cloud may hold which field of a batch and which part of the model. Checked before anything
-is read; besides, what is done and measured against what messages give away.
+"""Which cloud may hold which batch field and which part of the model, checked before anything is
+read; plus the settings of defences and leak meter.
 
-A rank loads exactly the fields that its own stages read, so text that a stage does not need never
-enters its cloud. What this rule adds: a field or a part may be tied to named clouds, and a layout
-that would put a stage which reads or holds it anywhere else is refused.
+A rank loads exactly the fields that its stages read, so text that a stage does not need never
+enters its cloud. In addition, a field or part may be restricted to named clouds; a layout with a
+stage that reads or holds it elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from xcloud.security.observer import LeakMeter
 
 @dataclass(frozen=True)
 class Visibility:
-    """holders: field name -> the clouds that may hold it. A field not named here may be held
-        wherever a stage reads it.
-    weights: the same for parts of the model by name, such as embeddings, layers, head.
+    """The settings of `security`.
+
+    holders: field name -> clouds that may hold it. Unnamed fields may be held wherever a stage
+        reads them.
+    weights: the same for parts of the model, such as embeddings, layers, head.
     defences: noise on what crosses. meter: measure after training what others could recover.
     """
 
@@ -44,13 +46,13 @@ class Visibility:
             raise ConfigError(f"security.defences must be Defences, got {self.defences!r}")
         if self.meter is not None and not isinstance(self.meter, LeakMeter):
             raise ConfigError(
-                f"security.meter must be a LeakMeter or null, got {self.meter!r}; it is switched "
-                "on with security/meter=attack"
+                f"security.meter must be a LeakMeter or null, got {self.meter!r}; enable it "
+                "with security/meter=attack"
             )
 
     def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
               stage_cloud: Mapping[int, str]) -> None:  # fmt: skip
-        """Raise ConfigError if a stage would read a field in a cloud that may not hold it.
+        """Raise ConfigError if a stage reads a field in a cloud that may not hold it.
 
         needs: stage -> fields that it reads. stage_cloud: stage -> its cloud.
         """
@@ -91,7 +93,7 @@ def _check(
         for name in sorted(names & rule.keys()):
             if stage_cloud[stage] not in rule[name]:
                 raise ConfigError(
-                    f"stage {stage} {verb} {name!r} but lies in cloud {stage_cloud[stage]!r}; "
+                    f"stage {stage} {verb} {name!r} but is in cloud {stage_cloud[stage]!r}; "
                     f"security.{setting} allows {name!r} only in "
                     f"{', '.join(rule[name]) or 'no cloud'}. Move the stage "
                     "(cluster.clouds) or the rule."

@@ -1,10 +1,10 @@
-"""What left each cloud, as a list: every kind of message with its make-up, count and bytes.
-Worked out from what the links counted; holds no value of any tensor.
+"""List what left each cloud: every kind of message with its parts, count and bytes.
+Taken from the links' records; contains no tensor values.
 
-Every rank writes `rankN.wire.json` beside its own run when its links have closed, so nothing that
-it sent is missing. For a rank whose file is missing stands what its receivers got, where they note
-it (one-way jobs, which outlive a producer). `join_audit` makes `wire_audit.json` of those that lie
-in one folder; of a run on several machines put them together first and run
+Every rank writes `rankN.wire.json` to its run folder once its links have closed, so nothing it
+sent is missing. If a rank's file is missing, what its receivers recorded is used instead (one-way
+jobs, which outlive a producer). `join_audit` merges the files of a folder into `wire_audit.json`;
+for a run on several machines copy them into one folder first and run
     python -m xcloud wire-audit RUN_DIR
 """
 
@@ -35,7 +35,7 @@ _DIRECTION = {
     "batch": "forward",
 }
 
-# What torch.distributed says on its own account: before the first step, and after the last one.
+# What torch.distributed sends itself, before the first step and after the last one.
 UNFRAMED = [
     "rendezvous: addresses and ports of the ranks, names of their process groups",
     "start: int64 [1] from rank 0, a number for this run's emulated links",
@@ -54,9 +54,10 @@ def write_rank_audit(
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
 ) -> Path:
-    """report_contents: kind of event -> names of what it told. received: by rank of the sender.
+    """Write one rank's part. report_contents: kind of event -> names of its fields. received: by
+    rank of the sender.
 
-    A file that cannot be written is a warning; the joined audit then misses this rank.
+    Warns if the file cannot be written; the joined audit then lacks this rank.
     """
     path = run_dir / f"rank{rank}.wire.json"
     sent = [message for record in records for message in record.described()]
@@ -77,7 +78,7 @@ def write_rank_audit(
         if crosses
         else {},
     }
-    draft = path.with_name(f".{path.name}")  # half a file would spoil the joined audit
+    draft = path.with_name(f".{path.name}")  # a partial file would break the joined audit
     try:
         draft.write_text(json.dumps(audit, indent=1), encoding="utf-8")
         draft.replace(path)
@@ -133,7 +134,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
 
 
 def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
-    """The short form for summary.json: "a -> b" -> kind -> messages, bytes and what they carry."""
+    """Short form for summary.json: "a -> b" -> kind -> messages, bytes, contents."""
     short: dict[str, Any] = {}
     for message in audit["messages"]:
         kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
@@ -152,7 +153,7 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What a rank sent, and what it got of ranks whose own record is missing."""
+    """What a rank sent, and what it received from ranks whose own record is missing."""
     for message in rank["messages"]:
         yield {**message, "from": rank["cloud"]}
     for message in rank["received"]:
@@ -161,7 +162,7 @@ def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[
 
 
 def _span(a: int | str, b: int | str) -> int | str:
-    """Joins 3 and "5-7" to "3-7"."""
+    """Merge 3 and "5-7" into "3-7"."""
     ends = [int(number) for size in (a, b) for number in str(size).split("-")]
     low, high = min(ends), max(ends)
     return low if low == high else f"{low}-{high}"
@@ -177,7 +178,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(json.dumps(compact(audit), indent=1, ensure_ascii=False))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

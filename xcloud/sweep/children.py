@@ -1,8 +1,7 @@
-"""Points that run at once, each a command of its own: python -m xcloud.sweep.children RUN_DIR
-Decides nothing about the sweep.
+"""Run points of a sweep in parallel, each as a process: python -m xcloud.sweep.children RUN_DIR
 
-What a point prints goes to output.log in its folder, and line by line to the screen with the
-point's name before it, until its closing table.
+A point's output goes to output.log in its folder, and up to its closing table to the screen,
+prefixed with the point's name.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
 
 OUTPUT_FILE = "output.log"
-END_WITHIN_S = 60.0  # a run ends its ranks, writes its summary and tells MLflow
+END_WITHIN_S = 60.0  # a run ends its ranks, writes its summary and closes its MLflow run
 
 
 class Children:
-    """`run` blocks, so it is called from a thread for each point; `end` ends them all."""
+    """`run` blocks: call it from one thread per point. `end` ends all of them."""
 
     def __init__(self, parallel: int, say: Callable[[str], None]) -> None:
         self.parallel, self._say = parallel, say
@@ -63,8 +62,8 @@ class Children:
         return last.removeprefix("xcloud: ") or f"it ended with exit code {code}"
 
     def end(self) -> None:
-        """Let every run end its ranks and say so; kill what does not."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl+C
+        """Terminate all runs; kill those that do not end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl+C
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -76,7 +75,7 @@ class Children:
 
 
 def main() -> int:
-    """Run one point; what Ctrl+C does, the sweep decides."""
+    """Run one point. Ctrl+C is handled by the sweep."""
     parser = argparse.ArgumentParser(prog="python -m xcloud.sweep.children", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")

@@ -1,6 +1,6 @@
-"""losses.png: training losses of the settings of a sweep, one over the other; below, what each
-differs from the reference, seed by seed. The reference is the single cloud, else the setting
-without compression. Made from events.jsonl, which MLflow does not keep.
+"""losses.png: training losses of a sweep's settings, and below their differences to the reference,
+seed by seed. The reference is the single cloud, else the setting without compression. Made from
+events.jsonl, which MLflow does not store.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
-from xcloud.report.picture_style import DPI, INK
-from xcloud.report.pictures import running_mean
+from xcloud.report.picture_style import DPI, INK, LINES
+from xcloud.report.pictures import plain, running_mean
 from xcloud.sweep.results import ONE_CLOUD, UNCOMPRESSED, Row
 
 LOSSES = "losses.png"
 
 MOST_CURVES = 8  # more cannot be told apart
-LINE_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B4C3B")
 STYLES = ("--", ":", "-.")
 _SMOOTH_OVER = 1 / 50  # of the run, as in a run's loss.png
 Values = NDArray[np.float64]
@@ -40,7 +37,7 @@ class Curve:
     by_seed: Mapping[object, tuple[NDArray[np.int64], Values]]
 
     def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
-        """At the steps both have, for each seed both have."""
+        """Differences at common steps, for each common seed."""
         found = {}
         for seed in self.by_seed.keys() & other.by_seed.keys():
             (step, loss), (there, base) = self.by_seed[seed], other.by_seed[seed]
@@ -76,19 +73,18 @@ def write_losses(
     folder: Path, reference: Curve | None, others: Sequence[Curve], title: str
 ) -> Path:
     figure = Figure(figsize=(8, 6.2 if reference else 4.6), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: training loss", fontsize=11)
     heights = [2, 1] if reference else [1]
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     if reference:
-        # Broad and pale, so that an equal curve over it leaves both to be seen.
+        # Broad and pale, so that it stays visible under an equal curve.
         pale = {"color": "#B5B5B5", "linewidth": 4.5}
         _draw(panels[0], reference.by_seed, pale, reference.label)
         panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
         panels[1].set_ylabel(f"minus {reference.label},\nsame seed")
     for index, curve in enumerate(others):
-        style = {"color": LINE_COLOURS[index % len(LINE_COLOURS)], "linewidth": 1.6,
+        style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
                  "linestyle": STYLES[index % len(STYLES)]}  # fmt: skip
         label = curve.label
         if reference and (differences := curve.minus(reference)):
@@ -101,10 +97,7 @@ def write_losses(
     panels[0].legend(frameon=False, fontsize=8.5)
     panels[-1].set_xlabel("step")
     for axes in panels:
-        axes.grid(axis="y", color="#EEEEEE")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plain(axes)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / LOSSES)
     return folder / LOSSES
@@ -116,7 +109,7 @@ def _draw(
     style: dict[str, Any],
     label: str | None = None,
 ) -> None:
-    """Smoothed mean over seeds, and a band of their standard deviation, at the steps all have."""
+    """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
     runs = list(by_seed.values())
     steps = runs[0][0]
     for step, _ in runs[1:]:
@@ -136,7 +129,7 @@ def _draw(
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """The label, with the cluster where there are several and it does not say."""
+    """The label, plus the cluster if there are several and the label does not name it."""
     is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
     return row.label if is_clear else f"{row.label}, {row.cluster}"
 

@@ -1,5 +1,5 @@
 """A sweep in three pictures: quality against step time, quality against compression ratio, and
-where the step time goes. Figures are made without pyplot, which keeps global state.
+where the step time goes. Figures are made without pyplot, whose state is global.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from xcloud.record.scores import score_name
-from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK
+from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, LINES
 from xcloud.sweep.results import Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"
 QUALITY_AND_RATIO = "quality_and_ratio.png"
 STEP_TIME = "step_time.png"
 
-SWEEP_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 PARTS = {
     "compute_s": ("computing", "#4C8DBF"),
     "codec_s": ("compressing", COLOURS["codec"]),
     "sync_s": ("averaging", COLOURS["averaging"]),
     "waiting_s": ("waiting", COLOURS["waiting"]),
 }
-# Where a label may stand, in points from its marker; the first place that is free is taken.
+# Candidate label positions, in points from the marker; the first free one is used.
 PLACES = (
     *((8, 6), (8, -12), (-8, 6), (-8, -12), (0, 12), (0, -18)),
     *((18, 20), (18, -26), (-18, 20), (-18, -26), (30, 34), (30, -40), (-30, 34), (-30, -40)),
@@ -39,7 +38,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Mark:
-    """A setting in a picture of quality against a cost or a gain."""
+    """One setting in a scatter plot."""
 
     label: str
     x: Spread
@@ -76,7 +75,7 @@ def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both: lower first value, higher second. Sorted."""
+    """The Pareto front, sorted: no other point has a lower cost and a higher quality."""
     best: list[tuple[float, float]] = []
     for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or quality > best[-1][1]:
@@ -86,7 +85,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) -> list[Mark]:
     return [
-        Mark(row.label, x, row.quality[score], SWEEP_COLOURS[sweeps.index(row.sweep) % 6])
+        Mark(row.label, x, row.quality[score], LINES[sweeps.index(row.sweep) % len(LINES)])
         for row in rows
         if score in row.quality and (x := getattr(row, x_name)) is not None
     ]
@@ -123,7 +122,7 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
 
 
 def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
-    """As stairs: up from the edge at the fastest, and on to the other edge behind the best."""
+    """As a step line: up from the edge at the fastest, on to the other edge after the best."""
     best = front([(mark.x.mean, mark.y.mean) for mark in marks])
     limits = axes.get_xlim(), axes.get_ylim()
     (_, right), (bottom, _) = limits
@@ -145,7 +144,7 @@ def _save(
 ) -> Path:
     if len(sweeps) > 1:
         for index, sweep in enumerate(sweeps):
-            axes.plot([], [], "o", color=SWEEP_COLOURS[index % 6], label=sweep)
+            axes.plot([], [], "o", color=LINES[index % len(LINES)], label=sweep)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False, loc="best")
     figure.draw_without_rendering()
@@ -156,7 +155,7 @@ def _save(
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write each label beside its marker, where it covers no other label and no marker."""
+    """Place each label beside its marker, clear of other labels and markers."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     centres = [axes.transData.transform((mark.x.mean, mark.y.mean)) for mark in marks]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
@@ -175,7 +174,7 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
             fontsize=8.5,
             color=mark.colour if several else INK,
             in_layout=False,
-            bbox=background,  # whiskers run behind it
+            bbox=background,  # above the whiskers
             arrowprops={"arrowstyle": "-", "color": FAINT, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
         )
         for x, y in (*PLACES, PLACES[0]):
@@ -190,14 +189,13 @@ def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool) -> Path:
-    """A bar for each setting and cloud: what the main thread of its ranks did in a step."""
+    """A bar for each setting and cloud: how its ranks' main thread spent a step."""
     shown = [row for row in rows if row.parts_s("compute_s")]
     shown.sort(key=lambda row: row.step_time_s.mean if row.step_time_s else 0.0)
     bars = [(row, cloud) for row in shown for cloud in sorted(row.parts_s("compute_s"))]
     figure = Figure(
         figsize=(8, 1.6 + 0.28 * len(bars) + 0.12 * len(shown)), dpi=DPI, layout="constrained"
     )
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: where a step's time goes", fontsize=11)
     axes = figure.subplots()
     heights, ticks = [], []

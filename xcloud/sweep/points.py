@@ -1,8 +1,8 @@
 """The points of a sweep: which experiment each one is, and what it is called. Runs nothing.
 
-The *settings* of a point are its resolved config as dotted names (experiment.flatten). What they
-say about where things are written does not count: two points with the same identity give the
-same result, whatever the sweep they are in.
+The *settings* of a point are its resolved config as dotted names (experiment.flatten). Its
+identity ignores names and output places: two points with the same identity give the same result,
+in any sweep.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Overrides = tuple[str, ...]
 
 # Where a run is written and what it is called, not what it computes.
 BESIDE = ("sweep", "label", "tracker")
-# Their place in the label is fixed: the seed comes last, the sweep's name not at all.
+# Not part of the label: the seed is appended, the sweep's name is left out.
 UNLABELLED = {"seed", "sweep"}
-# A low-rank split. `layer: null` is the model unsplit, whatever else is said of the split.
+# A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
 SPLIT, CUT_LAYER, CUT_RANK = "model.split", "model.split.layer", "model.split.rank"
 
 
 @dataclass
 class Point:
-    """One experiment of a sweep. `index` is its place in what was asked for."""
+    """One experiment of a sweep. index: its position among the requested points."""
 
     index: int
     overrides: Overrides
@@ -42,7 +42,7 @@ class Point:
 
     @classmethod
     def of(cls, index: int, overrides: Overrides, config: Any) -> Point:
-        """Raises ConfigError for a config that is no experiment."""
+        """Raises ConfigError for an invalid experiment."""
         return cls(index, overrides, config, flatten(config), job_from_config(config))
 
     @property
@@ -51,41 +51,41 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Tells it from the others, for people: "int8+int8 s1"."""
+        """Display name, unique in the sweep: "int8+int8 s1"."""
         return f"{self.label} s{self.experiment.seed}"
 
     @property
     def folder(self) -> str:
-        """The same as a file name that no shell minds: "fp16-svd-0.6+int8_s1"."""
+        """The name as a shell-safe folder name: "fp16-svd-0.6+int8_s1"."""
         return re.sub(r"[^\w.+=,-]+", "-", self.label.replace(")", "")).strip("-.") + (
             f"_s{self.experiment.seed}"
         )
 
 
 def identity(settings: Settings, without: Sequence[str] = ()) -> str:
-    """A short hash of what decides the result. without: leave out these and what is below them."""
+    """A short hash of the settings that decide the result, except `without` and keys below."""
     kept = {key: value for key, value in deciding(settings).items() if not _below(key, without)}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def setting_key(settings: Settings) -> str:
-    """The same for points that differ by their seed only."""
+    """Equal for points that differ only in their seed."""
     return identity(settings, without=["seed"])
 
 
 def reference_key(settings: Settings) -> str:
-    """The same for points that differ by seed and compression only: comparable step times."""
+    """Equal for points that differ only in seed and compression: comparable step times."""
     return identity(settings, without=["seed", "compression"])
 
 
 def workload_key(settings: Settings) -> str:
-    """The same for points that do the same work, whatever clouds do it."""
+    """Equal for points that do the same work, on any cluster."""
     return identity(settings, without=["seed", "compression", "cluster"])
 
 
 def differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
-    """What decides the result and is not the same in both; missing is None."""
+    """Deciding settings that differ, as (one, other); a missing one is None."""
     one, other = deciding(one), deciding(other)
     return {
         key: (one.get(key), other.get(key))
@@ -95,19 +95,19 @@ def differences(one: Settings, other: Settings) -> dict[str, tuple[object, objec
 
 
 def varying(many: Sequence[Settings]) -> list[str]:
-    """Settings that are not the same in all, in the order of the first that has them."""
+    """Deciding settings that are not equal in all, in order of first appearance."""
     many = [deciding(settings) for settings in many]
     keys = dict.fromkeys(key for settings in many for key in settings)
     return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
 
 
 def is_unsplit(settings: Settings) -> bool:
-    """Whether a model that can be split is left whole."""
+    """Whether a splittable model is left unsplit."""
     return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
 
 
 def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Overrides]:
-    """The points asked for, and each once more with `also` in place of what it covers.
+    """The requested points, and each again with `also` replacing what it covers.
 
     {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
     {"model.split.layer": None}, or the same nested, gives the unsplit model.
@@ -115,7 +115,7 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     points = list(asked)
     words = dict(_words(also))
     if words:
-        # What is said of a split beside its layer says nothing of the unsplit model.
+        # Other settings of the split do not apply to the unsplit model.
         covered = [
             SPLIT if words[key] == "null" and key == CUT_LAYER else key.replace("/", ".")
             for key in words
@@ -128,9 +128,9 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
 
 
 def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> None:
-    """Give each point a label of what it does not share with the others, seeds apart.
+    """Label each point with the settings in which the points differ, except the seed.
 
-    earlier: points of the same sweep that were asked for by other commands.
+    earlier: points of the same sweep that other commands requested.
     """
     every = [_by_key(point.overrides) for point in points] + [_by_key(o) for o in earlier]
     keys = [
@@ -145,7 +145,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     for point in points:
         settings_of.setdefault(point.label, set()).add(setting_key(point.settings))
     for point in points:
-        if len(settings_of[point.label]) > 1:  # compressors whose labels do not tell all
+        if len(settings_of[point.label]) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)
             own = [key for key in keys if key in given and _below(key, ["compression"])]
             more = (f"{shorts[key]}={given[key]}" for key in own)
@@ -153,7 +153,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
 
 
 def same_overrides(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two points were asked for in the same words, whatever their order."""
+    """Whether two points have the same overrides, in any order."""
     return _without_name(one) == _without_name(other)
 
 
@@ -180,7 +180,7 @@ def _is_group(dotted: str, settings: Settings) -> bool:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key, or as many as tell it from the others."""
+    """The last part of each key, or as many as make it unique."""
     short = {}
     for key in keys:
         parts = re.split(r"[./]", key)
@@ -205,7 +205,7 @@ def _key(override: str) -> str:
 
 
 def _words(also: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Settings as an override spells them: null, true, 0.5."""
+    """(key, value) as in an override: null, true, 0.5."""
     for key, value in also.items():
         if isinstance(value, Mapping):
             yield from _words(value, f"{prefix}{key}.")

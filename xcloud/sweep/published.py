@@ -1,5 +1,5 @@
-"""What others have published for settings of our sweeps, to stand beside our rows. The figures
-are data of the studies: experiments/published.toml, which says how rows are found.
+"""Published figures to show beside our rows, from experiments/published.toml, which also defines
+which rows they belong to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = Path("experiments", "published.toml")
 @dataclass(frozen=True)
 class Published:
     """quality: as printed there. share: of the uncompressed step time. ratio: of traffic.
-    of_one_cloud: throughput across clouds. notes: what must be said beside it."""
+    of_one_cloud: throughput across clouds. notes: remarks to show with it."""
 
     quality: str = ""
     share: float | None = None
@@ -34,7 +34,7 @@ Where = dict[str, str | bool | list[str]]
 
 
 def published_for(row: Row) -> Published | None:
-    """Of the first entry that fits the row; None without one, or without the file."""
+    """The first matching entry; None without one, or without the file."""
     for where, found in entries(project_root() / FILE):
         if all(_fits(row, key, wanted) for key, wanted in where.items()):
             return found if found.notes else None
@@ -43,7 +43,7 @@ def published_for(row: Row) -> Published | None:
 
 @cache
 def entries(path: Path) -> list[tuple[Where, Published]]:
-    """Raises ConfigError for a file that says something else."""
+    """(conditions, figures) of the file. Raises ConfigError if it is malformed."""
     if not path.is_file():
         return []
     try:
@@ -52,7 +52,7 @@ def entries(path: Path) -> list[tuple[Where, Published]]:
             **entry, "notes": tuple(data["notes"][name] for name in entry.get("notes", ())),
         })) for entry in data["published"]]  # fmt: skip
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no list of published figures: {error!r}") from error
+        raise ConfigError(f"{path} is not a list of published figures: {error!r}") from error
 
 
 def _fits(row: Row, key: str, wanted: str | bool | list[str]) -> bool:

@@ -1,5 +1,5 @@
-"""`python -m xcloud report SWEEP [OTHER ...]`: tables and pictures of finished sweeps, made again
-from their run folders or from MLflow; several sweeps are compared. Runs nothing.
+"""`python -m xcloud report SWEEP [OTHER ...]`: make tables and pictures of sweeps again, from
+their run folders or from MLflow; compare several sweeps. Runs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[R
 
 
 def close_sweep(folder: Path) -> None:
-    """What a sweep ends with: its table and pictures, kept in MLflow too, and the links to it."""
+    """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = from_folder(folder)
     if not results:
         return
@@ -83,7 +83,7 @@ def close_sweep(folder: Path) -> None:
 
 
 def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
-    """What the sweeps do not share, and settings of one name side by side."""
+    """Print the settings that differ between sweeps, and compare rows with the same label."""
     shared = []
     for results in found:
         differing = set(varying([result.settings for result in results]))

@@ -1,5 +1,5 @@
-"""What the runs of a sweep came to: one Result for each run, one Row for each setting over seeds.
-Read from the run folders, or from MLflow when these are gone. Prints and draws nothing.
+"""Results of a sweep: one Result per run, one Row per setting over its seeds.
+Read from the run folders, or from MLflow if these are gone. Prints and draws nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from xcloud.sweep.points import (
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points, read_summary
 
 UNCOMPRESSED = "none"
-ONE_CLOUD = "one_cloud"  # cluster.name of the ranks of several clouds in one
+ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 _NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"
 RATES = ("samples_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run. `run_dir` holds its experiment.yaml and, unless it was cut off, summary.json."""
+    """One run. `run_dir` has its experiment.yaml and, unless it was killed, summary.json."""
 
     sweep: str
     run_dir: Path
     settings: Settings
     summary: dict[str, Any]
-    at_once: int = 1  # points that ran at the same time
+    at_once: int = 1  # points that ran concurrently
 
     @property
     def label(self) -> str:
@@ -54,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over seeds; std is None for a single one."""
+    """Mean and sample standard deviation over seeds; std is None for a single seed."""
 
     mean: float
     std: float | None
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def finished(self) -> list[dict[str, Any]]:
-        """The summaries of the runs that came to their end."""
+        """Summaries of the finished runs."""
         return [result.summary for result in self.results if result.status == "finished"]
 
     @property
@@ -139,7 +139,7 @@ class Row:
 
 
 def from_folder(folder: Path) -> list[Result]:
-    """All points of the sweep in multirun/NAME, whichever launcher ran them."""
+    """All points of the sweep in multirun/NAME, run by any launcher."""
     recorded = read_points(folder)
     results = []
     for path in sorted(folder.glob(f"*/{EXPERIMENT_FILE}")):
@@ -151,7 +151,7 @@ def from_folder(folder: Path) -> list[Result]:
 
 
 def from_store(store: Store, sweep: str) -> list[Result]:
-    """The runs that MLflow has under this sweep's tag; of a point that ran twice, the last."""
+    """The runs in MLflow with this sweep's tag; of a point that ran twice, the latest."""
     latest: dict[str, Result] = {}
     for folder in store.artifacts_of_sweep(sweep):
         if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists():
@@ -161,7 +161,7 @@ def from_store(store: Store, sweep: str) -> list[Result]:
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Runs that differ by their seed only, together; the best score first."""
+    """Group runs that differ only in their seed; best score first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.sweep, setting_key(result.settings)), []).append(result)
@@ -181,7 +181,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def _share_of_one_cloud(rows: Sequence[Row]) -> None:
-    """Compare with the same work in one cloud, however that was compressed: there it is off."""
+    """Compare with the same work in one cloud; compression is not applied there."""
     alone: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row.cluster == ONE_CLOUD:
@@ -195,20 +195,20 @@ def _share_of_one_cloud(rows: Sequence[Row]) -> None:
 
 
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
-    """Its folder and its runs. name: of a sweep, or the path of its folder. Raises ConfigError."""
+    """Folder and runs of a sweep, given its name or folder. Raises ConfigError if unknown."""
     folder = Path(name) if Path(name).is_dir() else Path("multirun") / name
     results = from_folder(folder) if folder.is_dir() else []
     if not results and store is not None:
         results = from_store(store, folder.name)
     if not results:
         known = sorted(path.parent.name for path in Path("multirun").glob(f"*/{STATE_FILE}"))
-        hint = f"there are: {', '.join(known[-10:])}" if known else "there is none there yet"
+        hint = f"known sweeps: {', '.join(known[-10:])}" if known else "there are none yet"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
 
 
 def _scores(summary: dict[str, Any]) -> dict[str, float | None]:
-    """Quality by name, and what leaks where that was measured."""
+    """Quality by name, and leak figures if measured."""
     leaks = {name: summary[name] for name in LEAKS if isinstance(summary.get(name), int | float)}
     return {**summary["quality"], **leaks}
 
@@ -219,7 +219,7 @@ def _result(sweep: str, run_dir: Path, at_once: int) -> Result:
 
 
 def _tell_apart(rows: Sequence[Row]) -> None:
-    """Settings of one name (asked for by different commands) get what differs between them."""
+    """Extend equal labels (from different commands) with the settings that differ."""
     counts = Counter((row.sweep, row.label) for row in rows)
     for name, count in counts.items():
         alike = [row for row in rows if (row.sweep, row.label) == name]

@@ -1,7 +1,7 @@
-"""Runs a sweep: checks every point, skips what is done, says what fails, ends with the report.
-Knows no Hydra: how a point is composed, and run in this process, comes from the launcher plugin.
+"""Run a sweep: check every point, skip finished ones, report failures, end with the report.
+Independent of Hydra: the launcher plugin provides how a point is composed and run.
 
-Exit codes: 0 all is well, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
+Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 130 Ctrl+C.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary
 
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-MOST_REASONS = 10  # why points are wrong; the others are counted
+MOST_REASONS = 10  # shown of why points are invalid
 
 Compose = Callable[[Sequence[str]], Any]
 RunHere = Callable[[Point, Path], None]
@@ -37,7 +37,7 @@ RunHere = Callable[[Point, Path], None]
 
 @dataclass
 class Sweep:
-    """`run` does it all. Settings: conf/hydra/launcher/xcloud.yaml."""
+    """One sweep; `run` runs it. Settings: conf/hydra/launcher/xcloud.yaml."""
 
     name: str
     folder: Path
@@ -47,7 +47,7 @@ class Sweep:
     causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
 
     def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
-        """asked: what the grid wants, a point each. Returns the exit code."""
+        """asked: the overrides of each point of the grid. Returns the exit code."""
         points, wrong = _composed(asked, compose)
         if wrong:
             self._forget_folder()
@@ -102,7 +102,7 @@ class Sweep:
 
     @property
     def command(self) -> str:
-        """What continues this sweep."""
+        """The command that continues this sweep."""
         words = [word for word in sys.argv if not word.startswith("sweep=")]
         script = os.path.relpath(words[0]) if os.path.exists(words[0]) else words[0]
         return shlex.join(["python", script, *words[1:], f"sweep={self.name}"])
@@ -135,7 +135,7 @@ class Sweep:
         if self.parallel > 1 and needed > num_cores:
             _say(
                 f"  warning: {self.parallel} points at once are {needed} ranks on {num_cores} "
-                f"cores; they slow each other down, so believe no step time of this sweep"
+                f"cores; they slow each other down, so do not trust step times of this sweep"
             )
 
     def _one_by_one(
@@ -194,7 +194,7 @@ class Sweep:
         _say(f"{point.name}: {text}{left}")
 
     def _forget_folder(self) -> None:
-        """A refused sweep leaves nothing behind; Hydra has made a folder for it already."""
+        """Remove the folder that Hydra has already made for a refused sweep."""
         by_hydra = {"multirun.yaml", LOCK_FILE}
         if self.folder.is_dir() and {*os.listdir(self.folder)} <= by_hydra:
             for name in by_hydra:
@@ -203,7 +203,7 @@ class Sweep:
 
 
 class _Clock:
-    """How many points are done, and how long the others may take."""
+    """Counts finished points and estimates the remaining time."""
 
     def __init__(self, num_points: int, parallel: int) -> None:
         self.num_points, self.parallel = num_points, parallel
@@ -241,7 +241,7 @@ def refuse(reasons: Sequence[str]) -> int:
 def _composed(
     asked: Sequence[Overrides], compose: Compose
 ) -> tuple[list[Point], list[tuple[Overrides, str]]]:
-    """All points, the same experiment once; and those that are none, with the reason."""
+    """All points without duplicates; and the invalid ones, each with the reason."""
     points: dict[str, Point] = {}
     wrong = []
     for index, overrides in enumerate(asked):
@@ -262,7 +262,7 @@ def _composed(
 def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides]) -> list[str]:
     shared = set(asked[0]).intersection(*asked)
     lines = [f"the sweep is refused, nothing was started; {len(wrong)} of {len(asked)} points:"]
-    by_reason: dict[str, list[Overrides]] = {}  # every seed of a wrong setting has the same one
+    by_reason: dict[str, list[Overrides]] = {}  # all seeds of an invalid setting share one
     for overrides, reason in wrong:
         by_reason.setdefault(reason, []).append(overrides)
     for reason, alike in list(by_reason.items())[:MOST_REASONS]:
@@ -275,7 +275,7 @@ def _reasons(wrong: Sequence[tuple[Overrides, str]], asked: Sequence[Overrides])
 
 
 def _figures(run_dir: Path) -> str:
-    """The three figures of a point, in a few words."""
+    """Score, step time and ratio of a point, in short."""
     summary = read_summary(run_dir)
     parts = [
         f"{score_name(name)} {score_text(name, value)}"
@@ -295,6 +295,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _say(text: str) -> None:
-    # One call: lines of points that run at once stay whole.
+    # One write: lines of concurrent points stay whole.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -1,11 +1,11 @@
-"""What a sweep remembers between commands: sweep.json and the folders of its points.
+"""The state of a sweep between commands: sweep.json and the folders of its points.
 Prints nothing.
 
-    multirun/NAME/sweep.json          what was asked for and which code made it, by point folder
+    multirun/NAME/sweep.json          requested overrides and code version, by point folder
     multirun/NAME/<point>/            the run folder of a point; summary.json says how it ended
-    multirun/NAME/earlier/            run folders that were run again since, nothing is deleted
+    multirun/NAME/earlier/            run folders of points that were run again; nothing is deleted
 
-Whether a point is finished is read from its summary.json alone, so a killed sweep knows it too.
+Whether a point is finished follows from its summary.json alone, so a killed sweep can continue.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 from xcloud.errors import ConfigError
 from xcloud.job.experiment import EXPERIMENT_FILE, flatten, read_config
-from xcloud.project import commit
+from xcloud.project import code_digests, commit
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
 STATE_FILE = "sweep.json"
 LOCK_FILE = ".lock"
 EARLIER_DIR = "earlier"
-# Code that arranges and shows runs, and cannot change what one computes.
+# Code that arranges and shows runs; it cannot change what a run computes.
 BESIDE_CODE = ("sweep", "_hydra", "report", "__main__.py")
 
 Verdict = Literal["run", "skip", "again"]
@@ -37,7 +37,7 @@ Verdict = Literal["run", "skip", "again"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a point now. why: what is worth saying about it, or nothing."""
+    """What to do with a point. why: the reason, if worth printing."""
 
     point: Point
     verdict: Verdict
@@ -55,7 +55,7 @@ class SweepState:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Raises ConfigError when another process runs this sweep."""
+        """Raises ConfigError if another process is running this sweep."""
         from filelock import FileLock, Timeout
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class SweepState:
             lock.release()
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
-        """Skip what is finished and still the same; run again what failed or has changed since."""
+        """Skip finished, unchanged points; run failed and changed ones again."""
         recorded = {folder: self._settings(folder) for folder in self.points}
         by_identity = {identity(found): folder for folder, found in recorded.items() if found}
         taken = set(self.points)
@@ -92,7 +92,7 @@ class SweepState:
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:
-        """An empty folder for the point; what was there moves to `earlier/`."""
+        """Make an empty folder for the point; an existing one moves to `earlier/`."""
         run_dir = self.folder / decision.folder
         if run_dir.exists():
             earlier = self.folder / EARLIER_DIR
@@ -139,7 +139,7 @@ class SweepState:
         return Decision(point, "skip" if accept_changes else "again", folder, "; ".join(changes))
 
     def _settings(self, folder: str) -> Settings | None:
-        """What was run there; None when it did not come to writing it down."""
+        """The settings that were run there; None if they were never written."""
         try:
             return flatten(read_config(self.folder / folder / EXPERIMENT_FILE))
         except ConfigError:
@@ -147,7 +147,7 @@ class SweepState:
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:
-    """What sweep.json says of each point, by folder; empty without that file."""
+    """The entries of sweep.json by point folder; empty without that file."""
     path = folder / STATE_FILE
     if not path.exists():
         return {}
@@ -161,7 +161,7 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run, empty when it was cut off before it could write one."""
+    """summary.json of a run; empty if it was killed before writing one."""
     try:
         found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -169,16 +169,11 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def code_fingerprint(package: Path | None = None) -> str:
-    """A short hash of the sources that decide what a run computes; a commit alone does not tell,
-    for it changes with a README and stays with an edit."""
-    package = package or Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        relative = path.relative_to(package)
-        if relative.parts[0] not in BESIDE_CODE:
-            digest.update(f"{relative.as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+def code_fingerprint() -> str:
+    """A short hash of the sources that decide what a run computes. The commit is no substitute:
+    it changes with a README and does not change with an uncommitted edit."""
+    files = [pair for pair in code_digests().items() if pair[0].split("/")[0] not in BESIDE_CODE]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
 
 
 def _free_name(name: str, taken: Sequence[str] | set[str]) -> str:

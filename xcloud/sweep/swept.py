@@ -1,6 +1,5 @@
-"""Quality over a setting that a sweep varied by itself: a line for each value of whatever else
-varies, beside the rows that lack the setting (of a split: the unsplit model). Draws nothing:
-swept_picture.py does.
+"""Quality over a setting that a sweep varied: a line for each combination of the other varied
+settings, beside the rows without the setting (e.g. the unsplit model). swept_picture.py draws it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SWEPT_FILE = "quality_over_setting.csv"
 
 @dataclass(frozen=True)
 class Line:
-    """Rows that differ by the setting only, by its value. label: what they share, in few words."""
+    """Rows that differ only in the setting, by its value. label: what they have in common."""
 
     label: str
     rows: dict[float, Row]
@@ -33,8 +32,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Swept:
-    """setting: its dotted name. scores: those to show, the task's own first. beside: the rows
-    without the setting, best first."""
+    """setting: its dotted name. scores: those to show, the task's main score first. beside: the
+    rows without the setting, best first."""
 
     setting: str
     scores: list[str]
@@ -58,8 +57,8 @@ class Swept:
 
 
 def swept_of(rows: Sequence[Row]) -> Swept | None:
-    """Over the number with the most values among those that vary while all else is the same;
-    None if no setting does."""
+    """Choose the numeric setting with the most values while everything else is equal; None if
+    there is none."""
     scored = [row for row in rows if row.score]
     keys = [key for key in varying([row.settings for row in scored]) if key != "seed"]
     grouped = {key: _groups(scored, key, keys) for key in keys}
@@ -83,7 +82,7 @@ def swept_of(rows: Sequence[Row]) -> Swept | None:
 
 
 def print_swept(found: Swept, console: Console | None = None) -> None:
-    """A table on the screen for each score: values down, lines across."""
+    """Print a table for each score: a row per value, a column per line."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -100,7 +99,7 @@ def print_swept(found: Swept, console: Console | None = None) -> None:
 
 
 def table_of(found: Swept, score: str) -> list[tuple[str, list[str]]]:
-    """(value, a cell for each line), then the rows without the setting, beside every line."""
+    """(value, a cell per line), then the rows without the setting, repeated for every line."""
     cells = [
         (f"{value:g}", [_cell(score, line.rows.get(value)) for line in found.lines])
         for value in found.values
@@ -109,7 +108,7 @@ def table_of(found: Swept, score: str) -> list[tuple[str, list[str]]]:
 
 
 def write_swept(folder: Path, found: Swept) -> Path:
-    """A line for each score, value and line of the picture."""
+    """Write a CSV row for each score, value and line."""
     path = folder / SWEPT_FILE
     folder.mkdir(parents=True, exist_ok=True)
     rows = [(value, line.label, row) for line in found.lines for value, row in line.rows.items()]
@@ -125,7 +124,7 @@ def write_swept(folder: Path, found: Swept) -> Path:
 
 
 def _groups(rows: Sequence[Row], key: str, keys: Sequence[str]) -> dict[object, dict[float, Row]]:
-    """Rows that have a number there, by all else that varies, then by that number."""
+    """Rows with a numeric `key`, by all other varied settings, then by its value."""
     groups: dict[object, dict[float, Row]] = {}
     for row in rows:
         settings = deciding(row.settings)

@@ -1,4 +1,4 @@
-"""quality_over_setting.png: what swept.py found, rows without the setting as bands."""
+"""quality_over_setting.png: the lines of swept.py; rows without the setting as bands."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from xcloud.record.scores import LEAKS, score_name
-from xcloud.report.picture_style import DPI
+from xcloud.report.picture_style import DPI, LINES
 from xcloud.sweep.swept import Swept
 from xcloud.sweep.table import spread_text
 
 SWEPT_PICTURE = "quality_over_setting.png"
 
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6B4C3B")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", ":", "-.")
-BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # the best rows; the table has them all
-LEGEND_WIDTH = 115  # characters that fit side by side
-MANY_TIMES = 50  # the largest value / the smallest: from here on the axis is logarithmic
-_APART, _AT_MOST = 0.04, 0.2  # of the distance between values: whiskers stand side by side
+BANDS = ("#B9B9B9", "#C9B8D8", "#B5D3C2", "#E0C9A6")  # for the best rows; the table has all
+LEGEND_WIDTH = 115  # characters per row
+MANY_TIMES = 50  # largest / smallest value from which the axis is logarithmic
+_APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers do not overlap
 
 
 def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
     figure = Figure(figsize=(8, 1.3 + 3.9 * len(found.scores)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}: quality by {found.name}", fontsize=11)
     panels = figure.subplots(len(found.scores), 1, sharex=True, squeeze=False)[:, 0]
     for axes, score in zip(panels, found.scores, strict=True):
@@ -88,7 +85,7 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
 
 
 def _style(index: int) -> dict[str, Any]:
-    """A colour and marker for each line; another dash once these are used up."""
-    number = index % len(COLOURS)
-    dash = STYLES[index // len(COLOURS) % len(STYLES)]
-    return {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": dash}
+    """A colour and marker for each line; another dash style once these are used up."""
+    number = index % len(LINES)
+    dash = STYLES[index // len(LINES) % len(STYLES)]
+    return {"color": LINES[number], "marker": MARKERS[number], "linestyle": dash}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TABLE_FILE, POINTS_FILE = "table.csv", "points.csv"
-PAPER = "paper: "  # begins the headings of what was published
+PAPER = "paper: "  # prefix of headings of published figures
 WIDTH_OF_A_FILE = 200
 
 
@@ -48,7 +48,7 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def console_of_sweeps() -> Console:
-    """A file takes lines of any length; a label broken in two cannot be searched for."""
+    """Wide where output goes to a file: a wrapped label cannot be searched for."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
@@ -61,7 +61,7 @@ class _Column:
 
 
 def _columns(rows: Sequence[Row]) -> list[_Column]:
-    """What there is to show: a column in which no row has anything is left out."""
+    """The columns of the table, without empty ones."""
     published = [published_for(row) or Published() for row in rows]
     columns = [_Column("setting", [row.label for row in rows])]
     if len({row.sweep for row in rows}) > 1:
@@ -100,19 +100,19 @@ def _known_percent(share: float | None) -> str | None:
 
 
 def _tells_something(rows: Sequence[Row]) -> bool:
-    """Whether a row is compared with another than itself."""
+    """Whether a share compares a row with another row."""
     return any(row.share is not None and row.share != 1.0 for row in rows)
 
 
 def _rate(rows: Sequence[Row]) -> tuple[str, str]:
-    """Tokens where every row counts them, else samples."""
+    """Tokens per second if every row has them, else samples."""
     compared = [row for row in rows if row.share_of_one_cloud]
     tokens = all("tokens_per_s" in row.share_of_one_cloud for row in compared)
     return ("tokens_per_s", "tokens/s") if tokens else ("samples_per_s", "samples/s")
 
 
 def write_csv(folder: Path, rows: Sequence[Row], results: Sequence[Result]) -> list[Path]:
-    """table.csv: a line for each setting; points.csv: a line for each run, failed ones too."""
+    """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
     table = [dict(_flat_row(row)) for row in rows]
     keys = varying([result.settings for result in results])
     points = [
@@ -181,11 +181,11 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
         counts = {row.cluster: row.num_ranks for row in rows if row.share_of_one_cloud}
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
-            yield f"Their ranks are not as many, so the share is not of the link alone: {listed}."
+            yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
     if (crowd := max((result.at_once for result in results), default=1)) > 1:
-        yield f"{crowd} points ran at once: their step times hold that, compare none of them."
+        yield f"{crowd} points ran at once and slowed each other down: do not compare step times."
     if len(commits := {str(r.summary["commit"]) for r in results if "commit" in r.summary}) > 1:
-        yield f"Runs of different code are side by side: {', '.join(sorted(commits))}."
+        yield f"These runs are of different code: {', '.join(sorted(commits))}."
     published = [known for row in rows if (known := published_for(row))]
     yield from dict.fromkeys(note for known in published for note in known.notes)
 

@@ -1,4 +1,4 @@
-"""A sweep in MLflow: its prepared page, and the link to it. Nothing here can fail a sweep."""
+"""Prepare a sweep's page in MLflow and print its links. Never fails a sweep."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def store_of(tracker: Tracker) -> Store | None:
 
 
 def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
-    """Columns and charts of what differs among the points. Of what only some of them have, only
-    numbers that vary (the rate of one compressor among others); the label tells the rest."""
+    """Columns and charts of the settings that differ. A setting that only some points have is
+    shown only if it is a number that varies (a compressor's rate); the label covers the rest."""
     shown, numbers = [], []
     for key in varying(settings):
         values = [s[key] for s in settings if s.get(key) is not None]
@@ -38,7 +38,7 @@ def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> di
             numbers += [key] if is_number else []
     shown = shown[:MOST_PARAMS]
     seed = ["seed"] if "seed" in varying(settings) else []
-    # The unsplit model has no layer of a cut; it is a band in the picture, and no line here.
+    # The unsplit model has no cut layer, so it is not drawn in the parallel coordinates.
     cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
     everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
     everywhere = [*cut, *(key for key in everywhere if key not in cut)]
@@ -58,9 +58,9 @@ def prepare(
     score: str = "bleu",
     report: Sequence[Path] = (),
 ) -> Callable[[], list[str]]:
-    """Start to write the page of a sweep; call what is returned to wait and get its links.
+    """Start writing a sweep's page; call the result to wait for it and get its links.
 
-    report: tables and pictures to keep as artefacts.
+    report: tables and pictures to log as artifacts.
     """
     store = store_of(tracker)
     if store is None:
