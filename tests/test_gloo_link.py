@@ -68,6 +68,7 @@ def test_messages_of_any_size_arrive_in_order_and_are_counted(tmp_path: Path) ->
     assert results[1] == (0, "all here\n")
 
 
+@pytest.mark.xdist_group("measures")
 def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> None:
     """Three messages each way at once: the time of one way, for both ways have their own line."""
     results = run_pair(
