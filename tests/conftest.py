@@ -1,7 +1,13 @@
-"""What several tests share: torch on one thread, and Ctrl+C that arrives."""
+"""What all tests share: torch on one thread, Ctrl+C that arrives, and work side by side.
+
+`python -m pytest` without a file runs in several processes (pytest-xdist) that share the tests:
+slow ones first, each by itself, then the fast ones by file. Tests that must not run at the same
+time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -12,7 +18,40 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+MOST_PROCESSES = 8
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads these options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return  # not installed or switched off; or one of the processes itself
+    option = config.option
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
+        num_cpus = os.cpu_count() or 1
+        # Slow tests mostly wait for processes that start or are told to sleep.
+        fast_only = option.markexpr == "not slow"
+        option.numprocesses = min(num_cpus if fast_only else 2 * num_cpus, MOST_PROCESSES)
+    if option.numprocesses and option.dist == "no":
+        option.dist = "loadgroup"
+        option.loadscopereorder = False  # ours, below: slow tests first
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Without xdist's "@group", so that --last-failed and a copied name find the test."""
+    name, at, group = report.nodeid.rpartition("@")
+    if at and group.isidentifier():
+        report.nodeid = name

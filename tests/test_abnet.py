@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.test_backbone import saved
+from tests.checkpoints import saved
 from tests.translation_models import (
     IDS,
     backward_split,

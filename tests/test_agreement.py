@@ -265,6 +265,7 @@ def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], f
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
 
 
 def said_by(folder: Path, rank: int) -> str:

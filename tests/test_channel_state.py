@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.channels import IDENTITY, Pair, Phases, copies, same, same_state, stored
-from tests.test_compressors import COMPRESSORS
+from tests.codecs import COMPRESSORS
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from tests.test_conf import composed
+from tests.configs import composed
 from xcloud.errors import ConfigError
 from xcloud.job.experiment import check_keys
 from xcloud.tasks.task import Task
@@ -14,7 +14,10 @@ from xcloud.tasks.task import Task
 
 def build(*overrides: str) -> Task:
     """The task alone: whichever model goes with it."""
-    config = composed("name=x", "recipe=abnet_demo", *overrides)
+    return built(composed("name=x", "recipe=abnet_demo", *overrides))
+
+
+def built(config: DictConfig) -> Task:
     OmegaConf.resolve(config.task)
     check_keys(OmegaConf.to_container(config.task), "task")
     task: Task = instantiate(config.task, _convert_="all")
@@ -39,7 +42,10 @@ def test_every_task_builds_in_every_profile(task: str, profile: str) -> None:
 )
 def test_every_glue_task_builds_by_its_name(name: str) -> None:
     for profile in ("files", "paper"):
-        found = build("task=glue", f"task.name={name}", f"profile={profile}", "task.path=x")
+        where = ("name=x", "recipe=abnet_demo", "task=glue", f"profile={profile}")
+        config = composed(*where, "task.path=x")
+        config.task.name = name
+        found = built(config)
         assert found.describe().startswith(name)
 
 

@@ -124,7 +124,7 @@ def test_the_room_needs_nothing_but_the_base() -> None:
 
 def test_english_follows_from_spanish_and_sentences_are_whole() -> None:
     dice, seen = Dice(5), dict[str, str]()
-    for _ in range(20_000):
+    for _ in range(10_000):
         es, en = dice.weighted(KINDS)(dice)
         assert seen.setdefault(es, en) == en
         for text in (es, en):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.one_way_toy import cloud as feed_cloud
 from tests.one_way_toy import feed_config
-from tests.test_run import cloud, layout, losses, no_workers, start, weights
+from tests.runs import cloud, layout, losses, no_workers, start, weights
 from tests.toy import toy_config
 from xcloud.errors import RunFailed
 

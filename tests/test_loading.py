@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_conf import build
+from tests.configs import build
 from xcloud.errors import ConfigError, DataError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import compare_facts

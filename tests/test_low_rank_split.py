@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.pipelines import in_threads, pipelines
-from tests.test_backbone import KINDS, padded_ids, saved
 from tests.translation_models import IDS, context
 from tests.understanding_models import (
     CLASSES,
@@ -238,8 +238,6 @@ def test_unsplit_rows_are_those_of_transformers(tmp_path: Path, model_type: str)
 
 def test_the_unsplit_classifier_is_that_of_transformers(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
-
-    from tests.test_backbone import SIZES
 
     with torch.random.fork_rng(devices=[]):
         theirs = BertForSequenceClassification(BertConfig(**SIZES | KINDS["bert"], num_labels=3))

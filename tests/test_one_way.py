@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
-from tests.test_run import losses, no_workers, read, wait_for
+from tests.runs import losses, no_workers, read, wait_for
 from xcloud.errors import ConfigError, RunFailed
 from xcloud.run.local import run
 from xcloud.security.wire_audit import compact

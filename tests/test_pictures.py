@@ -1,7 +1,6 @@
 """Pictures are looked at by people; here: that they are drawn, from the right numbers, and that
 nothing of them reaches a worker or stops a run."""
 
-import ast
 import json
 import logging
 import math
@@ -12,7 +11,8 @@ import pytest
 from matplotlib.image import imread
 from omegaconf import OmegaConf
 
-from tests.test_timeline import timeline, two_ranks
+from tests.import_walk import MODULES, imports, own_imports
+from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
 from xcloud.job import experiment as experiments
 from xcloud.record.curves import RunCurves
@@ -195,19 +195,11 @@ def test_no_worker_imports_what_draws() -> None:
     reached, to_read = set(), ["run.worker"]
     while to_read:
         name = to_read.pop()
-        file = PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
-        if name in reached or not file.exists():
-            continue
-        reached.add(name)
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = []
-            if isinstance(node, ast.ImportFrom):
-                modules = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
-            elif isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            for module in modules:
-                assert not module.startswith("matplotlib"), f"{file} imports {module}"
-                to_read += [module.removeprefix("xcloud.")] if module.startswith("xcloud.") else []
+        if name not in reached:
+            reached.add(name)
+            libraries = {imported.split(".")[0] for imported in imports(MODULES[name])}
+            assert "matplotlib" not in libraries, name
+            to_read += own_imports(MODULES[name])
     assert {"comm.step_clock", "run.typical_step", "record.reporter"} <= reached
     drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "run.monitor"}
     assert not reached & drawing

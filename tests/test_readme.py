@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_conf import composed
+from tests.configs import composed
 from xcloud.job.experiment import job_from_config
 
 ROOT = Path(__file__).parent.parent

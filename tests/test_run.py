@@ -1,7 +1,6 @@
 """Whole runs of real processes with the toy task: equality, unequal clouds, interruptions."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,40 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
+from tests.runs import cloud, layout, losses, no_workers, read, start, wait_for, weights
 from tests.toy import toy_config
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.run.local import run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-
-
-def cloud(num_ranks: int, stages: list[int] | None = None) -> dict[str, object]:
-    return {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
-
-
-def layout(**clouds: dict[str, object]) -> dict[str, object]:
-    return {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": clouds, "wan": "free"}
-
-
-def start(run_dir: Path, config: dict[str, object]) -> dict:
-    return run(OmegaConf.create(config), run_dir)
-
-
-def losses(run_dir: Path) -> list[float]:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    found = {e["step"]: e["loss"] for e in events if e["event"] == "step" and "loss" in e}
-    return [found[step] for step in sorted(found)]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return {
-        f"{path.stem}.{name}": value
-        for path in (run_dir / "model").glob("*.safetensors")
-        for name, value in load_file(path).items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -244,22 +216,6 @@ def test_nothing_starts_when_a_setting_is_wrong(tmp_path: Path) -> None:
         )
 
     assert not (tmp_path / "run").exists()
-
-
-def no_workers(run_dir: Path) -> bool:
-    listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
-    return all(pid == str(os.getpid()) for pid in listed.stdout.split())
-
-
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def wait_for(condition, seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def test_three_hundred_micro_batches_in_flight_do_not_deadlock(tmp_path: Path) -> None:

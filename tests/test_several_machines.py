@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.namespaces import available
 from benchmarks.several_machines import run_on_two_machines
-from tests.test_run import losses, start, weights
+from tests.runs import losses, start, weights
 from tests.toy import toy_config
 
 pytestmark = [

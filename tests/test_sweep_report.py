@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from io import StringIO
 from pathlib import Path
 
@@ -31,15 +32,21 @@ RUNS = [  # overrides, BLEU, step time, ratio
 ]
 
 
-@pytest.fixture
-def sweep(tmp_path: Path) -> Path:
-    folder = tmp_path / "multirun" / "s"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
     for number, (overrides, bleu, step_s, ratio) in enumerate(RUNS):
         config = compose(overrides.split())
         write_run(folder / str(number), config, bleu=bleu, step_s=step_s, ratio=ratio)
     config = compose(["compression=int2", "seed=2"])
     write_run(folder / "5", config, bleu=None, step_s=None, ratio=None, status="failed", cause="x")
     return folder
+
+
+@pytest.fixture
+def sweep(written: Path, tmp_path: Path) -> Path:
+    """A copy of its own."""
+    return shutil.copytree(written, tmp_path / "multirun" / "s")
 
 
 def printed(rows: list[Row], width: int = 100) -> str:

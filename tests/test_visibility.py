@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from tests.configs import CONF, build
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError, RunFailed
@@ -15,7 +15,6 @@ from xcloud.job import experiment as experiments
 from xcloud.job.experiment import Experiment
 from xcloud.run.local import run
 
-CONF = Path(__file__).parent.parent / "conf"
 FITTING = [
     ("u_shape", "owner_keeps_text_and_labels"),
     ("weak_device", "owner_keeps_text_and_labels"),
@@ -104,14 +103,12 @@ def test_a_task_that_reads_what_it_may_not_is_stopped_before_the_first_step(
 
 
 def test_translation_models_name_their_parts() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for model in ("abnet", "transformer"):
-            rule = "+security.weights={source_embeddings:[cloud_a],head:[cloud_b]}"
-            config = compose("config", overrides=["+exp=abnet_iwslt", f"model={model}", rule])
-            found = experiments.from_config(config)
-            assert found.model.parts(0, 2) == {"source_embeddings", "encoder"}
-            assert found.model.parts(1, 2) == {"target_embeddings", "decoder", "head"}
-            assert found.model.parts(1, 3) == {"encoder"}
+    for model in ("abnet", "transformer"):
+        rule = "+security.weights={source_embeddings:[cloud_a],head:[cloud_b]}"
+        found = build("+exp=abnet_iwslt", f"model={model}", rule)
+        assert found.model.parts(0, 2) == {"source_embeddings", "encoder"}
+        assert found.model.parts(1, 2) == {"target_embeddings", "decoder", "head"}
+        assert found.model.parts(1, 3) == {"encoder"}
     assert ToyTextModel().parts(1, 3) == {"layers"}
 
 

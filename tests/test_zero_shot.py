@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from tests.test_backbone import saved
-from tests.test_conf import CONF, composed
+from tests.checkpoints import saved
+from tests.configs import CONF, composed
 from xcloud.errors import ConfigError
 from xcloud.job.follow_up import compose_follow_up
 from xcloud.run.local import run
@@ -45,7 +45,8 @@ def test_a_run_without_follow_up_prints_the_command_that_goes_on(
 
 
 def following(tmp_path: Path, follow_up: str) -> DictConfig | None:
-    config = composed("+exp=electra_multilingual", "seed=5", f"follow_up={follow_up}")
+    config = composed("+exp=electra_multilingual", "seed=5")
+    config.merge_with_dotlist([f"follow_up={follow_up}"])
     return compose_follow_up(config, CONF, tmp_path)
 
 

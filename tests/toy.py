@@ -189,18 +189,17 @@ def toy_config(
     cluster: str | dict[str, object], overrides: list[str] | None = None
 ) -> dict[str, object]:
     """For xcloud.run.local: a config as Hydra would compose it, with the toy task and model."""
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    root = Path(__file__).parent.parent
-    with initialize_config_dir(str(root / "conf"), version_base="1.3"):
-        arguments = ["name=toy", "tracker=none", "cluster/wan=free", "training.max_steps=8",
-                     "training.batch_size=8", "model=abnet", *(overrides or [])]  # fmt: skip
-        if isinstance(cluster, str):
-            arguments.append(f"cluster={cluster}")
-        if cluster in ("local", "one_cloud"):
-            arguments.remove("cluster/wan=free")
-        config = compose("config", overrides=arguments)
+    from tests.configs import composed
+
+    arguments = ["name=toy", "tracker=none", "cluster/wan=free", "training.max_steps=8",
+                 "training.batch_size=8", "model=abnet", *(overrides or [])]  # fmt: skip
+    if isinstance(cluster, str):
+        arguments.append(f"cluster={cluster}")
+    if cluster in ("local", "one_cloud"):
+        arguments.remove("cluster/wan=free")
+    config = composed(*arguments)
     plain = OmegaConf.to_container(config)
     assert isinstance(plain, dict)
     plain["task"] = {"_target_": "tests.toy.ToyTask"}

@@ -1,0 +1,44 @@
+"""Every compressor that ships, and the largest error each may make."""
+
+from __future__ import annotations
+
+from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK, TopK, TopRows
+
+# compressor, largest relative error it may make on Gaussian values [96, 40]
+ERRORS: list[tuple[Compressor, float]] = [
+    (Nothing(), 0.0),
+    (Cast("float16"), 3e-4),
+    (Cast("bfloat16"), 2.5e-3),
+    (BlockInt(8), 0.0075),
+    (BlockInt(7), 0.015),
+    (BlockInt(6), 0.03),
+    (BlockInt(5), 0.055),
+    (BlockInt(4), 0.1),
+    (BlockInt(3), 0.19),
+    (BlockInt(2), 0.38),
+    (BlockInt(1), 0.62),
+    (BlockInt(4, block=32), 0.09),
+    (BlockInt(4, stochastic=True), 0.18),
+    (BlockInt(1, stochastic=True), 2.8),
+    (TopK(0.5), 0.28),
+    (TopK(0.05), 0.87),
+    (TopRows(0.5), 0.75),
+    (RandomK(0.5), 0.75),
+    (RandomK(0.5, unbiased=True), 1.1),
+    (Svd(0.5, method="exact"), 0.56),
+    (Svd(0.1), 0.93),
+    (Chain(), 0.0),
+    (Chain(none=Nothing()), 0.0),
+    (Chain(svd=Svd(0.6), fp16=Cast("float16")), 0.48),
+    (Chain(topk=TopK(0.3), int8=BlockInt(8)), 0.5),
+    (Chain(rows=TopRows(0.5), int8=BlockInt(8)), 0.75),
+    (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
+    (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),
+]
+# What holds for 1, 2, 4, 5 and 8 bits holds between them; test_bitpack.py packs every width.
+COMPRESSORS = [c for c, _ in ERRORS if c not in (BlockInt(3), BlockInt(6), BlockInt(7))]

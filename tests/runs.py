@@ -1,0 +1,59 @@
+"""Whole runs of real processes: start one, wait for it, read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from xcloud.run.local import run
+
+
+def cloud(num_ranks: int, stages: list[int] | None = None) -> dict[str, object]:
+    return {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
+
+
+def layout(**clouds: dict[str, object]) -> dict[str, object]:
+    return {"_target_": "xcloud.cluster.layout.ClusterLayout", "clouds": clouds, "wan": "free"}
+
+
+def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
+    return run(OmegaConf.create(config), run_dir)
+
+
+def losses(run_dir: Path) -> list[float]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    found = {e["step"]: e["loss"] for e in events if e["event"] == "step" and "loss" in e}
+    return [found[step] for step in sorted(found)]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{path.stem}.{name}": value
+        for path in (run_dir / "model").glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def no_workers(run_dir: Path) -> bool:
+    listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
+    return all(pid == str(os.getpid()) for pid in listed.stdout.split())
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
