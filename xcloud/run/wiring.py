@@ -7,28 +7,19 @@ the emulated link act where a border leaves a cloud; inside a cloud messages go 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, LinkStats, OutLink
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
-from xcloud.cluster.machine import machine_id
-from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
-from xcloud.cluster.one_way_layout import OneWayLayout
-from xcloud.cluster.window import LinkWindow
+from xcloud.cluster.liveness import Heartbeat
+from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
@@ -37,15 +28,13 @@ from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import ConfigError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, note_ages
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.security.defences import Defences
 
-_FRAME_SLACK_BYTES = 4096
-_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 _FORWARD_AHEAD = 32
 """Messages that may be under way forward where no gradient holds back the sender: an evaluation's
@@ -56,21 +45,24 @@ pieces, and training over a border that no gradient crosses. More wait in the se
 class Wiring:
     """All ends that one rank holds. wan_*: those that leave its cloud."""
 
-    liveness: Liveness
+    ends: Ends
     ports: dict[int, BorderPorts] = field(default_factory=dict)
     lanes: dict[int, RankGroup] = field(default_factory=dict)
     control: Control | None = None
-    outs: list[OutLink] = field(default_factory=list)
-    ins: list[InLink] = field(default_factory=list)
-    wan_outs: list[OutLink] = field(default_factory=list)
-    wan_records: list[LinkRecord] = field(default_factory=list)
     wan_forward: list[SendChannel] = field(default_factory=list)
     wan_backward: list[SendChannel] = field(default_factory=list)
-    is_emulated: bool = False
+
+    @property
+    def wan_records(self) -> list[LinkRecord]:
+        return self.ends.records
 
     @property
     def wan_stats(self) -> list[LinkStats]:
-        return [link.stats for link in self.wan_outs]
+        return [link.stats for link in self.ends.wan_outs]
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.ends.is_emulated
 
     @property
     def channels(self) -> dict[str, SendChannel | ReceiveChannel]:
@@ -99,7 +91,7 @@ class Wiring:
         take long outside a training step."""
         if self.control is None:
             return nullcontext()
-        return Heartbeat(self.liveness.interval_s, self.control.say_alive)
+        return Heartbeat(self.ends.layout.liveness.interval_s, self.control.say_alive)
 
     def meet(self) -> None:
         """Wait until every rank has come here; see Control.meet."""
@@ -109,14 +101,11 @@ class Wiring:
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
         with self.alive():
-            for out in reversed(self.outs):  # the control links, which bear signs of life, last
-                out.close(self.liveness.lost_after_s)
-        for incoming in self.ins:
-            incoming.close(self.liveness.lost_after_s)
+            self.ends.close()
 
 
 def wire(
-    rank: int,
+    transport: Transport,
     layout: ClusterLayout,
     borders: dict[int, Border],
     compression: Compression | Phased | PerBorder,
@@ -138,14 +127,13 @@ def wire(
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
     draw random numbers.
     """
-    wiring = Wiring(layout.liveness)
+    ends = Ends(transport, layout, run_dir, clock.messages)
+    wiring = Wiring(ends)
     if layout.num_ranks == 1:
         wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
         wiring.lanes = {stage: RankGroup.alone() for stage in range(layout.num_stages)}
         return wiring
-    lives = {peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank}
-    clocks = LinkClocks(rank, layout, run_dir)
-    builder = _Builder(rank, layout, clocks, wiring, clock.messages, lives, seed)
+    builder = _Builder(ends, layout, wiring, seed)
     builder.join_lanes()
     builder.join_control(on_report)
     for stage, border in sorted(borders.items()):
@@ -159,79 +147,47 @@ def wire(
     return wiring
 
 
-class LinkClocks:
-    """Clocks of the emulated links, one for each direction between two clouds."""
-
-    def __init__(self, rank: int, layout: ClusterLayout | OneWayLayout, run_dir: Path) -> None:
-        self._rank, self._layout, self._run_dir = rank, layout, run_dir
-        self._clocks: dict[str, LinkClock] = {}
-        # A name that no earlier run in this folder used: link time starts at 0 in every run.
-        nonce = torch.tensor([time.time_ns()])
-        dist.broadcast(nonce, 0)
-        self._nonce = int(nonce)
-        emulated = [layout.wan, *layout.links.values()]
-        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
-            self._refuse_several_machines()
-
-    def _refuse_several_machines(self) -> None:
-        """Delivery times are by the machine's own clock, which another machine does not share."""
-        mine = torch.tensor([machine_id()])
-        hosts = [torch.zeros_like(mine) for _ in range(self._layout.num_ranks)]
-        dist.all_gather(hosts, mine)
-        if any(int(other) != int(mine) for other in hosts):
-            raise ConfigError(
-                "an emulated link (cluster.wan) works between ranks on one machine only; this run "
-                "spans several: set cluster.wan=real"
-            )
-
-    def to(self, peer: int) -> LinkClock | None:
-        """Clock for messages from this rank to `peer`; None where nothing is emulated."""
-        wan = self._layout.wan_between(self._rank, peer)
-        if not isinstance(wan, LinkProfile):
-            return None
-        here = self._layout.placement(self._rank).cloud
-        there = self._layout.placement(peer).cloud
-        name = f"link-{here}-to-{there}.{self._nonce}.clock"
-        if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan, self._run_dir / name)
-        return self._clocks[name]
-
-
 @dataclass
 class _Builder:
-    rank: int
+    ends: Ends
     layout: ClusterLayout
-    clocks: LinkClocks
     wiring: Wiring
-    log: MessageLog | None
-    lives: dict[int, PeerLife]
     seed: int
+
+    @property
+    def rank(self) -> int:
+        return self.ends.rank
 
     def join_lanes(self) -> None:
         """One group for the ranks of each stage that has several."""
         for stage in range(self.layout.num_stages):
-            ranks = self.layout.ranks_of(stage)
-            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                self.wiring.lanes[stage] = RankGroup(self.rank, ranks, group)
+            lanes = self.ends.group(self.layout.ranks_of(stage))
+            if lanes is not None:
+                self.wiring.lanes[stage] = lanes
 
     def join_control(self, on_report: Callable[[Frame], None]) -> None:
-        group = dist.new_group(timeout=_FOREVER)
-        peers = range(1, self.layout.num_ranks) if self.rank == 0 else (0,)
-        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
+        everyone = range(self.layout.num_ranks)
+        self.ends.line("control", everyone)
+        peers = everyone[1:] if self.rank == 0 else everyone[:1]
+        capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
         handlers = (
             {Kind.REPORT: on_report}
             if self.rank == 0
-            else {Kind.ALIVE: partial(note_ages, self.lives)}
+            else {Kind.ALIVE: partial(note_ages, self.ends.lives)}
         )
-        window = self._window(_CONTROL_AHEAD, capacity)
-        out = {peer: self._out(group, peer, capacity, CONTROL, window) for peer in peers}
+        window = self.ends.window(_CONTROL_AHEAD, capacity)
+        out: dict[int, OutLink] = {}
         incoming: dict[int, InLink] = {}
         for peer in peers:
-            incoming[peer] = self._in(group, peer, capacity, CONTROL, window, handlers)
+            overdue_s = self.layout.overdue_s(self.rank, peer, capacity)
+            out[peer] = self.ends.out("control", peer, capacity, window, overdue_s=overdue_s)
+            incoming[peer] = self.ends.incoming(
+                "control", peer, capacity, window, handlers,
+                advice=self.layout.overdue_advice(self.rank, peer),
+            )  # fmt: skip
         overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
         self.wiring.control = Control(
-            self.rank, self.layout.leaders, out, incoming, overdue_s, self.lives
+            self.rank, self.layout.leaders, out, incoming, overdue_s, self.ends.lives
         )
 
     def join_border(
@@ -247,7 +203,8 @@ class _Builder:
         """Channels between the ranks of `stage` and those of the next one."""
         before, behind = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
         everyone = sorted({*before, *behind})
-        groups = [dist.new_group(everyone, timeout=_FOREVER) for _ in ("forward", "backward")]
+        for direction in ("forward", "backward"):  # a line each, so that both flow at once
+            self.ends.line(f"{stage}.{direction}", everyone)
         if self.rank not in everyone:
             return
         ports = BorderPorts(border)
@@ -260,7 +217,8 @@ class _Builder:
         ]
         actions = schedule.actions(stage, self.layout.num_stages)
         in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
-        for direction, group in zip(("forward", "backward"), groups, strict=True):
+        for direction in ("forward", "backward"):
+            line = f"{stage}.{direction}"
             fields = border.fields if direction == "forward" else border.gradient_fields
             if not fields:
                 continue
@@ -270,7 +228,7 @@ class _Builder:
             )
             if direction == "forward":
                 start = sum(spec.num_bytes for spec in border.start)
-                capacity = max(capacity, start + _FRAME_SLACK_BYTES)
+                capacity = max(capacity, start + FRAME_SLACK_BYTES)
             for a, b in sorted(set(meets)):
                 sender, receiver = (a, b) if direction == "forward" else (b, a)
                 if sender == receiver:
@@ -279,9 +237,10 @@ class _Builder:
                 under_way = in_flight[a, b]
                 if direction == "forward":
                     under_way = max(under_way, _FORWARD_AHEAD)
-                window = self._window(under_way, frame)
+                window = self.ends.window(under_way, frame)
                 if sender == self.rank:
-                    link = self._out(group, receiver, capacity, stage, window)
+                    overdue_s = self.layout.overdue_s(self.rank, receiver, capacity)
+                    link = self.ends.out(line, receiver, capacity, window, stage, overdue_s)
                     channel = SendChannel(link, fields, codecs, clock, identity)
                     (ports.forward_out if direction == "forward" else ports.backward_out)[
                         receiver
@@ -290,63 +249,14 @@ class _Builder:
                         wan = self.wiring.wan_forward, self.wiring.wan_backward
                         wan[direction == "backward"].append(channel)
                 elif receiver == self.rank:
-                    inlink = self._in(group, sender, capacity, stage, window)
+                    inlink = self.ends.incoming(
+                        line, sender, capacity, window, border=stage,
+                        advice=self.layout.overdue_advice(self.rank, sender),
+                    )  # fmt: skip
                     overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
                     (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
                         ReceiveChannel(inlink, fields, codecs, clock, identity, device, overdue_s)
                     )
-
-    def _window(self, under_way: int, frame_bytes: int) -> LinkWindow:
-        """Of the same arguments at both ends of a link."""
-        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
-
-    def _out(
-        self, group: dist.ProcessGroup, peer: int, capacity: int, border: int, window: LinkWindow
-    ) -> GlooOutLink:
-        clock = self.clocks.to(peer)
-        self.wiring.is_emulated |= clock is not None
-        log = self._log(LinkName(border, self.rank, peer))
-        leaves_cloud = self.layout.wan_between(self.rank, peer) is not None
-        record = None
-        if leaves_cloud:
-            there = self.layout.placement(peer).cloud
-            record = LinkRecord(there, peer, None if border == CONTROL else border)
-            self.wiring.wan_records.append(record)
-        link = GlooOutLink(
-            group, peer, self._name(peer), capacity, clock, window,
-            log=log, record=record, life=self.lives[peer],
-            overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
-        )  # fmt: skip
-        self.wiring.outs.append(link)
-        if leaves_cloud:
-            self.wiring.wan_outs.append(link)
-        return link
-
-    def _in(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        capacity: int,
-        border: int,
-        window: LinkWindow,
-        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
-    ) -> GlooInLink:
-        log = self._log(LinkName(border, peer, self.rank))
-        link = GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, window,
-            log=log, life=self.lives[peer], advice=self.layout.overdue_advice(self.rank, peer),
-        )  # fmt: skip
-        self.wiring.ins.append(link)
-        return link
-
-    def _log(self, name: LinkName) -> LinkLog | None:
-        """Only messages between clouds are noted."""
-        if self.log is None or self.layout.wan_between(name.sender, name.receiver) is None:
-            return None
-        return LinkLog(name, self.log)
-
-    def _name(self, peer: int) -> str:
-        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
 
 def _plain() -> Codecs:
@@ -379,7 +289,7 @@ def _frame_bytes(
 ) -> tuple[int, int]:
     """Bytes of the frame that codecs make of the most rows, which bounds what is under way, and of
     the longest frame that can come, so that receives can wait before it is known."""
-    frame = capacity = _FRAME_SLACK_BYTES
+    frame = capacity = FRAME_SLACK_BYTES
     for entry in fields:
         rows = max_samples * (max_rows if entry.rows == "counted" else 1)
         spec = entry.spec(rows)

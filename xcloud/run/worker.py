@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.experiment import (
@@ -82,8 +83,8 @@ def run(experiment: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
 
     wiring = wire(
-        rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
-        device, clock, run_dir,
+        GlooTransport(rank), layout, experiment.borders, experiment.compression,
+        experiment.max_micro_batch, device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
         schedule=experiment.schedule,
         defences=experiment.security.defences,
