@@ -156,11 +156,14 @@ def _train(
             head=data.head,
         )
         stages[stage] = experiment.model.build_stage(stage, layout.num_stages, context).to(device)
+    observer = _observer(experiment, rank, data)
+    if observer is not None:
+        wiring.observe(observer)
     pipeline = Pipeline(
         rank, stages, layout.num_stages, wiring.ports, layout.owner,
         {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in stages},
         device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
-        observer := _observer(experiment, rank, data),
+        observer.batch if observer is not None else None,
     )  # fmt: skip
     if layout.num_ranks > 1:
         dist.barrier()  # a cloud may prepare longer than a message may take
