@@ -142,6 +142,7 @@ def ours(rank: int, schedule):
     import torch
 
     from xcloud.cluster.layout import Cloud, ClusterLayout
+    from xcloud.cluster.transport import GlooTransport
     from xcloud.comm.border import Border, BorderField
     from xcloud.comm.chain import Chain
     from xcloud.comm.memory import NoMemory
@@ -168,8 +169,9 @@ def ours(rank: int, schedule):
     clock, cpu = StepClock(), torch.device("cpu")
     plain = Compression(Chain(), Chain(), NoMemory(), NoMemory())
     wiring = wire(
-        rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, schedule, seed=1
-    )
+        GlooTransport(rank), layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print,
+        schedule, seed=1,
+    )  # fmt: skip
     stage = Layers()
     pipeline = Pipeline(
         rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock

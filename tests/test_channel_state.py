@@ -9,23 +9,33 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from tests.channels import IDENTITY, Pair, Phases, copies, same, same_state, stored
+from tests.channels import (
+    IDENTITY,
+    ROWS_PER_SAMPLE,
+    B,
+    Pair,
+    Phases,
+    copies,
+    same,
+    same_state,
+    stored,
+)
 from tests.codecs import COMPRESSORS
-from xcloud.cluster.frame import Kind
+from tests.pipelines import wired
+from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
-from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
+from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.schedule import GPipe
-from xcloud.run.wiring import Wiring, _Builder
+from xcloud.run.wiring import Wiring
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]
@@ -207,57 +217,30 @@ def test_fields_phases_members_and_evaluation_share_no_random_numbers() -> None:
     assert len({bytes(part) for part in sent}) == 8
 
 
-class Wired(_Builder):
-    """The real wiring, with links in memory. links: by border, direction's group, ranks."""
-
-    links: dict[object, InProcessLink]
-
-    def _out(self, group, peer, capacity, border, window):  # type: ignore[no-untyped-def]
-        return self.links.setdefault((group, self.rank, peer), InProcessLink())
-
-    def _in(self, group, peer, capacity, border, window, handlers=None):  # type: ignore[no-untyped-def]
-        return self.links.setdefault((group, peer, self.rank), InProcessLink())
-
-
-def wired(layout: ClusterLayout, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[Wiring]:
+def random_ranks(layout: ClusterLayout) -> list[Wiring]:
     border = Border((BorderField("hidden", (8,), torch.float32),), 1)
     compression = Compression(BlockInt(4, stochastic=True), RandomK(0.3), ErrorFeedback())
-    links: dict[object, InProcessLink] = {}
-    found = []
-    for rank in range(layout.num_ranks):
-        groups = iter(range(100))
-        monkeypatch.setattr("xcloud.run.wiring.dist.new_group", lambda *a, g=groups, **k: next(g))
-        builder = Wired(rank, layout, None, Wiring(DEFAULT_LIVENESS), None, {}, seed)  # type: ignore[arg-type]
-        builder.links = links
-        for stage in range(layout.num_stages - 1):
-            builder.join_border(
-                stage, border, compression, 4, torch.device("cpu"), StepClock(), GPipe(4)
-            )
-        found.append(builder.wiring)
-    return found
+    borders = dict.fromkeys(range(layout.num_stages - 1), border)
+    return [one.wiring for one in wired(layout, borders, compression, seed=5)]
 
 
-def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it() -> None:
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(2), "c": Cloud(1)}, "free")
-    ranks = wired(layout, 5, monkeypatch)
-    ends: dict[int, list[ChannelId]] = {}
-    for rank in ranks:
-        for channel in rank.channels.values():
-            ends.setdefault(id(channel.link), []).append(channel.identity)
+    ends: dict[ChannelId, list[tuple[int, type]]] = {}
+    for rank, wiring in enumerate(random_ranks(layout)):
+        for channel in wiring.channels.values():
+            ends.setdefault(channel.identity, []).append((rank, type(channel)))
 
-    assert all(len(pair) == 2 and pair[0] == pair[1] for pair in ends.values())
-    identities = {pair[0] for pair in ends.values()}
-    assert len(identities) == len(ends) == 2 * (2 + 2)
-    assert {identity.seed for identity in identities} == {5}
+    assert len(ends) == 2 * (2 + 2)
+    for identity, found in ends.items():
+        both = [(identity.sender, SendChannel), (identity.receiver, ReceiveChannel)]
+        assert sorted(found, key=str) == sorted(both, key=str)
+    assert {identity.seed for identity in ends} == {5}
 
 
-def test_a_rank_gives_and_takes_the_state_of_all_its_channels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free")
-    original, restored = (wired(layout, 5, monkeypatch)[2] for _ in range(2))
+    original, restored = (random_ranks(layout)[2] for _ in range(2))
     for channel in original.channels.values():
         for _ in range(3):
             channel.codecs["hidden"].at(1).compressor.compress(torch.ones(4, 8))
@@ -267,4 +250,40 @@ def test_a_rank_gives_and_takes_the_state_of_all_its_channels(
     restored.load_state_dict(stored(state))
     assert same_state([restored.state_dict()], [state])
     with pytest.raises(ValueError, match="a rank's channels contains"):
-        wired(layout, 5, monkeypatch)[0].load_state_dict(state)
+        random_ranks(layout)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: type(memory).__name__)
+def test_a_tensor_of_fixed_rows_crosses_without_sample_ids(memory: Memory) -> None:
+    """A gradient's bucket: what error feedback or a cache keeps is of the whole tensor."""
+    fields = (BorderField("bucket", (8,), torch.float32, rows=3),)
+    link = InProcessLink()
+
+    def codecs() -> Codecs:
+        return Codecs([(None, Codec(Chain(int4=BlockInt(4)), memory))])
+
+    sender = SendChannel(link, fields, codecs, StepClock(), IDENTITY)
+    receiver = ReceiveChannel(
+        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0
+    )
+    value = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    mean = torch.zeros(3, 8)
+    for number in range(1, 9):
+        key = MessageKey(Kind.ACTIVATION, number)
+        sender.send(key, {"bucket": value}, {})
+        mean += receiver.recv(key, {})["bucket"] / 8
+
+    assert sender.raw_bytes == 8 * 4 * 24
+    error = (mean - value).norm() / value.norm()
+    assert error < (0.1 if isinstance(memory, NoMemory) else 0.03)
+
+
+def test_rows_beside_a_counted_field_belong_to_one_sample_each() -> None:
+    """Not as many rows to the first sample as it has tokens, and none to the last ones."""
+    pair = Pair([(None, Chain(), DeltaCache())])
+    pair.pass_on(1)
+    state = pair.sender.state_dict()
+
+    for field, rows in (("hidden", ROWS_PER_SAMPLE), ("pooled", 1)):
+        counts = state[f"{field}.0.memory.counts"]
+        assert isinstance(counts, torch.Tensor) and counts.tolist() == [rows] * B

@@ -14,14 +14,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
-from tests.pipelines import in_threads, pipelines, samples
+from tests.pipelines import BORDER, in_threads, pipeline, samples, wired
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
-from xcloud.cluster.liveness import PeerLife
+from xcloud.comm.chain import Chain
+from xcloud.comm.phases import Compression
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.parallel.control import Control
-from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import StageOutput
 from xcloud.run.local import run
@@ -34,30 +32,28 @@ from xcloud.training.trainer import StepReport, Trainer
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
     "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
+    "lanes": ClusterLayout({"a": Cloud(2), "b": Cloud(), "c": Cloud(2)}),
 }
+PLAIN = Compression(Chain(), Chain())
 SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
 
 
 def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
     """One for each rank, joined by links in memory."""
-    ranks = pipelines(layout)
-    down = {rank: InProcessLink() for rank in range(1, len(ranks))}
-    up = {rank: InProcessLink() for rank in range(1, len(ranks))}
+    borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
     last = layout.num_stages - 1
     made = []
-    for rank, pipeline in enumerate(ranks):
-        out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
-        control = None
-        if len(ranks) > 1:
-            lives = {peer: PeerLife() for peer in incoming}
-            control = Control(rank, layout.leaders, out, incoming, 20, lives)
-        lanes = {stage: RankGroup.alone(rank) for stage in pipeline.stages}
+    for one in wired(layout, borders, PLAIN):
+        held, wiring = pipeline(one, layout), one.wiring
         weight: Callable[[Any], float] | None = None
-        if last in pipeline.stages:
+        if last in held.stages:
             weight = lambda ids: float(len(ids))  # noqa: E731
         plan = BatchPlan(40, training.batch_size, 1)
+        lanes = {stage: wiring.lanes[stage] for stage in held.stages}
         made.append(
-            Trainer(rank, pipeline, GPipe(2), training, plan, lanes, control, samples, weight)
+            Trainer(
+                held.rank, held, GPipe(2), training, plan, lanes, wiring.control, samples, weight
+            )
         )
     return made
 
@@ -98,7 +94,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def spoil(ranks: list[Trainer], stage: int, value: float) -> Any:
     """From now on the gradient of this stage's own bias, and of nothing else, holds `value`."""
-    (trainer,) = (t for t in ranks if stage in t.pipeline.stages)
+    trainer = next(t for t in ranks if stage in t.pipeline.stages)  # of one lane only
     bias = next(p for p in trainer.pipeline.stages[stage].parameters() if p.ndim == 1)
     return bias.register_hook(lambda gradient: torch.full_like(gradient, value))
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from xcloud.cluster.transport import Collectives
 
 
 class GradientBuffer:
@@ -35,11 +36,11 @@ class GradientBuffer:
     def zero(self) -> None:
         self.flat.zero_()
 
-    def sum_over(self, group: dist.ProcessGroup | None, loss: Tensor) -> Tensor:
+    def sum_over(self, group: Collectives | None, loss: Tensor) -> Tensor:
         """Sum gradients and loss over the ranks of the stage. Returns the summed loss."""
         self.flat[-1] = loss
         if group is not None:
-            dist.all_reduce(self.flat, group=group)
+            group.sum(self.flat)
         return self.flat[-1].clone()
 
     def is_finite(self) -> bool:

@@ -23,7 +23,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-class Schedule(Protocol):
+class Schedule(Hashable, Protocol):
     @property
     def num_micro_batches(self) -> int: ...
 

@@ -298,9 +298,7 @@ class Prediction:
     def _carried(self) -> dict[int, list[tuple[float, float]]]:
         """By route: until, from of all that it carried."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for parcel, passage in zip(
-            self.step.program.parcels, self.moments.passages, strict=True
-        ):
+        for parcel, passage in zip(self.step.program.parcels, self.moments.passages, strict=True):
             found[parcel.route].append((passage.until_s, passage.from_s))
         return {route: sorted(entries) for route, entries in found.items()}
 

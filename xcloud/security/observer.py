@@ -131,6 +131,11 @@ class Observer:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
+    def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
+        """A training batch of this rank."""
+        if self.wants(step):
+            self.truth(batch)
+
     def truth(self, batch: Mapping[str, Tensor]) -> None:
         """Record the text and labels that this rank may see: the attacks' ground truth."""
         ids = batch["ids"]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.comm.step_clock import StepClock
@@ -158,10 +157,7 @@ class Trainer:
                 total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
         with clock.during("average"):
             for lanes in self.lanes.values():
-                if lanes.group is not None:
-                    shared = torch.tensor([total], dtype=torch.float64)
-                    dist.broadcast(shared, lanes.leader, lanes.group)
-                    total = float(shared)
+                total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
         return total
 
     def _squared_norm(self, buffer: GradientBuffer) -> float:
