@@ -21,6 +21,7 @@ from xcloud.cluster.link import InProcessLink
 from xcloud.cluster.liveness import PeerLife
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.parallel.control import Control
+from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import StageOutput
@@ -56,8 +57,20 @@ def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
         if last in pipeline.stages:
             weight = lambda ids: float(len(ids))  # noqa: E731
         plan = BatchPlan(40, training.batch_size, 1)
+        exchanges = {stage: AllReduce(group) for stage, group in lanes.items()}
         made.append(
-            Trainer(rank, pipeline, GPipe(2), training, plan, lanes, control, samples, weight)
+            Trainer(
+                rank=rank,
+                pipeline=pipeline,
+                schedule=GPipe(2),
+                training=training,
+                plan=plan,
+                lanes=lanes,
+                exchanges=exchanges,
+                control=control,
+                fetch=samples,
+                weight=weight,
+            )
         )
     return made
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Control
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
@@ -40,8 +39,9 @@ class StepReport:
 
 @dataclass
 class Trainer:
-    """fetch(ids) gives the visible fields of samples; weight(ids) their weight in the loss, and is
-    None in ranks that do not hold the last stage."""
+    """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
+    samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
+    stage."""
 
     rank: int
     pipeline: Pipeline
@@ -49,10 +49,11 @@ class Trainer:
     training: Training
     plan: BatchPlan
     lanes: Mapping[int, RankGroup]
+    exchanges: Mapping[int, GradientExchange]
     control: Control | None
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
-    _buffers: dict[int, GradientBuffer] = field(default_factory=dict)
+    _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class Trainer:
         self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         for stage, module in sorted(self.pipeline.stages.items()):
             module.train()
-            self._buffers[stage] = GradientBuffer(module.parameters())
+            self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
             self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
 
@@ -87,7 +88,7 @@ class Trainer:
             if self._counts_samples:
                 num_samples += sum(len(batch["ids"]) for batch in batches.values())
 
-        total_loss = self._sum_gradients(loss)
+        total_loss = self._exchange_gradients(step, loss)
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -101,6 +102,9 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
+        with clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
         return StepReport(
             step,
             clock.end_step(),
@@ -120,17 +124,15 @@ class Trainer:
     def _is_mine(self, micro_batch: int) -> bool:
         return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
 
-    def _sum_gradients(self, loss: Tensor) -> float | None:
-        """Sum gradients inside each stage. The last stage's leader gets the update's loss."""
+    def _exchange_gradients(self, step: int, loss: Tensor) -> float | None:
+        """Returns the loss of the whole update in the last stage's leader."""
         last = self.pipeline.num_stages - 1
         total = None
         with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
-                lanes = self.lanes[stage]
-                summed = buffer.sum_over(
-                    lanes.group, loss if stage == last else torch.zeros_like(loss)
-                )
-                if stage == last and lanes.leads:
+                mine = loss if stage == last else torch.zeros_like(loss)
+                summed = self.exchanges[stage].before_update(step, buffer, mine)
+                if stage == last and self.lanes[stage].leads:
                     total = float(summed)
         return total
 
@@ -158,13 +160,10 @@ class Trainer:
                 total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
         with clock.during("average"):
             for lanes in self.lanes.values():
-                if lanes.group is not None:
-                    shared = torch.tensor([total], dtype=torch.float64)
-                    dist.broadcast(shared, lanes.leader, lanes.group)
-                    total = float(shared)
+                total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
         return total
 
-    def _squared_norm(self, buffer: GradientBuffer) -> float:
+    def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:
             return 0.0 if buffer.is_finite() else math.nan
         return buffer.squared_norm() if math.isfinite(float(buffer.flat[-1])) else math.nan

@@ -18,7 +18,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
 from xcloud.parallel.one_way.parts import SUMS, Consumer
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
@@ -95,7 +95,8 @@ class ConsumerRun:
         self._feeding, self._part, self._reporter, self._run_dir = feeding, part, reporter, run_dir
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
         self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
-        self._buffer = GradientBuffer(part.module.parameters())
+        self._buffer = FlatBuffer(part.module.parameters())
+        self._exchange = AllReduce(feeding.cloud)
         training = experiment.training
         self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         self._clock = StepClock()
@@ -132,6 +133,8 @@ class ConsumerRun:
                     self._part.skip(step)
                 else:
                     self._part.update(step, sums["weight"])
+            with self._clock.during("average"):
+                self._exchange.after_update(step, self._buffer)
             self._report(sums, is_skipped)
             if is_skipped and self._leads:
                 self._reporter.event("skipped_update", step=step)
@@ -165,7 +168,7 @@ class ConsumerRun:
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
         with self._clock.during("average"):
-            self._buffer.sum_over(self._cloud.group, torch.zeros(()))
+            self._exchange.before_update(self._step, self._buffer, torch.zeros(()))
             agreed = self._agree(sums, found, skipped)
         totals = dict(zip(SUMS, agreed[: len(SUMS)].tolist(), strict=True))
         self._move_on(agreed[len(SUMS) :])

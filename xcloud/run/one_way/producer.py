@@ -12,7 +12,7 @@ import torch
 
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY
 from xcloud.parallel.one_way.parts import Fed, Producer
 from xcloud.parallel.rank_group import RankGroup
@@ -38,7 +38,8 @@ class ProducerRun:
         self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
-        self._buffer = None if module is None else GradientBuffer(module.parameters())
+        self._buffer = None if module is None else FlatBuffer(module.parameters())
+        self._exchange = AllReduce(cloud)
         self.clock = StepClock()
         self._told_at_s = time.monotonic()
         self._losses: list[float] = []  # of the batches learned from
@@ -75,7 +76,8 @@ class ProducerRun:
         loss = fed.loss
         if self._buffer is not None:
             with self.clock.during("average"):
-                summed = self._buffer.sum_over(self._cloud.group, torch.tensor(fed.loss))
+                mine = torch.tensor(fed.loss)
+                summed = self._exchange.before_update(number, self._buffer, mine)
                 self._buffer.scale(1.0 / self._num_lanes)
                 loss = float(summed) / self._num_lanes
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
@@ -91,6 +93,9 @@ class ProducerRun:
                 with self.clock.during("optimizer"):
                     self._part.update(number)
             self._losses.append(loss)
+        if self._buffer is not None:
+            with self.clock.during("average"):
+                self._exchange.after_update(number, self._buffer)
         self._num_made += 1
         self._samples += fed.num_samples
         self._tokens += fed.num_tokens
