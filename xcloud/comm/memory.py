@@ -22,7 +22,8 @@ State = dict[str, Tensor | int]
 @runtime_checkable
 class Stateful(Protocol):
     """What must be restored for a run to go on as if it had not been interrupted: a compressor, a
-    memory, a codec, either end of a channel."""
+    memory, either end of a channel, an exchange, a trainer, the parts of a one-way job. What
+    follows from the seed and the step is no state."""
 
     def state_dict(self) -> State:
         """A snapshot: what happens later does not change it."""
@@ -61,6 +62,17 @@ def whole_number(state: State, name: str) -> int:
             "settings"
         )
     return value
+
+
+def states_of(parts: Mapping[str, Stateful]) -> State:
+    """The states of named parts as one; `load_states` gives them back."""
+    return join_states({name: part.state_dict() for name, part in parts.items()})
+
+
+def load_states(parts: Mapping[str, Stateful], state: State, owner: str) -> None:
+    """Raises ValueError for the state of a part that is not there."""
+    for name, own in split_state(state, parts, owner).items():
+        parts[name].load_state_dict(own)
 
 
 _DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}

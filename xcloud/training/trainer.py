@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
@@ -19,6 +20,7 @@ from xcloud.parallel.stage import Batch
 from xcloud.training.batch_plan import BatchPlan, cut
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
+from xcloud.training.trained_module import TrainedModule
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Trainer:
     control: Control | None
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
+    num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
@@ -105,6 +108,7 @@ class Trainer:
         with clock.during("average"):
             for stage, buffer in self._buffers.items():
                 self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
         return StepReport(
             step,
             clock.end_step(),
@@ -116,6 +120,27 @@ class Trainer:
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
         )
+
+    def state_dict(self) -> State:
+        """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
+        and how many updates there were. Channels have theirs in the wiring. Batches, learning
+        rates and dropout follow from the seed and the number of the update."""
+        return {"num_updates": self.num_updates} | states_of(self._stateful)
+
+    def load_state_dict(self, state: State) -> None:
+        """The state of the same rank in the same experiment; ValueError otherwise."""
+        num_updates = whole_number(state, "num_updates")
+        parts = {name: value for name, value in state.items() if name != "num_updates"}
+        load_states(self._stateful, parts, f"the trainer of rank {self.rank}")
+        self.num_updates = num_updates
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {"guard": self._guard}
+        for stage, optimizer in self._optimizers.items():
+            found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
+            found[f"exchange {stage}"] = self.exchanges[stage]
+        return found
 
     @property
     def _counts_samples(self) -> bool:
