@@ -129,10 +129,8 @@ class Trainer:
 
     def load_state_dict(self, state: State) -> None:
         """The state of the same rank in the same experiment; ValueError otherwise."""
-        num_updates = whole_number(state, "num_updates")
-        parts = {name: value for name, value in state.items() if name != "num_updates"}
-        load_states(self._stateful, parts, f"the trainer of rank {self.rank}")
-        self.num_updates = num_updates
+        self.num_updates = whole_number(state, "num_updates")
+        load_states(self._stateful, state, f"the trainer of rank {self.rank}", ["num_updates"])
 
     @property
     def _stateful(self) -> dict[str, Stateful]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
@@ -114,10 +115,33 @@ class ConsumerRun:
     def _leads(self) -> bool:
         return self._lane == 0
 
-    def train(self) -> None:
-        """Raises LinkClosed when no producer is left, or one is lost that must not be."""
+    def state_dict(self) -> memory.State:
+        """Between two steps. A batch on its way is in no rank's state: wait until it is here."""
+        taken = torch.tensor([self._taken[p] for p in range(len(self._names))])
+        own: memory.State = {"step": self._step, "taken": taken}
+        return own | memory.states_of(self._stateful)
+
+    def load_state_dict(self, state: memory.State) -> None:
+        """Before anything arrives. The state of the same rank in the same experiment; ValueError
+        otherwise."""
+        memory.load_states(self._stateful, state, "a consumer", ["step", "taken"])
+        taken = memory.whole_numbers(state, "taken", len(self._names)).tolist()
+        self._taken = Counter(dict(enumerate(taken)))
+        self._step = memory.whole_number(state, "step")
+
+    @property
+    def _stateful(self) -> dict[str, memory.Stateful]:
+        return {
+            "part": self._part, "plan": self.plan, "inbox": self._inbox,
+            "guard": self._guard, "exchange": self._exchange,
+        }  # fmt: skip
+
+    def train(self, until_step: int | None = None) -> None:
+        """From where it stands to until_step, or to the end. Raises LinkClosed when no producer is
+        left, or one is lost that must not be."""
         self._note_absent()
-        for step in range(1, self.experiment.training.max_steps + 1):
+        last = self.experiment.training.max_steps if until_step is None else until_step
+        for step in range(self._step + 1, last + 1):
             self._step = step
             self._clock.begin_step(step)
             self._used, self._skipped = [], Counter()
