@@ -127,6 +127,7 @@ def ours(rank: int, schedule_name: str):
     import torch
 
     from xcloud.cluster.layout import Cloud, ClusterLayout
+    from xcloud.cluster.transport import GlooTransport
     from xcloud.comm.border import Border, BorderField
     from xcloud.comm.chain import Chain
     from xcloud.comm.memory import NoMemory
@@ -159,8 +160,9 @@ def ours(rank: int, schedule_name: str):
         else OneForwardOneBackward(MICRO_BATCHES, 3)
     )
     wiring = wire(
-        rank, layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print, schedule, seed=1
-    )
+        GlooTransport(rank), layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print,
+        schedule, seed=1,
+    )  # fmt: skip
     stage = Layers()
     pipeline = Pipeline(
         rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock

@@ -24,6 +24,7 @@ from torch import nn
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout, Wan
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
@@ -70,8 +71,8 @@ class System:
         self._rank, self._steps = rank, 0
         int8 = Compression(BlockInt(8), BlockInt(8))
         self.wiring = wire(
-            rank, layout, {0: Border((hidden,), 1)}, int8, len(self._pieces[0]), cpu, clock,
-            folder, print, self._schedule,
+            GlooTransport(rank), layout, {0: Border((hidden,), 1)}, int8, len(self._pieces[0]),
+            cpu, clock, folder, print, self._schedule, seed=1,
         )  # fmt: skip
         torch.manual_seed(rank)
         self._stage = Layers()
@@ -98,7 +99,7 @@ class System:
 
     @property
     def bytes_per_step(self) -> float:
-        stats = self.wiring.outs[-1].stats
+        stats = self.wiring.ends.outs[-1].stats
         return (stats.num_bytes[Kind.ACTIVATION] + stats.num_bytes[Kind.GRADIENT]) / self._steps
 
 

@@ -63,8 +63,8 @@ class Pair:
         """Message `number`, in step number; returns its parts on the wire, then what arrived."""
         ids, message = message_of(number)
         key = MessageKey(kind, number, number % 4)
-        self.sender.send(key, message, ids, message["counts"])
-        arrived = self.receiver.recv(key, ids)
+        self.sender.send(key, message, {"ids": ids})
+        arrived = self.receiver.recv(key, {"ids": ids})
         return [*self.link.tape[-1], *(arrived[field.name] for field in FIELDS)]
 
     def states(self) -> list[State]:

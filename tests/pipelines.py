@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import InProcessLink
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.chain import Chain
-from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.draws import ChannelId
 from xcloud.comm.memory import Memory, NoMemory
+from xcloud.comm.per_border import PerBorder
+from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.pipeline import BorderPorts, Pipeline
+from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.stage import Batch, Stage, StageOutput
+from xcloud.run.wiring import Wiring, wire
+from xcloud.security.defences import Defences
 
 D = 8
 CPU = torch.device("cpu")
@@ -67,6 +73,42 @@ def samples(ids: Tensor) -> Batch:
     return {"ids": ids, "x": table[0, ids], "y": table[1, ids]}
 
 
+@dataclass
+class Wired:
+    """One rank: what joins it to the others, and its clock."""
+
+    wiring: Wiring
+    clock: StepClock
+
+
+def wired(
+    layout: ClusterLayout,
+    borders: Mapping[int, Border],
+    compression: Compression | Phased | PerBorder,
+    *,
+    schedule: Schedule = GPipe(16),  # noqa: B008
+    defences: Defences | None = None,
+    max_samples: int = 100,
+    record_from: int | None = None,
+    seed: int = 7,
+    on_report: Callable[[Frame], None] = lambda frame: None,
+    run_dir: Path = Path("no file is written"),
+) -> list[Wired]:
+    """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
+    any with as many micro-batches under way. record_from: as of StepClock."""
+    world = MemoryWorld()
+
+    def one(rank: int) -> Wired:
+        clock = StepClock(record_from)
+        wiring = wire(
+            world.transport(rank), layout, dict(borders), compression, max_samples, CPU, clock,
+            run_dir, on_report, schedule, defences, seed=seed,
+        )  # fmt: skip
+        return Wired(wiring, clock)
+
+    return in_threads([lambda r=rank: one(r) for rank in range(layout.num_ranks)])
+
+
 def pipelines(
     layout: ClusterLayout,
     forward: Compressor | None = None,
@@ -77,57 +119,31 @@ def pipelines(
     borders: Mapping[int, Border] | None = None,
     stages: Mapping[int, Stage] | None = None,
     memory: Memory | None = None,
+    defences: Defences | None = None,
 ) -> list[Pipeline]:
     """One pipeline per rank, joined by in-process links. record_from: as of StepClock.
     stages, with the borders behind them: instead of the toy's (one border for all).
     memory: of both directions.
     """
-    num_stages = layout.num_stages
-    ports: list[dict[int, BorderPorts]] = [{} for _ in range(layout.num_ranks)]
-    clocks = [StepClock(record_from) for _ in range(layout.num_ranks)]
-    for stage in range(num_stages - 1):
-        border = borders[stage] if borders is not None else border
-        before, behind = layout.ranks_of(stage), layout.ranks_of(stage + 1)
-        for rank in {*before, *behind}:
-            ports[rank][stage] = BorderPorts(border)
-        for a, b in {
-            (layout.owner(stage, i), layout.owner(stage + 1, i))
-            for i in range(len(before) * len(behind))
-        }:
-            if a == b:
-                continue
-            down, up = InProcessLink(), InProcessLink()
+    if borders is None:
+        borders = dict.fromkeys(range(layout.num_stages - 1), border)
+    memory = memory or NoMemory()
+    compression = Compression(forward or Chain(), backward or Chain(), memory, memory)
+    ranks = wired(layout, borders, compression, record_from=record_from, defences=defences)
+    return [pipeline(one, layout, stages) for one in ranks]
 
-            def codecs(compressor: Compressor | None) -> Codecs:
-                return Codecs([(None, Codec(compressor or Chain(), memory or NoMemory()))])
 
-            there, back = (
-                ChannelId(7, stage, "forward", a, b),
-                ChannelId(7, stage, "backward", b, a),
-            )
-            ports[a][stage].forward_out[b] = SendChannel(
-                down, border.fields, lambda: codecs(forward), clocks[a], there
-            )
-            ports[b][stage].forward_in[a] = ReceiveChannel(
-                down, border.fields, lambda: codecs(forward), clocks[b], there, CPU, 20
-            )
-            ports[b][stage].backward_out[a] = SendChannel(
-                up, border.gradient_fields, lambda: codecs(backward), clocks[b], back
-            )
-            ports[a][stage].backward_in[b] = ReceiveChannel(
-                up, border.gradient_fields, lambda: codecs(backward), clocks[a], back, CPU, 20
-            )
-    made = []
-    for rank in range(layout.num_ranks):
-        held = layout.placement(rank).stages
-        lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in held}
-        modules = {s: stages[s] if stages else ToyStage(s, num_stages) for s in held}
-        made.append(
-            Pipeline(
-                rank, modules, num_stages, ports[rank], layout.owner, lanes, CPU, 7, clocks[rank]
-            )
-        )
-    return made
+def pipeline(
+    one: Wired, layout: ClusterLayout, stages: Mapping[int, Stage] | None = None
+) -> Pipeline:
+    """Of one rank, with the toy's stages or others."""
+    rank = one.wiring.ends.rank
+    held = layout.placement(rank).stages
+    modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
+    lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in held}
+    return Pipeline(
+        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, lanes, CPU, 7, one.clock
+    )
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -10,22 +10,20 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.channels import IDENTITY, Pair, Phases, copies, same, same_state, stored
+from tests.pipelines import wired
 from tests.test_compressors import COMPRESSORS
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
-from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
+from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK
-from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.schedule import GPipe
-from xcloud.run.wiring import Wiring, _Builder
+from xcloud.run.wiring import Wiring
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]
@@ -207,57 +205,30 @@ def test_fields_phases_members_and_evaluation_share_no_random_numbers() -> None:
     assert len({bytes(part) for part in sent}) == 8
 
 
-class Wired(_Builder):
-    """The real wiring, with links in memory. links: by border, direction's group, ranks."""
-
-    links: dict[object, InProcessLink]
-
-    def _out(self, group, peer, capacity, border, window):  # type: ignore[no-untyped-def]
-        return self.links.setdefault((group, self.rank, peer), InProcessLink())
-
-    def _in(self, group, peer, capacity, border, window, handlers=None):  # type: ignore[no-untyped-def]
-        return self.links.setdefault((group, peer, self.rank), InProcessLink())
-
-
-def wired(layout: ClusterLayout, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[Wiring]:
+def random_ranks(layout: ClusterLayout) -> list[Wiring]:
     border = Border((BorderField("hidden", (8,), torch.float32),), 1)
     compression = Compression(BlockInt(4, stochastic=True), RandomK(0.3), ErrorFeedback())
-    links: dict[object, InProcessLink] = {}
-    found = []
-    for rank in range(layout.num_ranks):
-        groups = iter(range(100))
-        monkeypatch.setattr("xcloud.run.wiring.dist.new_group", lambda *a, g=groups, **k: next(g))
-        builder = Wired(rank, layout, None, Wiring(DEFAULT_LIVENESS), None, {}, seed)  # type: ignore[arg-type]
-        builder.links = links
-        for stage in range(layout.num_stages - 1):
-            builder.join_border(
-                stage, border, compression, 4, torch.device("cpu"), StepClock(), GPipe(4)
-            )
-        found.append(builder.wiring)
-    return found
+    borders = dict.fromkeys(range(layout.num_stages - 1), border)
+    return [one.wiring for one in wired(layout, borders, compression, seed=5)]
 
 
-def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it() -> None:
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(2), "c": Cloud(1)}, "free")
-    ranks = wired(layout, 5, monkeypatch)
-    ends: dict[int, list[ChannelId]] = {}
-    for rank in ranks:
-        for channel in rank.channels.values():
-            ends.setdefault(id(channel.link), []).append(channel.identity)
+    ends: dict[ChannelId, list[tuple[int, type]]] = {}
+    for rank, wiring in enumerate(random_ranks(layout)):
+        for channel in wiring.channels.values():
+            ends.setdefault(channel.identity, []).append((rank, type(channel)))
 
-    assert all(len(pair) == 2 and pair[0] == pair[1] for pair in ends.values())
-    identities = {pair[0] for pair in ends.values()}
-    assert len(identities) == len(ends) == 2 * (2 + 2)
-    assert {identity.seed for identity in identities} == {5}
+    assert len(ends) == 2 * (2 + 2)
+    for identity, found in ends.items():
+        both = [(identity.sender, SendChannel), (identity.receiver, ReceiveChannel)]
+        assert sorted(found, key=str) == sorted(both, key=str)
+    assert {identity.seed for identity in ends} == {5}
 
 
-def test_a_rank_gives_and_takes_the_state_of_all_its_channels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free")
-    original, restored = (wired(layout, 5, monkeypatch)[2] for _ in range(2))
+    original, restored = (random_ranks(layout)[2] for _ in range(2))
     for channel in original.channels.values():
         for _ in range(3):
             channel.codecs["hidden"].at(1).compressor.compress(torch.ones(4, 8))
@@ -267,4 +238,4 @@ def test_a_rank_gives_and_takes_the_state_of_all_its_channels(
     restored.load_state_dict(stored(state))
     assert same_state([restored.state_dict()], [state])
     with pytest.raises(ValueError, match="a rank's channels contains"):
-        wired(layout, 5, monkeypatch)[0].load_state_dict(state)
+        random_ranks(layout)[0].load_state_dict(state)

@@ -219,11 +219,8 @@ def test_a_defence_acts_where_what_it_protects_leaves_its_cloud() -> None:
 
 
 def defended(backward: Defence | None = None, forward: Defence | None = None) -> list[Pipeline]:
-    made = pipelines(ClusterLayout({"a": Cloud(), "b": Cloud()}))
-    both = Defences(forward, backward)
-    for rank in made:
-        rank.ports[0].defences = both.at(0, ("a", "b").__getitem__, 1)
-    return made
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()})
+    return pipelines(layout, defences=Defences(forward, backward))
 
 
 def step(ranks: list[Pipeline], micro_batches: int = 4) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ import json, os, sys, time
 import torch, torch.distributed as dist
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.window import LinkWindow
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29581", rank=rank, world_size=2)
@@ -56,12 +57,12 @@ for num_posted in (3, 20):
     window = LinkWindow(num_posted)
     group = dist.new_group()
     if rank == 0:
-        link = GlooOutLink(group, 1, "rank 1", 1000, window=window)
+        link = GlooOutLink(group, 1, OutSettings("rank 1", 1000, window=window))
         dist.barrier()
         for i in range(20):
             link.send(MessageKey(Kind.ACTIVATION, 1, i), (torch.zeros(100),))
     else:
-        link = GlooInLink(group, 0, "rank 0", 1000, window=window)
+        link = GlooInLink(group, 0, InSettings("rank 0", 1000, window=window))
         dist.barrier()
         for i in range(20):
             link.recv(MessageKey(Kind.ACTIVATION, 1, i), 20)

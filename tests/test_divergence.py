@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,77 +13,18 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
-from tests.pipelines import in_threads, pipelines, samples
 from tests.toy import toy_config
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
-from xcloud.cluster.liveness import PeerLife
+from tests.trainers import LAYOUTS, spoil, trainers, update
+from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.parallel.control import Control
-from xcloud.parallel.exchange import AllReduce
-from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import StageOutput
 from xcloud.run.local import run
-from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
 
-LAYOUTS = {
-    "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
-    "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
-}
 SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
-
-
-def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
-    """One for each rank, joined by links in memory."""
-    ranks = pipelines(layout)
-    down = {rank: InProcessLink() for rank in range(1, len(ranks))}
-    up = {rank: InProcessLink() for rank in range(1, len(ranks))}
-    last = layout.num_stages - 1
-    made = []
-    for rank, pipeline in enumerate(ranks):
-        out, incoming = (down, up) if rank == 0 else ({0: up[rank]}, {0: down[rank]})
-        control = None
-        if len(ranks) > 1:
-            lives = {peer: PeerLife() for peer in incoming}
-            control = Control(rank, layout.leaders, out, incoming, 20, lives)
-        lanes = {stage: RankGroup.alone(rank) for stage in pipeline.stages}
-        weight: Callable[[Any], float] | None = None
-        if last in pipeline.stages:
-            weight = lambda ids: float(len(ids))  # noqa: E731
-        plan = BatchPlan(40, training.batch_size, 1)
-        exchanges = {stage: AllReduce(group) for stage, group in lanes.items()}
-        made.append(
-            Trainer(
-                rank=rank,
-                pipeline=pipeline,
-                schedule=GPipe(2),
-                training=training,
-                plan=plan,
-                lanes=lanes,
-                exchanges=exchanges,
-                control=control,
-                fetch=samples,
-                weight=weight,
-            )
-        )
-    return made
-
-
-def update(ranks: list[Trainer], step: int) -> list[StepReport | str]:
-    """All ranks at once; what each reports, or how it diverges."""
-
-    def one(trainer: Trainer) -> StepReport | str:
-        try:
-            return trainer.update(step)
-        except TrainingDiverged as error:
-            return str(error)
-
-    return in_threads([lambda t=trainer: one(t) for trainer in ranks])
 
 
 def state(ranks: list[Trainer]) -> list[Any]:
@@ -107,13 +47,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
-
-
-def spoil(ranks: list[Trainer], stage: int, value: float) -> Any:
-    """From now on the gradient of this stage's own bias, and of nothing else, holds `value`."""
-    (trainer,) = (t for t in ranks if stage in t.pipeline.stages)
-    bias = next(p for p in trainer.pipeline.stages[stage].parameters() if p.ndim == 1)
-    return bias.register_hook(lambda gradient: torch.full_like(gradient, value))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

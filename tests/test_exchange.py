@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.test_divergence import LAYOUTS, SKIP, spoil, trainers, update
+from tests.test_divergence import SKIP
+from tests.trainers import LAYOUTS, spoil, trainers, update
 from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.trainer import StepReport, Trainer
@@ -86,13 +87,13 @@ def test_an_all_reduce_carries_nothing_and_takes_over_nothing() -> None:
 class Spy:
     """Halves gradients, and pulls parameters to zero after every update that it is told of."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+    def __init__(self, inner: GradientExchange) -> None:
+        self.inner, self.calls = inner, list[tuple[str, int]]()
 
     def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
         self.calls.append(("before", step))
         buffer.scale(0.5)
-        return ALONE.before_update(step, buffer, loss)
+        return self.inner.before_update(step, buffer, loss)
 
     def after_update(self, step: int, buffer: FlatBuffer) -> None:
         self.calls.append(("after", step))
@@ -105,11 +106,12 @@ class Spy:
         pass
 
 
-def spied(ranks: list[Trainer]) -> dict[int, Spy]:
-    spies = {stage: Spy() for trainer in ranks for stage in trainer.pipeline.stages}
+def spied(ranks: list[Trainer]) -> list[Spy]:
+    spies = []
     for trainer in ranks:
-        exchanges: dict[int, GradientExchange] = {s: spies[s] for s in trainer.pipeline.stages}
-        trainer.exchanges = exchanges
+        own = {stage: Spy(inner) for stage, inner in trainer.exchanges.items()}
+        trainer.exchanges = own
+        spies += own.values()
     return spies
 
 
@@ -125,10 +127,9 @@ def test_the_trainer_asks_around_every_update_and_the_norm_is_of_what_came_back(
     ]
 
     assert norms[0] is not None and norms[1] == pytest.approx(norms[0] / 2)
-    for trainer in other:
-        for stage, module in trainer.pipeline.stages.items():
-            assert spies[stage].calls == [("before", 1), ("after", 1)]
-            assert not any(p.any() for p in module.parameters())
+    assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
+    for module in (module for trainer in other for module in trainer.pipeline.stages.values()):
+        assert not any(p.any() for p in module.parameters())
 
 
 def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
@@ -137,4 +138,4 @@ def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
     spoil(ranks, 1, math.nan)
     update(ranks, 1)
 
-    assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies.values())
+    assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)

@@ -10,7 +10,7 @@ import torch
 
 from tests.one_way_toy import ToyFeed, ToyProducer
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.errors import LinkError, LinkTimeout
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
@@ -54,7 +54,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
     part, cloud = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context), RankGroup.alone()
     reporter = Reporter(1, "a", lines.append)
-    wiring = ProducerWiring(cloud, [], [], cast(GlooOutLink, None), book, [])
+    wiring = ProducerWiring(cloud, [], [], cast(SendingEnd, None), book, [])
     rows = torch.tensor([[1, NOBODY, 7], [2, NOBODY, 7]], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
@@ -87,8 +87,8 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> Non
     lost = LinkTimeout("gave no sign of life")
     for source, error in ((one, lost), (two, None)):
         name = str(source.producer)
-        wiring.out[source] = cast(GlooOutLink, ClosingLink(closed, f"to {name}"))
-        wiring.ins[source] = cast(GlooInLink, ClosingLink(closed, f"from {name}", error))
+        wiring.out[source] = cast(SendingEnd, ClosingLink(closed, f"to {name}"))
+        wiring.ins[source] = cast(ReceivingEnd, ClosingLink(closed, f"from {name}", error))
 
     assert wiring.close_producers(60.0) == {0: "gave no sign of life"}
     assert closed == ["to 0", "to 1", "from 0", "from 1"]

@@ -141,20 +141,20 @@ def test_a_message_of_another_shape_than_promised_is_refused() -> None:
 
     link.send(key, (counts, torch.zeros(4, 8)))
     with pytest.raises(FrameError, match="'hidden'"):
-        channel.recv(key, torch.arange(2))
+        channel.recv(key, {"ids": torch.arange(2)})
 
     link.send(key, (counts, torch.zeros(3, 8), torch.zeros(1)))
     with pytest.raises(FrameError, match="1 tensors too many"):
-        channel.recv(key, torch.arange(2))
+        channel.recv(key, {"ids": torch.arange(2)})
 
 
 def test_raw_bytes_are_the_fp32_size_of_floating_fields() -> None:
     link, clock = InProcessLink(), StepClock()
     channel = SendChannel(link, BORDER.fields, lambda: Codecs([(None, PLAIN)]), clock, IDENTITY)
     counts = torch.tensor([1, 2], dtype=torch.int16)
-    message = {"counts": counts, "hidden": torch.zeros(3, 8)}
+    message, two = {"counts": counts, "hidden": torch.zeros(3, 8)}, {"ids": torch.arange(2)}
 
-    channel.send(MessageKey(Kind.ACTIVATION, 1, 0), message, torch.arange(2), counts)
-    channel.send(MessageKey(Kind.EVALUATION, 1, 0), message, torch.arange(2), counts)
+    channel.send(MessageKey(Kind.ACTIVATION, 1, 0), message, two)
+    channel.send(MessageKey(Kind.EVALUATION, 1, 0), message, two)
 
     assert channel.raw_bytes == 3 * 8 * 4

@@ -1,8 +1,15 @@
 import pytest
 
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule
-from xcloud.parallel.simulate import rank_actions, simulate
+from xcloud.parallel.schedule import (
+    Action,
+    GPipe,
+    OneForwardOneBackward,
+    Schedule,
+    ideal_order,
+    rank_actions,
+)
+from xcloud.parallel.simulate import simulate
 
 SCHEDULES = [
     GPipe(1),
@@ -99,6 +106,16 @@ def test_a_rank_with_several_stages_respects_every_dependency(schedule: Schedule
             assert position[action._replace(stage=action.stage + 1)] < at
     for stage in range(3):
         assert [a for a in both if a.stage == stage] == schedule.actions(stage, 3)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+def test_the_ideal_order_is_that_of_equal_stages_on_a_free_line(
+    schedule: Schedule, num_stages: int
+) -> None:
+    at = simulate(schedule, num_stages, 1.0, 1.0).start_s
+
+    assert ideal_order(schedule, num_stages) == sorted(at, key=lambda a: (at[a], a.stage))
 
 
 @pytest.mark.parametrize("value", [0, -1, "lots", 2.5, True])

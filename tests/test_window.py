@@ -15,6 +15,7 @@ from xcloud.cluster.emulated_link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.window import BUDGET_BYTES, MIN_POSTED, LinkWindow
 from xcloud.errors import ConfigError
@@ -140,8 +141,8 @@ def ends(
     window: LinkWindow, clock: LinkClock | None = None
 ) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
     group: Any = MemoryGroup()
-    out = GlooOutLink(group, 1, "the receiver", 1000, clock, window)
-    return group, out, GlooInLink(group, 0, "the sender", 1000, window=window)
+    out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock, window))
+    return group, out, GlooInLink(group, 0, InSettings("the sender", 1000, window=window))
 
 
 def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(

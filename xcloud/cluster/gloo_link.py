@@ -4,7 +4,6 @@ Measured facts this file rests on (gloo, torch 2.13): a message leaves only when
 posted its receive, so receives are posted ahead (`window.py`); a receive may be longer than the
 message, so one buffer size serves all; a group per direction keeps the link full duplex. A buffer
 takes memory only as far as a message has ever filled it.
-Nothing outside this file and `worker.py` knows which process-group backend is in use.
 """
 
 from __future__ import annotations
@@ -13,112 +12,46 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.byte_queue import ByteQueue
-from xcloud.cluster.emulated_link import LinkClock, PostedReceives, Reservation
-from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.cluster.link import LinkStats, Parts, expect
-from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.message_log import LinkLog
-from xcloud.cluster.window import LinkWindow
-from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
+from xcloud.cluster.emulated_link import PostedReceives, Reservation
+from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.link_end import (
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+    wait_for_peer,
+)
+from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 
 _TAGS = 1 << 30
-_NARROW = LinkWindow()
 
 
-class _Outgoing(NamedTuple):
-    key: MessageKey
-    sequence: int
-    frame: Tensor
-    queued_at_s: float
+class GlooOutLink(SendingEnd):
+    """Sends frames to one peer from a background thread."""
 
-
-class GlooOutLink:
-    """Sends frames to one peer from a background thread.
-
-    capacity_bytes: the peer's buffer size; a longer frame is refused.
-    clock: the emulated link; None leaves the network alone.
-    window: receives that the peer posts, and bytes that may wait here before `send` blocks.
-    log: where to note when each message was sent; None notes nothing.
-    record: where to note what was sent; None where the peer is in the same cloud.
-    life: the peer's signs of life, shared with the other links to and from it.
-    overdue_s: how long a full queue may stand still if the peer says nothing at all.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        peer_name: str,
-        capacity_bytes: int,
-        clock: LinkClock | None = None,
-        window: LinkWindow = _NARROW,
-        log: LinkLog | None = None,
-        record: LinkRecord | None = None,
-        life: PeerLife | None = None,
-        overdue_s: float = 300.0,
-    ) -> None:
-        self.peer_name = peer_name
-        self.stats = LinkStats()
-        self._life, self._overdue_s = life or PeerLife(), overdue_s
-        self._sending = threading.Lock()  # signs of life come from a thread of their own
-        self._is_closing = False
-        self._record = record
-        self._group, self._peer, self._clock, self._log = group, peer, clock, log
-        self._capacity_bytes = capacity_bytes
-        self._sequence = 0
+    def __init__(self, group: dist.ProcessGroup, peer: int, settings: OutSettings) -> None:
+        super().__init__(settings)
+        self._group, self._peer = group, peer
         self._failure: LinkError | None = None
-        self._window = window
+        clock, window = settings.clock, settings.window
         latency_s = clock.profile.latency_s if clock is not None else 0.0
         self._posted = PostedReceives(window.num_posted, latency_s)
-        self._queue: ByteQueue[_Outgoing | None] = ByteQueue(window.max_queued_bytes)
-        self._thread = threading.Thread(target=self._run, name=f"to-{peer_name}", daemon=True)
+        self._queue: ByteQueue[Outgoing | None] = ByteQueue(window.max_queued_bytes)
+        self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
-
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        with self._sending:
-            self._send(key, parts, carries)
-
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        if not self._sending.acquire(blocking=False):
-            return
-        try:
-            # What waits here is a sign of life itself as soon as it arrives.
-            if not self._is_closing and self._queue.is_empty:
-                self._send(MessageKey(Kind.ALIVE), parts, carries)
-        finally:
-            self._sending.release()
-
-    def _send(self, key: MessageKey, parts: Parts, carries: Sequence[str]) -> None:
-        frame = encode_frame(key, parts, self._sequence)
-        if frame.numel() > self._capacity_bytes:
-            raise FrameError(
-                f"{key} for {self.peer_name} takes {frame.numel():,} bytes, but its receiver was "
-                f"promised at most {self._capacity_bytes:,}"
-            )
-        queued_at_s = time.monotonic()
-        if key.kind is not Kind.GOODBYE:
-            self.stats.count(key.kind, frame.numel())
-        if self._record is not None:
-            self._record.note(key.kind, parts, carries, frame.numel())
-        self._put(_Outgoing(key, self._sequence, frame, queued_at_s))
-        self._sequence += 1
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._is_closing = True
-            for _ in range(self._window.num_posted):
-                self._send(MessageKey(Kind.GOODBYE), (), ())
+            self._say_goodbye()
             self._put(None)
-        if not _join(self._thread, self._life, timeout_s):
+        if not wait_for_peer(self._has_ended, self._settings.life, timeout_s):
             raise LinkTimeout(
                 f"{self.peer_name} did not take the last messages and gave no sign of life for "
                 f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
@@ -126,16 +59,25 @@ class GlooOutLink:
         if self._failure is not None:
             raise self._failure
 
-    def _put(self, item: _Outgoing | None) -> None:
+    @property
+    def _is_idle(self) -> bool:
+        return self._queue.is_empty
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, item: Outgoing | None) -> None:
         started_s = time.monotonic()
         num_bytes = 0 if item is None else item.frame.numel()
+        settings = self._settings
         while True:
             if self._failure is not None:
                 raise self._failure
             try:
                 return self._queue.put(item, num_bytes, timeout_s=1.0)
             except queue.Full:
-                if time.monotonic() > self._life.deadline_s(started_s, self._overdue_s):
+                if time.monotonic() > settings.life.deadline_s(started_s, settings.overdue_s):
                     raise LinkTimeout(
                         f"{self.peer_name} has taken none of the waiting messages for "
                         f"{time.monotonic() - started_s:.0f} s and gives no sign of life. Is that "
@@ -143,110 +85,56 @@ class GlooOutLink:
                     ) from None
 
     def _run(self) -> None:
+        settings = self._settings
         try:
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
                 seal_frame(frame, slot.deliver_at_s if slot is not None else 0.0)
-                if self._log is not None:
+                if settings.log is not None:
                     now_s = time.monotonic()
-                    self._log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
+                    settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
                 work = dist.isend(frame, self._peer, self._group, tag=sequence % _TAGS)
                 assert work is not None
                 work.wait()
-                self._life.note(slot.deliver_at_s if slot is not None else None)  # it took it
+                # It has taken it.
+                settings.life.note(slot.deliver_at_s if slot is not None else None)
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 
-    def _take_line(self, item: _Outgoing) -> Reservation | None:
+    def _take_line(self, item: Outgoing) -> Reservation | None:
         """The message's time on the emulated line; None without one. Waits until the receive for
         it is known to be posted: others may use the line meanwhile."""
-        if self._clock is None:
+        if (clock := self._settings.clock) is None:
             return None
         ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
         if (wait_s := ready_at_s - time.monotonic()) > 0:
             time.sleep(wait_s)
-        slot = self._clock.reserve(item.frame.numel(), ready_at_s)
+        slot = clock.reserve(item.frame.numel(), ready_at_s)
         self._posted.used(slot.deliver_at_s)
         if item.key.kind is not Kind.GOODBYE:
             self.stats.count_line(item.key.kind, slot.sent_s - slot.start_s)
         return slot
 
 
-class GlooInLink:
-    """Receives frames from one peer in a background thread, each at its time of delivery.
+class GlooInLink(ReceivingEnd):
+    """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    handlers: kinds that are handed to a function (in the background thread) instead of `recv`.
-        Whatever one raises is the link's end. Signs of life that have none are dropped.
-    window: receives to post, and bytes that may wait for `recv` before no more are taken.
-    log: where to note when each message was delivered; None notes nothing.
-    on_end: called once, in the background thread, when nothing more can come, with the reason.
-    life: the peer's signs of life, shared with the other links to and from it.
-    advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        peer_name: str,
-        capacity_bytes: int,
-        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
-        window: LinkWindow = _NARROW,
-        log: LinkLog | None = None,
-        on_end: Callable[[LinkError], None] | None = None,
-        life: PeerLife | None = None,
-        advice: str = "",
-    ) -> None:
-        self.peer_name = peer_name
-        self._life, self._advice = life or PeerLife(), advice
-        self._group, self._peer, self._log = group, peer, log
-        self._capacity_bytes = capacity_bytes
-        self._handlers = {Kind.ALIVE: lambda frame: None, **(handlers or {})}
-        self._on_end = on_end
-        self.said_goodbye = False  # the peer; else the end of the link is a failure
-        self._num_posted = window.num_posted
-        self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(window.max_queued_bytes)
-        self._thread = threading.Thread(target=self._run, name=f"from-{peer_name}", daemon=True)
+    def __init__(self, group: dist.ProcessGroup, peer: int, settings: InSettings) -> None:
+        super().__init__(settings)
+        self._group, self._peer = group, peer
+        self._thread = threading.Thread(
+            target=self._run, name=f"from-{self.peer_name}", daemon=True
+        )
         self._thread.start()
-
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        started_s = time.monotonic()
-        deadline_s = started_s + overdue_s
-        while True:
-            try:
-                found = self._inbox.get(max(0.0, deadline_s - time.monotonic()))
-                break
-            except queue.Empty:
-                waited_s = time.monotonic() - started_s
-                if key.kind is Kind.EVALUATION:
-                    deadline_s = self._life.deadline_s(started_s, overdue_s)
-                    if time.monotonic() < deadline_s:
-                        continue
-                raise LinkTimeout(
-                    f"no {key} from {self.peer_name} after {waited_s:.1f} s. Is that rank alive?"
-                    f" {self._advice}".rstrip()
-                ) from None
-        if isinstance(found, LinkError):
-            self._inbox.put(found, 0)  # whoever asks next shall hear it too
-            raise found
-        return expect(found, key, self.peer_name).parts
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the peer's goodbye, as long as it gives signs of life."""
-        if not _join(self._thread, self._life, timeout_s):
-            raise LinkTimeout(
-                f"{self.peer_name} did not say goodbye and gave no sign of life for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
-            )
 
     def _run(self) -> None:
         posted: deque[tuple[Tensor, dist.Work]] = deque()
-        next_to_post, expected = 0, 0
+        next_to_post = 0
         spare: list[Tensor] = []
         try:
             while True:
-                while len(posted) < self._num_posted:
+                while len(posted) < self._settings.window.num_posted:
                     buffer = spare.pop() if spare else self._new_buffer()
                     work = dist.irecv(buffer, self._peer, self._group, tag=next_to_post % _TAGS)
                     assert work is not None
@@ -254,24 +142,14 @@ class GlooInLink:
                     next_to_post += 1
                 buffer, work = posted.popleft()
                 work.wait()
-                frame = decode_frame(buffer, self.peer_name)
-                self._life.note(max(time.monotonic(), frame.deliver_at_s))
+                frame = self._open(buffer)
                 spare.append(buffer)
-                if frame.sequence != expected:
-                    raise FrameError(
-                        f"message {frame.sequence} from {self.peer_name} came as number {expected}"
-                    )
-                expected += 1
                 if frame.key.kind is Kind.GOODBYE:
                     for _, rest in posted:  # as many goodbyes are sent as receives are posted
                         rest.wait()
-                    self.said_goodbye = True
-                    self._end(LinkClosed(f"{self.peer_name} has ended its part of the run"))
-                    return
+                    return self._leave()
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
-                if self._log is not None:
-                    self._log.received(frame, time.monotonic())
                 self._deliver(frame)
         except LinkError as error:
             self._end(error)
@@ -280,38 +158,8 @@ class GlooInLink:
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
-    def _deliver(self, frame: Frame) -> None:
-        handler = self._handlers.get(frame.key.kind, self._keep)
-        try:
-            handler(frame)
-        except LinkError:
-            raise
-        except Exception as error:
-            raise FrameError(
-                f"{frame.key} from {self.peer_name} cannot be taken: {error!r}"
-            ) from error
-
-    def _keep(self, frame: Frame) -> None:
-        self._inbox.put(frame, frame.num_bytes)
-
-    def _end(self, reason: LinkError) -> None:
-        self._inbox.put(reason, 0)
-        if self._on_end is not None:
-            self._on_end(reason)
-
     def _new_buffer(self) -> Tensor:
-        return torch.empty(self._capacity_bytes, dtype=torch.uint8)
-
-
-def _join(thread: threading.Thread, life: PeerLife, timeout_s: float) -> bool:
-    """Wait for the end of a link's thread until the peer was silent for timeout_s."""
-    started_s = time.monotonic()
-    while thread.is_alive():
-        left_s = life.deadline_s(started_s, timeout_s) - time.monotonic()
-        if left_s <= 0:
-            return False
-        thread.join(left_s)
-    return True
+        return torch.empty(self._settings.capacity_bytes, dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

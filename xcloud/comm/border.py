@@ -7,6 +7,7 @@ a border; D features of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.memory import SampleRows
+
+Samples = Mapping[str, Tensor]
+"""What a rank may see of a message's samples, axis 0 = sample: "ids", int64 [B], and fields of the
+batch. Empty for a message without samples: all its fields have fixed rows."""
 
 Message = dict[str, Tensor]
 """What crosses a border for one micro-batch, by the names of the border's fields."""
@@ -26,6 +32,7 @@ class BorderField:
 
     rows "samples": the tensor is [B, *features]. rows "counted": it is [sum(counts), *features],
     where `counts` is the message's integer field of that name, [B], which must stand first.
+    rows a number: so many, whatever the samples (a gradient, a factor of one).
     replaces: values of a row of the uncut model that this row stands for (H where K < H features
     of it cross); what the compression ratio is counted against. None: as many as cross.
     """
@@ -33,7 +40,7 @@ class BorderField:
     name: str
     features: tuple[int, ...]
     dtype: torch.dtype
-    rows: Literal["samples", "counted"] = "samples"
+    rows: Literal["samples", "counted"] | int = "samples"
     replaces: int | None = None
 
     def raw_bytes(self, num_rows: int) -> int:
@@ -44,10 +51,36 @@ class BorderField:
     def spec(self, num_rows: int) -> TensorSpec:
         return TensorSpec((num_rows, *self.features), self.dtype)
 
+    def num_rows(self, samples: Samples, counts: Tensor | None) -> int:
+        if isinstance(self.rows, int):
+            return self.rows
+        if self.rows == "samples":
+            return len(samples["ids"])
+        assert counts is not None, f"border field {self.name!r} needs a 'counts' field before it"
+        return int(counts.sum())
+
+    def max_rows(self, max_samples: int, max_rows_per_sample: int) -> int:
+        if isinstance(self.rows, int):
+            return self.rows
+        return max_samples * (max_rows_per_sample if self.rows == "counted" else 1)
+
+    def counts(self, counts: Tensor | None) -> Tensor | None:
+        """Rows of each sample in this field; None where every sample has one."""
+        return counts if self.rows == "counted" else None
+
+    def sample_rows(self, samples: Samples, counts: Tensor | None) -> SampleRows:
+        """For memories; a tensor of fixed rows counts as one sample."""
+        if isinstance(self.rows, int):
+            return SampleRows((0,), (self.rows,))
+        ids = samples["ids"].tolist()
+        own = self.counts(counts)
+        return SampleRows(tuple(ids), tuple([1] * len(ids) if own is None else own.tolist()))
+
     @property
     def in_words(self) -> str:
         """ "hidden float32 [R, 8]": R tokens, B samples."""
-        axes = ", ".join(["R" if self.rows == "counted" else "B", *map(str, self.features)])
+        rows = {"samples": "B", "counted": "R"}.get(str(self.rows), str(self.rows))
+        axes = ", ".join([rows, *map(str, self.features)])
         return f"{self.name} {str(self.dtype).removeprefix('torch.')} [{axes}]"
 
 

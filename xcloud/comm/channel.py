@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +21,13 @@ from torch import Tensor
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import BorderField, Message
+from xcloud.comm.border import BorderField, Message, Samples
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts
 from xcloud.comm.draws import ChannelId, Randomized, seed_from
 from xcloud.comm.memory import (
     Memory,
     NoMemory,
-    SampleRows,
     State,
     Stateful,
     join_states,
@@ -35,6 +35,8 @@ from xcloud.comm.memory import (
 )
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
+
+NOTHING_KNOWN: Message = {}
 
 
 @dataclass
@@ -141,11 +143,28 @@ class _FieldCodecs:
             self.codecs[name].load_state_dict(part)
 
 
-def num_rows(field: BorderField, num_samples: int, counts: Tensor | None) -> int:
-    if field.rows == "samples":
-        return num_samples
-    assert counts is not None, f"border field {field.name!r} needs a 'counts' field before it"
-    return int(counts.sum())
+class Sender(Protocol):
+    """The sending end of a direction of a border, as the pipeline knows it."""
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        """Returns before delivery. message: the border's fields, in the graph; without those that
+        cross, what both ends know already ("counts") may be in it too.
+
+        Returns what left in place of `message`, in the graph: what comes back is its gradient.
+        """
+
+    def send_start(self, tensors: Parts) -> None:
+        """Once, before the first step: Border.start, as they are."""
+
+
+class Receiver(Protocol):
+    """The receiving end."""
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        """known: what both ends know already. Returns it with the border's fields, detached."""
+
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
+        """Raises FrameError unless what was handed over is of these specs."""
 
 
 class SendChannel(_FieldCodecs):
@@ -164,25 +183,24 @@ class SendChannel(_FieldCodecs):
         self.link, self.fields, self.clock = link, fields, clock
         self.raw_bytes = 0
 
-    def send(self, key: MessageKey, message: Message, ids: Tensor, counts: Tensor | None) -> None:
-        """Returns before delivery. ids: the samples of the micro-batch, int64 [B]."""
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
         with self.clock.during("compress"):
             training = key.kind is not Kind.EVALUATION
+            counts = message.get("counts")
             parts: list[Tensor] = []
             carries: list[str] = []
             for field in self.fields:
                 tensor = message[field.name].detach()
-                spec = field.spec(num_rows(field, len(ids), counts))
+                spec = field.spec(field.num_rows(samples, counts))
                 assert TensorSpec.of(tensor) == spec, (field.name, TensorSpec.of(tensor), spec)
                 if not spec.is_floating:
                     parts.append(tensor)
                     carries.append(field.in_words)
                     continue
-                if training:
-                    self.raw_bytes += field.raw_bytes(spec.shape[0])
                 codec = self.codecs[field.name].at(key.step)
                 if training:
-                    encoded = self._encode(codec, tensor, spec, ids, counts)
+                    self.raw_bytes += field.raw_bytes(spec.shape[0])
+                    encoded = self._encode(codec, tensor, spec, field, samples, counts)
                 else:
                     stream = self.identity.stream(
                         field.name, "evaluation", key.step, key.micro_batch
@@ -191,18 +209,23 @@ class SendChannel(_FieldCodecs):
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             self.link.send(key, tuple(parts), carries)
+        return message
+
+    def send_start(self, tensors: Parts) -> None:
+        self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))
 
     def _encode(
         self,
         codec: Codec,
         tensor: Tensor,
         spec: TensorSpec,
-        ids: Tensor,
+        field: BorderField,
+        samples: Samples,
         counts: Tensor | None,
     ) -> Parts:
         if isinstance(codec.memory, NoMemory):
             return codec.compressor.compress(tensor)
-        rows = sample_rows(ids, counts)
+        rows = field.sample_rows(samples, counts)
         meant = codec.memory.before_send(tensor, rows)
         parts = codec.compressor.compress(meant)
         if codec.memory.needs_seen:
@@ -228,15 +251,14 @@ class ReceiveChannel(_FieldCodecs):
         self.link, self.fields, self.clock = link, fields, clock
         self.device, self.overdue_s = device, overdue_s
 
-    def recv(self, key: MessageKey, ids: Tensor, counts: Tensor | None = None) -> Message:
-        """counts: rows of each sample where the message itself does not carry them."""
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         with self.clock.during("wait"):
             parts = list(self.link.recv(key, self.overdue_s))
         with self.clock.during("decompress"):
-            message: Message = {}
+            message = dict(known)
             for field in self.fields:
-                counts = message.get("counts", counts)
-                spec = field.spec(num_rows(field, len(ids), counts))
+                counts = message.get("counts")
+                spec = field.spec(field.num_rows(samples, counts))
                 codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
                 wire = codec.compressor.wire_specs(spec) if spec.is_floating else (spec,)
                 taken, parts = parts[: len(wire)], parts[len(wire) :]
@@ -252,13 +274,37 @@ class ReceiveChannel(_FieldCodecs):
                     continue
                 value = codec.compressor.decompress(tuple(taken), spec)
                 if key.kind is not Kind.EVALUATION and not isinstance(codec.memory, NoMemory):
-                    value = codec.memory.after_receive(value, sample_rows(ids, counts))
+                    rows = field.sample_rows(samples, counts)
+                    value = codec.memory.after_receive(value, rows)
                 message[field.name] = value
             if parts:
                 raise FrameError(f"{key} carries {len(parts)} tensors too many")
             return message
 
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
+        key = MessageKey(Kind.START)
+        parts = self.link.recv(key, self.overdue_s)
+        if tuple(TensorSpec.of(part) for part in parts) != specs:
+            raise FrameError(f"{key}: not what the border between the stages promises")
+        return tuple(part.to(self.device) for part in parts)
 
-def sample_rows(ids: Tensor, counts: Tensor | None) -> SampleRows:
-    rows = [1] * len(ids) if counts is None else counts.tolist()
-    return SampleRows(tuple(ids.tolist()), tuple(rows))
+
+class Loopback:
+    """Both ends of a border between two stages of one rank: hands over what it is given."""
+
+    def __init__(self) -> None:
+        self._messages: dict[MessageKey, Message] = {}
+        self._start: Parts = ()
+
+    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        self._messages[key] = {name: value.detach() for name, value in message.items()}
+        return message
+
+    def send_start(self, tensors: Parts) -> None:
+        self._start = tensors
+
+    def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        return self._messages.pop(key)
+
+    def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
+        return self._start

@@ -10,57 +10,62 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, Message
-from xcloud.comm.channel import ReceiveChannel, SendChannel
+from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
-from xcloud.errors import FrameError
-from xcloud.parallel.schedule import Action, ForwardOnly, Schedule
-from xcloud.parallel.simulate import rank_actions
+from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, rank_actions
 from xcloud.parallel.stage import Batch, Stage, StageOutput
-from xcloud.security.defences import LABEL, Defence
-from xcloud.security.observer import Observer, Stream
 
 
 @dataclass
 class BorderPorts:
     """The ends of one border's channels that this rank holds, by peer rank.
 
-    A rank before the border has forward_out and backward_in, a rank behind it the other two; a
-    rank on both sides has neither for itself: messages are handed over in memory.
-    defences: noise on what this border carries away, by direction; empty inside a cloud.
+    A rank before the border has forward_out and backward_in, a rank after it the other two; a rank
+    on both sides has all four, and is its own peer.
     """
 
     border: Border
-    forward_out: dict[int, SendChannel] = field(default_factory=dict)
-    forward_in: dict[int, ReceiveChannel] = field(default_factory=dict)
-    backward_out: dict[int, SendChannel] = field(default_factory=dict)
-    backward_in: dict[int, ReceiveChannel] = field(default_factory=dict)
-    crosses_clouds: bool = False
-    defences: Mapping[str, Defence] = field(default_factory=dict)
+    forward_out: dict[int, Sender] = field(default_factory=dict)
+    forward_in: dict[int, Receiver] = field(default_factory=dict)
+    backward_out: dict[int, Sender] = field(default_factory=dict)
+    backward_in: dict[int, Receiver] = field(default_factory=dict)
 
-    def counts_of(self, name: str, counts: Tensor | None) -> Tensor | None:
-        """Rows of each sample in this field; None where every sample has one row."""
-        counted = {entry.name for entry in self.border.fields if entry.rows == "counted"}
-        return counts if name in counted else None
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a schedule: of a training step, or an evaluation after that step.
+
+    first_micro_batch: within the update, of the schedule's micro-batch 0.
+    """
+
+    step: int
+    first_micro_batch: int = 0
+    kind: Kind = Kind.ACTIVATION
+
+    def key(self, action: Action) -> MessageKey:
+        """Of the messages that the action receives and sends."""
+        kind = Kind.GRADIENT if action.kind == "backward" else self.kind
+        return MessageKey(kind, self.step, self.first_micro_batch + action.micro_batch)
+
+    def place(self, action: Action) -> Place:
+        return Place(action.kind, action.stage, self.first_micro_batch + action.micro_batch)
 
 
 @dataclass
 class _InFlight:
-    """A micro-batch between its forward and its backward at one stage."""
+    """A micro-batch between its forward and its backward at one stage. send: what left, in the
+    graph; its gradient comes back."""
 
     batch: Batch
     received: Message | None
-    output: StageOutput
-
-    @property
-    def ids(self) -> Tensor:
-        return self.batch["ids"]
+    send: Message | None
+    loss: Tensor | None
 
 
 class Pipeline:
@@ -68,7 +73,7 @@ class Pipeline:
 
     owner(stage, micro_batch): the rank that computes it. lanes: stage -> (lane, number of lanes)
     for the stages of this rank. autocast: makes the context that stages compute in.
-    observer: notes what this rank sees of other clouds in training, for the leak meter.
+    watch: told of every batch of training, with its step.
     """
 
     def __init__(
@@ -83,18 +88,13 @@ class Pipeline:
         seed: int,
         clock: StepClock,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        observer: Observer | None = None,
+        watch: Callable[[int, Batch], None] | None = None,
     ) -> None:
-        self.observer = observer
         self.rank, self.stages, self.num_stages = rank, stages, num_stages
         self.ports, self.owner, self.lanes = ports, owner, lanes
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
-        # Messages between two stages of this rank, by (receiving stage, micro-batch).
-        self._handed_on: dict[tuple[int, int], Message] = {}
-        self._handed_back: dict[tuple[int, int], Message] = {}
-        self._first = 0
-        # Of the defences. Not drawn from the run's seed: the receiver knows that one too.
-        self._noise = np.random.default_rng()
+        self._watch = watch
+        self._actions_of: dict[Schedule, list[Action]] = {}
 
     def step(
         self,
@@ -112,49 +112,39 @@ class Pipeline:
         weight: what the loss of the whole update is divided by (its number of target tokens).
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
-        self._first = first_micro_batch
-        if self.observer is not None and self.observer.wants(step):
+        if self._watch is not None:
             for batch in batches.values():
-                self.observer.truth(batch)
+                self._watch(step, batch)
+        now = Pass(step, first_micro_batch)
         in_flight: dict[tuple[int, int], _InFlight] = {}
         loss = torch.zeros((), device=self.device)
         for action in self._actions(schedule):
-            self.clock.place = self._place(action)
+            self.clock.place = now.place(action)
             place = (action.stage, action.micro_batch)
             if action.kind == "forward":
-                in_flight[place] = self._forward(action, batches[action.micro_batch], step)
-                output = in_flight[place].output
-                if output.loss is not None:
-                    loss += output.loss.detach() / weight
+                work = self._forward(action, batches[action.micro_batch], now)
+                in_flight[place] = work
+                if work.loss is not None:
+                    loss += work.loss.detach() / weight
             else:
-                self._backward(action, in_flight.pop(place), step, weight)
+                self._backward(action, in_flight.pop(place), now, weight)
         self.clock.place = NOWHERE
         return loss
 
     @torch.no_grad()
     def hand_over(self) -> None:
         """Before the first step: what stages hand to their successors once (Border.start)."""
-        key = MessageKey(Kind.START)
         for stage, module in sorted(self.stages.items()):
-            port = self.ports.get(stage)
-            if port is None or not port.border.start:
-                continue
-            handed = tuple(tensor.detach() for tensor in module.hand_over())
-            found = tuple(TensorSpec.of(tensor) for tensor in handed)
-            assert found == port.border.start, (found, port.border.start)
-            for channel in port.forward_out.values():
-                channel.link.send(key, handed, ("start",) * len(handed))
-            if stage + 1 in self.stages:
-                self.stages[stage + 1].take_over(handed)
-        for stage, module in sorted(self.stages.items()):
-            port = self.ports.get(stage - 1)
-            if port is None or not port.border.start:
-                continue
-            for giver in port.forward_in.values():  # every lane before hands over the same
-                parts = giver.link.recv(key, giver.overdue_s)
-                if tuple(TensorSpec.of(part) for part in parts) != port.border.start:
-                    raise FrameError(f"{key}: not what the border between the stages promises")
-                module.take_over(tuple(part.to(self.device) for part in parts))
+            before, after = self.ports.get(stage - 1), self.ports.get(stage)
+            if before is not None and before.border.start:
+                for giver in before.forward_in.values():  # every lane before hands over the same
+                    module.take_over(giver.recv_start(before.border.start))
+            if after is not None and after.border.start:
+                handed = tuple(tensor.detach() for tensor in module.hand_over())
+                found = tuple(TensorSpec.of(tensor) for tensor in handed)
+                assert found == after.border.start, (found, after.border.start)
+                for taker in after.forward_out.values():
+                    taker.send_start(handed)
 
     @torch.no_grad()
     def predict(
@@ -166,15 +156,15 @@ class Pipeline:
         Ranks without the last stage return nothing.
         """
         predictions: dict[int, list[int]] = {}
-        self._first = 0
+        now = Pass(step, kind=Kind.EVALUATION)
         for stage in self.stages.values():
             stage.eval()
         for action in self._actions(ForwardOnly(len(pieces))):
             batch = fetch(pieces[action.micro_batch])
             if action.stage < self.num_stages - 1:
-                self._forward(action, batch, step, Kind.EVALUATION)
+                self._forward(action, batch, now)
                 continue
-            received = self._receive_forward(action, batch["ids"], step, Kind.EVALUATION)
+            received = self._receive(action, batch, now)
             with self.clock.during("forward"), self.autocast():
                 found = self.stages[action.stage].predict(received, batch)
             predictions.update(zip(batch["ids"].tolist(), found, strict=True))
@@ -183,166 +173,92 @@ class Pipeline:
         return predictions
 
     def _actions(self, schedule: Schedule) -> list[Action]:
-        return rank_actions(schedule, sorted(self.stages), self.num_stages, self.lanes)
+        if schedule not in self._actions_of:
+            self._actions_of[schedule] = rank_actions(
+                schedule, sorted(self.stages), self.num_stages, self.lanes
+            )
+        return self._actions_of[schedule]
 
-    def _forward(
-        self, action: Action, batch: Batch, step: int, kind: Kind = Kind.ACTIVATION
-    ) -> _InFlight:
-        ids = batch["ids"]
-        received = self._receive_forward(action, ids, step, kind)
+    def _forward(self, action: Action, batch: Batch, now: Pass) -> _InFlight:
+        received = self._receive(action, batch, now)
+        output = self._compute(action, received, batch, now)
+        sent = output.send
+        if sent is not None:
+            peer = self.owner(action.stage + 1, action.micro_batch)
+            channel = self.ports[action.stage].forward_out[peer]
+            sent = channel.send(now.key(action), sent, batch)
+        return _InFlight(batch, received, sent, output.loss)
+
+    def _backward(self, action: Action, work: _InFlight, now: Pass, weight: float) -> None:
+        if work.loss is not None:
+            with self.clock.during("backward"):
+                (work.loss / weight).backward()  # type: ignore[no-untyped-call]
+                self._wait_for_device()
+        elif not self._receive_gradient(action, work, now):
+            return
+        if work.received is not None:
+            self._send_gradient(action, work.received, work.batch, now)
+
+    def _receive(self, action: Action, batch: Batch, now: Pass) -> Message | None:
+        if action.stage == 0:
+            return None
+        peer = self.owner(action.stage - 1, action.micro_batch)
+        return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
+
+    def _compute(
+        self, action: Action, received: Message | None, batch: Batch, now: Pass
+    ) -> StageOutput:
         with self.clock.during("forward"):
             if received is not None and self.ports[action.stage - 1].border.gradient_returns:
                 for value in received.values():
                     if value.is_floating_point():
                         value.requires_grad_()
             # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
-            torch.manual_seed(
-                random_seed(self.seed, step, self._first + action.micro_batch, action.stage)
-            )
+            micro_batch = now.first_micro_batch + action.micro_batch
+            torch.manual_seed(random_seed(self.seed, now.step, micro_batch, action.stage))
             with self.autocast():
-                output = self.stages[action.stage](received, batch)
+                output: StageOutput = self.stages[action.stage](received, batch)
             self._wait_for_device()
-        if output.send is not None:
-            counts = output.send.get("counts")
-            # Inside the graph: what comes back is the gradient of what was sent.
-            sent = self._defended(action, "forward", output.send, counts, batch)
-            output = StageOutput(sent, output.loss)
-            self._send_forward(action, sent, ids, step, kind)
-        return _InFlight(batch, received, output)
+        return output
 
-    def _backward(self, action: Action, work: _InFlight, step: int, weight: float) -> None:
-        received, output = work.received, work.output
-        if output.loss is not None:
-            with self.clock.during("backward"):
-                (output.loss / weight).backward()  # type: ignore[no-untyped-call]
-                self._wait_for_device()
-        else:
-            fields = self.ports[action.stage].border.gradient_fields
-            if not fields:
-                return
-            assert output.send is not None
-            gradients = self._receive_backward(action, work, step)
-            with self.clock.during("backward"):
-                pairs = [(output.send[f.name], gradients[f.name]) for f in fields]
-                needed = [pair for pair in pairs if pair[0].requires_grad]
-                if needed:
-                    torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
-                self._wait_for_device()
-        if received is not None:
-            self._send_backward(action, received, work.batch, step)
-
-    def _receive_forward(
-        self, action: Action, ids: Tensor, step: int, kind: Kind
-    ) -> Message | None:
-        if action.stage == 0:
-            return None
-        peer = self.owner(action.stage - 1, action.micro_batch)
-        if peer == self.rank:
-            return self._handed_on.pop((action.stage, action.micro_batch))
-        channel = self.ports[action.stage - 1].forward_in[peer]
-        message = channel.recv(self._key(kind, step, action), ids)
-        if kind is Kind.ACTIVATION:
-            self._observe(action.stage - 1, "received", message, ids, message.get("counts"), step)
-        return message
-
-    def _send_forward(
-        self, action: Action, message: Message, ids: Tensor, step: int, kind: Kind
-    ) -> None:
+    def _receive_gradient(self, action: Action, work: _InFlight, now: Pass) -> bool:
+        """Of what was sent, into the stage. False where none returns."""
+        port = self.ports[action.stage]
+        if not port.border.gradient_fields:
+            return False
+        assert work.send is not None
         peer = self.owner(action.stage + 1, action.micro_batch)
-        if peer == self.rank:
-            detached = {name: value.detach() for name, value in message.items()}
-            self._handed_on[action.stage + 1, action.micro_batch] = detached
-            return
-        key = self._key(kind, step, action)
-        channel = self.ports[action.stage].forward_out[peer]
-        channel.send(key, message, ids, message.get("counts"))
-        if kind is Kind.ACTIVATION:
-            self._observe(action.stage, "sent", message, ids, message.get("counts"), step)
+        known = _integers(work.send)
+        gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
+        with self.clock.during("backward"):
+            pairs = [(work.send[f.name], gradients[f.name]) for f in port.border.gradient_fields]
+            needed = [pair for pair in pairs if pair[0].requires_grad]
+            if needed:
+                torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
+            self._wait_for_device()
+        return True
 
-    def _receive_backward(self, action: Action, work: _InFlight, step: int) -> Message:
-        assert work.output.send is not None
-        peer = self.owner(action.stage + 1, action.micro_batch)
-        if peer == self.rank:
-            return self._handed_back.pop((action.stage, action.micro_batch))
-        key = self._key(Kind.GRADIENT, step, action)
-        channel = self.ports[action.stage].backward_in[peer]
-        counts = work.output.send.get("counts")
-        message = channel.recv(key, work.ids, counts)
-        self._observe(action.stage, "received", message, work.ids, counts, step, "backward")
-        return message
-
-    def _send_backward(self, action: Action, received: Message, batch: Batch, step: int) -> None:
-        ids, counts = batch["ids"], received.get("counts")
-        fields = self.ports[action.stage - 1].border.gradient_fields
-        if not fields:
+    def _send_gradient(self, action: Action, received: Message, batch: Batch, now: Pass) -> None:
+        port = self.ports[action.stage - 1]
+        if not port.border.gradient_fields:
             return
-        message: Message = {}
-        for entry in fields:
+        message = _integers(received)
+        for entry in port.border.gradient_fields:
             value = received[entry.name]
             # A field that the stage did not use has gradient zero.
             message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
         peer = self.owner(action.stage - 1, action.micro_batch)
-        if peer == self.rank:
-            self._handed_back[action.stage - 1, action.micro_batch] = message
-            return
-        message = self._defended(action, "backward", message, counts, batch)
-        key = self._key(Kind.GRADIENT, step, action)
-        channel = self.ports[action.stage - 1].backward_out[peer]
-        channel.send(key, message, ids, counts)
-        self._observe(action.stage - 1, "sent", message, ids, counts, step, "backward")
-
-    def _defended(
-        self,
-        action: Action,
-        direction: str,
-        message: Message,
-        counts: Tensor | None,
-        batch: Batch,
-    ) -> Message:
-        """The message with its floating fields protected, where this border has a defence."""
-        border = action.stage if direction == "forward" else action.stage - 1
-        defence = self.ports[border].defences.get(direction)
-        if defence is None:
-            return message
-        protected = dict(message)
-        with self.clock.during("compress"):
-            for name, value in message.items():
-                if not value.is_floating_point():
-                    continue
-                counted = self.ports[border].counts_of(name, counts)
-                labels = batch[LABEL] if defence.needs_labels else None
-                protected[name] = defence.protect(value, counted, labels, self._noise)
-        return protected
-
-    def _observe(
-        self,
-        border: int,
-        how: str,
-        message: Message,
-        ids: Tensor,
-        counts: Tensor | None,
-        step: int,
-        direction: str = "forward",
-    ) -> None:
-        seen = self.observer is not None and self.observer.wants(step)
-        if seen and self.ports[border].crosses_clouds:
-            assert self.observer is not None
-            for name, value in message.items():
-                if value.is_floating_point():
-                    rows = self.ports[border].counts_of(name, counts)
-                    stream = Stream(direction, border, how, name)
-                    self.observer.message(stream, ids, rows, value)
-
-    def _key(self, kind: Kind, step: int, action: Action) -> MessageKey:
-        return MessageKey(kind, step, self._first + action.micro_batch)
-
-    def _place(self, action: Action) -> Place:
-        return Place(action.kind, action.stage, self._first + action.micro_batch)
+        port.backward_out[peer].send(now.key(action), message, batch)
 
     def _wait_for_device(self) -> None:
         """Computing is counted where it happens, not where its result is first looked at."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _integers(message: Message) -> Message:
+    """What both ends of a border know once a message has crossed it forward."""
+    return {name: value for name, value in message.items() if not value.is_floating_point()}
 
 
 def random_seed(*numbers: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
+
+from xcloud.cluster.transport import Collectives
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class RankGroup:
 
     rank: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    group: Collectives | None = None
 
     @staticmethod
     def alone(rank: int = 0) -> RankGroup:
@@ -40,16 +41,20 @@ class RankGroup:
 
     def barrier(self) -> None:
         if self.group is not None:
-            dist.barrier(group=self.group)
+            self.group.barrier()
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce in place."""
         if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+            self.group.sum(values)
         return values
 
     def from_leader(self, values: Tensor) -> Tensor:
         """Broadcast in place."""
         if self.group is not None:
-            dist.broadcast(values, self.leader, self.group)
+            self.group.broadcast(values, self.leader)
         return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Of every lane, in order; all must be of one shape."""
+        return [values] if self.group is None else self.group.gather(values)

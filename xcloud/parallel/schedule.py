@@ -7,8 +7,8 @@ micro-batches out of that one order, which keeps any number of lanes free of dea
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-class Schedule(Protocol):
+class Schedule(Hashable, Protocol):
     @property
     def num_micro_batches(self) -> int: ...
 
@@ -100,6 +100,58 @@ class ForwardOnly:
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         return [Action("forward", stage, i) for i in range(self.num_micro_batches)]
+
+
+def rank_actions(
+    schedule: Schedule,
+    stages: Sequence[int],
+    num_stages: int,
+    lane_of: Mapping[int, tuple[int, int]],
+) -> list[Action]:
+    """The order in which one rank works on all stages it holds.
+
+    lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
+    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
+    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
+    """
+    if len(stages) > 1:
+        order = ideal_order(schedule, num_stages)
+    else:
+        order = schedule.actions(stages[0], num_stages)
+    return [
+        action
+        for action in order
+        if action.stage in lane_of
+        and action.micro_batch % lane_of[action.stage][1] == lane_of[action.stage][0]
+    ]
+
+
+def ideal_order(schedule: Schedule, num_stages: int) -> list[Action]:
+    """All actions as a pipeline does them whose actions all take one tick and whose messages take
+    no time; within a tick by stage. Raises ValueError for a schedule that waits for itself."""
+    queues = [deque(schedule.actions(stage, num_stages)) for stage in range(num_stages)]
+    done: set[Action] = set()
+    order: list[Action] = []
+    while any(queues):
+        tick = [queue[0] for queue in queues if queue and _is_ready(queue[0], num_stages, done)]
+        if not tick:
+            raise ValueError(
+                f"{schedule.label} with {num_stages} stages waits for itself for ever"
+            )
+        for action in tick:
+            queues[action.stage].popleft()
+        done.update(tick)
+        order += tick
+    return order
+
+
+def _is_ready(action: Action, num_stages: int, done: set[Action]) -> bool:
+    """Whether what the action takes as its input has been computed."""
+    if action.kind == "forward":
+        return action.stage == 0 or action._replace(stage=action.stage - 1) in done
+    if action.stage == num_stages - 1:
+        return action._replace(kind="forward") in done
+    return action._replace(stage=action.stage + 1) in done
 
 
 def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Counter[K]:

@@ -1,4 +1,4 @@
-"""Predict a schedule's step by discrete events, and put several stages of one rank in order.
+"""Predict a schedule's step by discrete events.
 
 Letters of the paper [N 1.1]: p stages, m micro-batches, tf and tb forward and backward time of a
 micro-batch, tt one transfer. Times in seconds.
@@ -6,7 +6,6 @@ micro-batch, tt one transfer. Times in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xcloud.parallel.schedule import Action, Schedule
@@ -103,25 +102,3 @@ def _input_at(
         forward = action._replace(kind="forward")
         return start[forward] + cost["forward"] if forward in start else None
     return arrival.get(action)
-
-
-def rank_actions(
-    schedule: Schedule, stages: Sequence[int], num_stages: int, lane_of: dict[int, tuple[int, int]]
-) -> list[Action]:
-    """The order in which one rank works on all stages it holds.
-
-    lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
-    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
-    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
-    """
-    if len(stages) > 1:
-        at = simulate(schedule, num_stages, 1.0, 1.0).start_s
-        order = sorted(at, key=lambda action: (at[action], action.stage))
-    else:
-        order = schedule.actions(stages[0], num_stages)
-    return [
-        action
-        for action in order
-        if action.stage in lane_of
-        and action.micro_batch % lane_of[action.stage][1] == lane_of[action.stage][0]
-    ]

@@ -5,13 +5,12 @@ Shapes: B samples in a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.border import Border, BorderField, Message, Samples
 
 __all__ = [
     "Batch",
@@ -24,7 +23,7 @@ __all__ = [
     "TokenIds",
 ]
 
-Batch = Mapping[str, Tensor]
+Batch = Samples
 """Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
 
 

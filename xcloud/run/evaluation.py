@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.parallel.pipeline import Pipeline
@@ -50,8 +49,7 @@ class Evaluator:
         if last not in self._pipeline.stages:
             return
         lanes = self._lanes[last]
-        if lanes.group is not None:
-            predictions = gather_predictions(predictions, lanes.group)
+        predictions = gather_predictions(predictions, lanes)
         if lanes.leads:
             values = self._data.score(split, predictions)
             samples = self._data.sample_outputs(split, predictions, 5)
@@ -68,19 +66,13 @@ class Evaluator:
             )
 
 
-def gather_predictions(
-    mine: Mapping[int, list[int]], group: dist.ProcessGroup
-) -> dict[int, list[int]]:
+def gather_predictions(mine: Mapping[int, list[int]], lanes: RankGroup) -> dict[int, list[int]]:
     """Predictions of all ranks of a stage, as one flat integer tensor from each (no pickle)."""
     flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
-    size = torch.tensor([len(flat)])
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(s) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.int64)
+    sizes = lanes.gather(torch.tensor([len(flat)]))
+    padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.int64)
     padded[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded, group=group)
+    everyone = lanes.gather(padded)
     found: dict[int, list[int]] = {}
     for length, numbers in zip(sizes, everyone, strict=True):
         values = numbers[: int(length)].tolist()

@@ -56,8 +56,12 @@ class WanMeter:
             "forward": total_bytes(stats, [Kind.ACTIVATION]),
             "backward": total_bytes(stats, [Kind.GRADIENT]),
             "other": total_bytes(stats, _OTHER),
-            "raw_forward": sum(channel.raw_bytes for channel in self._wiring.wan_forward),
-            "raw_backward": sum(channel.raw_bytes for channel in self._wiring.wan_backward),
+            "raw_forward": self._raw_bytes("forward"),
+            "raw_backward": self._raw_bytes("backward"),
             "line_forward": sum(entry.line_s[Kind.ACTIVATION] for entry in stats),
             "line_backward": sum(entry.line_s[Kind.GRADIENT] for entry in stats),
         }
+
+    def _raw_bytes(self, direction: str) -> int:
+        sends = self._wiring.wan_sends
+        return sum(c.raw_bytes for c in sends if c.identity.direction == direction)

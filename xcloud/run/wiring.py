@@ -7,45 +7,45 @@ the emulated link act where a border leaves a cloud; inside a cloud messages go 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, LinkStats, OutLink
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
-from xcloud.cluster.machine import machine_id
-from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
-from xcloud.cluster.one_way_layout import OneWayLayout
-from xcloud.cluster.window import LinkWindow
+from xcloud.cluster.liveness import Heartbeat
+from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.border import Border, BorderField
-from xcloud.comm.channel import PLAIN, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.channel import (
+    PLAIN,
+    Codec,
+    Codecs,
+    Loopback,
+    ReceiveChannel,
+    Receiver,
+    SendChannel,
+    Sender,
+)
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import ConfigError
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, note_ages
+from xcloud.parallel.guard import ReceiveGuard, SendGuard
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
-from xcloud.security.defences import Defences
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.security.defences import Defence, Defences
+from xcloud.security.observer import Observer
 
-_FRAME_SLACK_BYTES = 4096
-_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 _FORWARD_AHEAD = 32
 """Messages that may be under way forward where no gradient holds back the sender: an evaluation's
@@ -54,35 +54,33 @@ pieces, and training over a border that no gradient crosses. More wait in the se
 
 @dataclass
 class Wiring:
-    """All ends that one rank holds. wan_*: those that leave its cloud."""
+    """All ends that one rank holds. channels: every one that ends here, by its identity in words.
+    guards: around those that cross clouds; wan_sends: of these the ones that send."""
 
-    liveness: Liveness
+    ends: Ends
     ports: dict[int, BorderPorts] = field(default_factory=dict)
     lanes: dict[int, RankGroup] = field(default_factory=dict)
     control: Control | None = None
-    outs: list[OutLink] = field(default_factory=list)
-    ins: list[InLink] = field(default_factory=list)
-    wan_outs: list[OutLink] = field(default_factory=list)
-    wan_records: list[LinkRecord] = field(default_factory=list)
-    wan_forward: list[SendChannel] = field(default_factory=list)
-    wan_backward: list[SendChannel] = field(default_factory=list)
-    is_emulated: bool = False
+    channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
+    guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
+    wan_sends: list[SendChannel] = field(default_factory=list)
+
+    @property
+    def wan_records(self) -> list[LinkRecord]:
+        return self.ends.records
 
     @property
     def wan_stats(self) -> list[LinkStats]:
-        return [link.stats for link in self.wan_outs]
+        return [link.stats for link in self.ends.wan_outs]
 
     @property
-    def channels(self) -> dict[str, SendChannel | ReceiveChannel]:
-        """Every channel that ends here, by its identity in words."""
-        return {
-            str(channel.identity): channel
-            for ports in self.ports.values()
-            for ends in (
-                ports.forward_out, ports.forward_in, ports.backward_out, ports.backward_in
-            )
-            for channel in ends.values()
-        }  # fmt: skip
+    def is_emulated(self) -> bool:
+        return self.ends.is_emulated
+
+    def observe(self, observer: Observer) -> None:
+        """From now on it notes what passes between this rank and other clouds."""
+        for guard in self.guards:
+            guard.observer = observer
 
     def state_dict(self) -> State:
         """What the channels carry from step to step; links and counters begin anew."""
@@ -90,16 +88,15 @@ class Wiring:
 
     def load_state_dict(self, state: State) -> None:
         """The state of the same rank in the same experiment; ValueError otherwise."""
-        channels = self.channels
-        for name, part in split_state(state, channels, "a rank's channels").items():
-            channels[name].load_state_dict(part)
+        for name, part in split_state(state, self.channels, "a rank's channels").items():
+            self.channels[name].load_state_dict(part)
 
     def alive(self) -> AbstractContextManager[object]:
         """While the block lasts the other ranks are told that this one lives. For whatever may
         take long outside a training step."""
         if self.control is None:
             return nullcontext()
-        return Heartbeat(self.liveness.interval_s, self.control.say_alive)
+        return Heartbeat(self.ends.layout.liveness.interval_s, self.control.say_alive)
 
     def meet(self) -> None:
         """Wait until every rank has come here; see Control.meet."""
@@ -109,14 +106,11 @@ class Wiring:
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
         with self.alive():
-            for out in reversed(self.outs):  # the control links, which bear signs of life, last
-                out.close(self.liveness.lost_after_s)
-        for incoming in self.ins:
-            incoming.close(self.liveness.lost_after_s)
+            self.ends.close()
 
 
 def wire(
-    rank: int,
+    transport: Transport,
     layout: ClusterLayout,
     borders: dict[int, Border],
     compression: Compression | Phased | PerBorder,
@@ -138,215 +132,148 @@ def wire(
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
     draw random numbers.
     """
-    wiring = Wiring(layout.liveness)
-    if layout.num_ranks == 1:
-        wiring.ports = {stage: BorderPorts(border) for stage, border in borders.items()}
-        wiring.lanes = {stage: RankGroup.alone() for stage in range(layout.num_stages)}
-        return wiring
-    lives = {peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank}
-    clocks = LinkClocks(rank, layout, run_dir)
-    builder = _Builder(rank, layout, clocks, wiring, clock.messages, lives, seed)
-    builder.join_lanes()
-    builder.join_control(on_report)
+    ends = Ends(transport, layout, run_dir, clock.messages)
+    wiring = Wiring(ends)
+    for stage in range(layout.num_stages):
+        lanes = ends.group(layout.ranks_of(stage))
+        if lanes is not None:
+            wiring.lanes[stage] = lanes
+    if layout.num_ranks > 1:
+        wiring.control = _join_control(ends, layout, on_report)
     for stage, border in sorted(borders.items()):
-        builder.join_border(
-            stage, border, compression.at_border(stage), max_samples, device, clock, schedule
-        )
-    for stage, ports in wiring.ports.items():
-        ports.crosses_clouds = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+        protected = {}
         if defences is not None:
-            ports.defences = defences.at(stage, layout.stage_cloud, layout.num_stages - 1)
+            protected = defences.at(stage, layout.stage_cloud, layout.num_stages - 1)
+        _BorderBuilder(
+            wiring, layout, stage, border, compression.at_border(stage), max_samples, device,
+            clock, schedule, protected, seed,
+        ).join()  # fmt: skip
     return wiring
 
 
-class LinkClocks:
-    """Clocks of the emulated links, one for each direction between two clouds."""
-
-    def __init__(self, rank: int, layout: ClusterLayout | OneWayLayout, run_dir: Path) -> None:
-        self._rank, self._layout, self._run_dir = rank, layout, run_dir
-        self._clocks: dict[str, LinkClock] = {}
-        # A name that no earlier run in this folder used: link time starts at 0 in every run.
-        nonce = torch.tensor([time.time_ns()])
-        dist.broadcast(nonce, 0)
-        self._nonce = int(nonce)
-        emulated = [layout.wan, *layout.links.values()]
-        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
-            self._refuse_several_machines()
-
-    def _refuse_several_machines(self) -> None:
-        """Delivery times are by the machine's own clock, which another machine does not share."""
-        mine = torch.tensor([machine_id()])
-        hosts = [torch.zeros_like(mine) for _ in range(self._layout.num_ranks)]
-        dist.all_gather(hosts, mine)
-        if any(int(other) != int(mine) for other in hosts):
-            raise ConfigError(
-                "an emulated link (cluster.wan) works between ranks on one machine only; this run "
-                "spans several: set cluster.wan=real"
-            )
-
-    def to(self, peer: int) -> LinkClock | None:
-        """Clock for messages from this rank to `peer`; None where nothing is emulated."""
-        wan = self._layout.wan_between(self._rank, peer)
-        if not isinstance(wan, LinkProfile):
-            return None
-        here = self._layout.placement(self._rank).cloud
-        there = self._layout.placement(peer).cloud
-        name = f"link-{here}-to-{there}.{self._nonce}.clock"
-        if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan, self._run_dir / name)
-        return self._clocks[name]
+def _join_control(
+    ends: Ends, layout: ClusterLayout, on_report: Callable[[Frame], None]
+) -> Control:
+    rank, everyone = ends.rank, range(layout.num_ranks)
+    ends.line("control", everyone)
+    peers = everyone[1:] if rank == 0 else everyone[:1]
+    capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
+    handlers = (
+        {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
+    )
+    window = ends.window(_CONTROL_AHEAD, capacity)
+    out: dict[int, OutLink] = {}
+    incoming: dict[int, InLink] = {}
+    for peer in peers:
+        overdue_s = layout.overdue_s(rank, peer, capacity)
+        out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
+        advice = layout.overdue_advice(rank, peer)
+        incoming[peer] = ends.incoming("control", peer, capacity, window, handlers, advice=advice)
+    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
+    return Control(rank, layout.leaders, out, incoming, overdue_s, ends.lives)
 
 
 @dataclass
-class _Builder:
-    rank: int
-    layout: ClusterLayout
-    clocks: LinkClocks
+class _BorderBuilder:
+    """Channels between the ranks of `stage` and those of the next one, as far as they end here."""
+
     wiring: Wiring
-    log: MessageLog | None
-    lives: dict[int, PeerLife]
+    layout: ClusterLayout
+    stage: int
+    border: Border
+    compression: Compression | Phased
+    max_samples: int
+    device: torch.device
+    clock: StepClock
+    schedule: Schedule
+    defences: Mapping[str, Defence]
     seed: int
 
-    def join_lanes(self) -> None:
-        """One group for the ranks of each stage that has several."""
-        for stage in range(self.layout.num_stages):
-            ranks = self.layout.ranks_of(stage)
-            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                self.wiring.lanes[stage] = RankGroup(self.rank, ranks, group)
-
-    def join_control(self, on_report: Callable[[Frame], None]) -> None:
-        group = dist.new_group(timeout=_FOREVER)
-        peers = range(1, self.layout.num_ranks) if self.rank == 0 else (0,)
-        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
-        handlers = (
-            {Kind.REPORT: on_report}
-            if self.rank == 0
-            else {Kind.ALIVE: partial(note_ages, self.lives)}
-        )
-        window = self._window(_CONTROL_AHEAD, capacity)
-        out = {peer: self._out(group, peer, capacity, CONTROL, window) for peer in peers}
-        incoming: dict[int, InLink] = {}
-        for peer in peers:
-            incoming[peer] = self._in(group, peer, capacity, CONTROL, window, handlers)
-        overdue_s = max(self.layout.overdue_s(self.rank, peer, 1024) for peer in peers)
-        self.wiring.control = Control(
-            self.rank, self.layout.leaders, out, incoming, overdue_s, self.lives
-        )
-
-    def join_border(
-        self,
-        stage: int,
-        border: Border,
-        compression: Compression | Phased,
-        max_samples: int,
-        device: torch.device,
-        clock: StepClock,
-        schedule: Schedule,
-    ) -> None:
-        """Channels between the ranks of `stage` and those of the next one."""
-        before, behind = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
-        everyone = sorted({*before, *behind})
-        groups = [dist.new_group(everyone, timeout=_FOREVER) for _ in ("forward", "backward")]
-        if self.rank not in everyone:
+    def join(self) -> None:
+        ends, stage = self.wiring.ends, self.stage
+        before, after = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
+        everyone = sorted({*before, *after})
+        if len(everyone) > 1:
+            for direction in ("forward", "backward"):  # a line each, so that both flow at once
+                ends.line(f"{stage}.{direction}", everyone)
+        if ends.rank not in everyone:
             return
-        ports = BorderPorts(border)
-        self.wiring.ports[stage] = ports
-        crosses = self.layout.stage_cloud(stage) != self.layout.stage_cloud(stage + 1)
-        # Which lanes meet: micro-batch i joins lane i mod n before with lane i mod n behind.
+        # Which lanes meet: micro-batch i joins lane i mod n before with lane i mod n after.
         meets = [
             (self.layout.owner(stage, i), self.layout.owner(stage + 1, i))
-            for i in range(len(before) * len(behind))
+            for i in range(len(before) * len(after))
         ]
-        actions = schedule.actions(stage, self.layout.num_stages)
+        actions = self.schedule.actions(stage, self.layout.num_stages)
         in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
-        for direction, group in zip(("forward", "backward"), groups, strict=True):
-            fields = border.fields if direction == "forward" else border.gradient_fields
-            if not fields:
-                continue
-            codecs = _codecs(compression, direction) if crosses else _plain
-            frame, capacity = _frame_bytes(
-                fields, codecs(), max_samples, border.max_rows_per_sample
-            )
-            if direction == "forward":
-                start = sum(spec.num_bytes for spec in border.start)
-                capacity = max(capacity, start + _FRAME_SLACK_BYTES)
-            for a, b in sorted(set(meets)):
-                sender, receiver = (a, b) if direction == "forward" else (b, a)
-                if sender == receiver:
-                    continue
-                identity = ChannelId(self.seed, stage, direction, sender, receiver)
-                under_way = in_flight[a, b]
-                if direction == "forward":
-                    under_way = max(under_way, _FORWARD_AHEAD)
-                window = self._window(under_way, frame)
-                if sender == self.rank:
-                    link = self._out(group, receiver, capacity, stage, window)
-                    channel = SendChannel(link, fields, codecs, clock, identity)
-                    (ports.forward_out if direction == "forward" else ports.backward_out)[
-                        receiver
-                    ] = channel
-                    if crosses:
-                        wan = self.wiring.wan_forward, self.wiring.wan_backward
-                        wan[direction == "backward"].append(channel)
-                elif receiver == self.rank:
-                    inlink = self._in(group, sender, capacity, stage, window)
-                    overdue_s = self.layout.overdue_s(self.rank, sender, capacity)
-                    (ports.forward_in if direction == "forward" else ports.backward_in)[sender] = (
-                        ReceiveChannel(inlink, fields, codecs, clock, identity, device, overdue_s)
-                    )
+        ports = BorderPorts(self.border)
+        self.wiring.ports[stage] = ports
+        for a, b in sorted(set(meets)):
+            ahead = max(in_flight[a, b], _FORWARD_AHEAD)
+            self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
+            if self.border.gradient_fields:
+                ahead = in_flight[a, b]
+                self._join("backward", b, a, ahead, ports.backward_out, ports.backward_in)
 
-    def _window(self, under_way: int, frame_bytes: int) -> LinkWindow:
-        """Of the same arguments at both ends of a link."""
-        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
-
-    def _out(
-        self, group: dist.ProcessGroup, peer: int, capacity: int, border: int, window: LinkWindow
-    ) -> GlooOutLink:
-        clock = self.clocks.to(peer)
-        self.wiring.is_emulated |= clock is not None
-        log = self._log(LinkName(border, self.rank, peer))
-        leaves_cloud = self.layout.wan_between(self.rank, peer) is not None
-        record = None
-        if leaves_cloud:
-            there = self.layout.placement(peer).cloud
-            record = LinkRecord(there, peer, None if border == CONTROL else border)
-            self.wiring.wan_records.append(record)
-        link = GlooOutLink(
-            group, peer, self._name(peer), capacity, clock, window,
-            log=log, record=record, life=self.lives[peer],
-            overdue_s=self.layout.overdue_s(self.rank, peer, capacity),
-        )  # fmt: skip
-        self.wiring.outs.append(link)
-        if leaves_cloud:
-            self.wiring.wan_outs.append(link)
-        return link
-
-    def _in(
+    def _join(
         self,
-        group: dist.ProcessGroup,
-        peer: int,
-        capacity: int,
-        border: int,
-        window: LinkWindow,
-        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
-    ) -> GlooInLink:
-        log = self._log(LinkName(border, peer, self.rank))
-        link = GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, window,
-            log=log, life=self.lives[peer], advice=self.layout.overdue_advice(self.rank, peer),
-        )  # fmt: skip
-        self.wiring.ins.append(link)
-        return link
+        direction: str,
+        sender: int,
+        receiver: int,
+        under_way: int,
+        outs: dict[int, Sender],
+        ins: dict[int, Receiver],
+    ) -> None:
+        """The end or ends of one direction between two ranks that this rank holds."""
+        ends, wiring = self.wiring.ends, self.wiring
+        if ends.rank not in (sender, receiver):
+            return
+        if sender == receiver:
+            outs[receiver] = ins[sender] = Loopback()
+            return
+        crosses = self.layout.stage_cloud(self.stage) != self.layout.stage_cloud(self.stage + 1)
+        fields = self.border.fields if direction == "forward" else self.border.gradient_fields
+        codecs = _codecs(self.compression, direction) if crosses else _plain
+        frame, capacity = self._frame_bytes(fields, codecs(), direction)
+        window = ends.window(under_way, frame)
+        line = f"{self.stage}.{direction}"
+        identity = ChannelId(self.seed, self.stage, direction, sender, receiver)
+        peer = receiver if sender == ends.rank else sender
+        overdue_s = self.layout.overdue_s(ends.rank, peer, capacity)
+        if sender == ends.rank:
+            link = ends.out(line, peer, capacity, window, self.stage, overdue_s)
+            channel = SendChannel(link, fields, codecs, self.clock, identity)
+            outs[peer] = wiring.channels[str(identity)] = channel
+            if crosses:
+                outs[peer] = guard = SendGuard(channel, self.defences.get(direction))
+                wiring.guards.append(guard)
+                wiring.wan_sends.append(channel)
+        else:
+            advice = self.layout.overdue_advice(ends.rank, peer)
+            inlink = ends.incoming(line, peer, capacity, window, border=self.stage, advice=advice)
+            received = ReceiveChannel(
+                inlink, fields, codecs, self.clock, identity, self.device, overdue_s
+            )
+            ins[peer] = wiring.channels[str(identity)] = received
+            if crosses:
+                ins[peer] = taken = ReceiveGuard(received)
+                wiring.guards.append(taken)
 
-    def _log(self, name: LinkName) -> LinkLog | None:
-        """Only messages between clouds are noted."""
-        if self.log is None or self.layout.wan_between(name.sender, name.receiver) is None:
-            return None
-        return LinkLog(name, self.log)
-
-    def _name(self, peer: int) -> str:
-        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+    def _frame_bytes(
+        self, fields: tuple[BorderField, ...], codecs: Codecs, direction: str
+    ) -> tuple[int, int]:
+        """Bytes of the frame that codecs make of the most rows, which bounds what is under way,
+        and of the longest frame that can come, so that receives can wait before it is known."""
+        frame = capacity = FRAME_SLACK_BYTES
+        for entry in fields:
+            rows = entry.max_rows(self.max_samples, self.border.max_rows_per_sample)
+            spec = entry.spec(rows)
+            coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
+            frame += coded
+            capacity += max(spec.num_bytes, coded)
+        if direction == "forward":
+            start = sum(spec.num_bytes for spec in self.border.start)
+            capacity = max(capacity, start + FRAME_SLACK_BYTES)
+        return frame, capacity
 
 
 def _plain() -> Codecs:
@@ -372,18 +299,3 @@ def _codecs(compression: Compression | Phased, direction: str) -> Callable[[], C
         )
 
     return make
-
-
-def _frame_bytes(
-    fields: tuple[BorderField, ...], codecs: Codecs, max_samples: int, max_rows: int
-) -> tuple[int, int]:
-    """Bytes of the frame that codecs make of the most rows, which bounds what is under way, and of
-    the longest frame that can come, so that receives can wait before it is known."""
-    frame = capacity = _FRAME_SLACK_BYTES
-    for entry in fields:
-        rows = max_samples * (max_rows if entry.rows == "counted" else 1)
-        spec = entry.spec(rows)
-        coded = codecs.max_bytes(spec) if spec.is_floating else spec.num_bytes
-        frame += coded
-        capacity += max(spec.num_bytes, coded)
-    return frame, capacity

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.experiment import (
@@ -83,8 +84,8 @@ def run(experiment: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
 
     wiring = wire(
-        rank, layout, experiment.borders, experiment.compression, experiment.max_micro_batch,
-        device, clock, run_dir,
+        GlooTransport(rank), layout, experiment.borders, experiment.compression,
+        experiment.max_micro_batch, device, clock, run_dir,
         on_report=events.append_frame if events is not None else lambda frame: None,
         schedule=experiment.schedule,
         defences=experiment.security.defences,
@@ -156,11 +157,14 @@ def _train(
             head=data.head,
         )
         stages[stage] = experiment.model.build_stage(stage, layout.num_stages, context).to(device)
+    observer = _observer(experiment, rank, data)
+    if observer is not None:
+        wiring.observe(observer)
     pipeline = Pipeline(
         rank, stages, layout.num_stages, wiring.ports, layout.owner,
         {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in stages},
         device, experiment.seed, clock, autocast_for(experiment.training.precision, device),
-        observer := _observer(experiment, rank, data),
+        observer.batch if observer is not None else None,
     )  # fmt: skip
     if layout.num_ranks > 1:
         dist.barrier()  # a cloud may prepare longer than a message may take

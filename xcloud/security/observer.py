@@ -129,6 +129,11 @@ class Observer:
             flat = rows.detach().flatten(1).to("cpu", torch.float32, copy=True)
             self._add(stream.name, ids, counts, flat)
 
+    def batch(self, step: int, batch: Mapping[str, Tensor]) -> None:
+        """A training batch of this rank."""
+        if self.wants(step):
+            self.truth(batch)
+
     def truth(self, batch: Mapping[str, Tensor]) -> None:
         """Note the text and label that this rank may see: what an attack is judged by."""
         ids = batch["ids"]

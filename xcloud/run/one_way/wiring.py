@@ -7,20 +7,18 @@ one cloud, and each point-to-point link ends alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
-from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
@@ -29,12 +27,10 @@ from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.run.wiring import LinkClocks
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 
-_FRAME_SLACK_BYTES = 4096
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
 _REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
-_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 
 _CARRIES = {
     Kind.BATCH: ("packed token ids and flags uint8 [N]",),
@@ -56,9 +52,9 @@ class ProducerWiring:
     """What a producer's rank holds."""
 
     cloud: RankGroup
-    outs: list[GlooOutLink]
-    ins: list[GlooInLink]
-    to_recorder: GlooOutLink
+    outs: list[SendingEnd]
+    ins: list[ReceivingEnd]
+    to_recorder: SendingEnd
     orders: OrderBook
     records: list[LinkRecord]  # of what leaves the cloud
 
@@ -98,10 +94,10 @@ class ConsumerWiring:
     inbox: Inbox
     records: list[LinkRecord] = field(default_factory=list)
     received: dict[int, LinkRecord] = field(default_factory=dict)
-    out: dict[Source, GlooOutLink] = field(default_factory=dict)
-    ins: dict[Source, GlooInLink] = field(default_factory=dict)
-    peers_out: list[GlooOutLink] = field(default_factory=list)
-    peers_in: list[GlooInLink] = field(default_factory=list)
+    out: dict[Source, SendingEnd] = field(default_factory=dict)
+    ins: dict[Source, ReceivingEnd] = field(default_factory=dict)
+    peers_out: list[SendingEnd] = field(default_factory=list)
+    peers_in: list[ReceivingEnd] = field(default_factory=list)
 
     @property
     def other_bytes(self) -> int:
@@ -165,7 +161,7 @@ class ConsumerWiring:
             incoming.close(timeout_s)
 
 
-def send_report(link: GlooOutLink, lines: bytes) -> None:
+def send_report(link: SendingEnd, lines: bytes) -> None:
     """Whole lines, at most REPORT_CAPACITY_BYTES."""
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
@@ -186,39 +182,37 @@ class OneWayWirer:
 
     def __init__(
         self,
-        rank: int,
+        transport: Transport,
         layout: OneWayLayout,
         max_payload_bytes: int,
         run_ahead: int,
         run_dir: Path,
     ) -> None:
-        self.rank, self.layout = rank, layout
+        self.rank, self.layout = transport.rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
-        self._clocks = LinkClocks(rank, layout, run_dir)
-        self._records: list[LinkRecord] = []
-        self._lives = {
-            peer: PeerLife(layout.liveness) for peer in range(layout.num_ranks) if peer != rank
-        }
-        self._own = self._join_clouds()
-        # One group for each direction, so that both flow at once.
-        self._batches, self._orders, self._inside = (
-            dist.new_group(timeout=_FOREVER) for _ in range(3)
-        )
+        self._ends = Ends(transport, layout, run_dir)
+        groups = [self._ends.group(layout.ranks_of(cloud)) for cloud in layout.clouds]
+        (self._own,) = (group for group in groups if group is not None)
+        for line in ("batches", "orders", "inside"):
+            self._ends.line(line, range(layout.num_ranks))
 
     def producer(self) -> ProducerWiring:
         orders = OrderBook()
         outs = [
-            self._out(self._batches, peer, self._to_consumer_bytes(peer))
+            self._out("batches", peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
         ]
         handlers = {Kind.ORDER: orders.take_orders, Kind.STOP: orders.take_stop}
-        incoming = self._in(self._orders, 0, self._order_bytes, handlers, orders.take_end)
-        return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._records)
+        size = self._order_bytes
+        incoming = self._ends.incoming(
+            "orders", 0, size, self._window(size), handlers, on_end=orders.take_end
+        )
+        return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._ends.records)
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
         inbox = Inbox(list(sources), self.max_payload_bytes)
-        wiring = ConsumerWiring(self._own, inbox, self._records)
+        wiring = ConsumerWiring(self._own, inbox, self._ends.records)
         for source, rank in sources.items():
             if self.layout.crosses_clouds:
                 wiring.received[rank] = LinkRecord(self.layout.consumer, self.rank, None)
@@ -227,69 +221,38 @@ class OneWayWirer:
                 for kind in (Kind.BATCH, Kind.READY, Kind.REPORT, Kind.ALIVE)
             }
             capacity = self._to_consumer_bytes(self.rank)
-            wiring.ins[source] = self._in(
-                self._batches, rank, capacity, handlers, partial(_ended, inbox, source)
-            )
+            wiring.ins[source] = self._ends.incoming(
+                "batches", rank, capacity, self._window(capacity), handlers,
+                on_end=partial(_ended, inbox, source),
+            )  # fmt: skip
             if self.rank == 0:
-                wiring.out[source] = self._out(self._orders, rank, self._order_bytes)
-        capacity = REPORT_CAPACITY_BYTES + _FRAME_SLACK_BYTES
+                wiring.out[source] = self._out("orders", rank, self._order_bytes)
+        capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
         if self.rank == 0:
+            window, handled = self._window(capacity), {Kind.REPORT: on_report}
             wiring.peers_in = [
-                self._in(self._inside, peer, capacity, {Kind.REPORT: on_report})
+                self._ends.incoming("inside", peer, capacity, window, handled)
                 for peer in range(1, self.layout.num_consumers)
             ]
         else:
-            wiring.peers_out = [self._out(self._inside, 0, capacity)]
+            wiring.peers_out = [self._out("inside", 0, capacity)]
         return wiring
-
-    def _join_clouds(self) -> RankGroup:
-        own = None
-        for cloud in self.layout.clouds:
-            ranks = self.layout.ranks_of(cloud)
-            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                own = RankGroup(self.rank, tuple(ranks), group)
-        assert own is not None
-        return own
 
     @property
     def _order_bytes(self) -> int:
-        return _FRAME_SLACK_BYTES + 2 * _ORDER_BYTES * self.run_ahead
+        return FRAME_SLACK_BYTES + 2 * _ORDER_BYTES * self.run_ahead
 
     def _to_consumer_bytes(self, consumer: int) -> int:
         longest = max(self.max_payload_bytes, REPORT_CAPACITY_BYTES if consumer == 0 else 0)
-        return longest + _FRAME_SLACK_BYTES
+        return longest + FRAME_SLACK_BYTES
 
-    def _out(self, group: dist.ProcessGroup, peer: int, capacity: int) -> GlooOutLink:
-        record = None
-        if self.layout.wan_between(self.rank, peer) is not None:
-            record = LinkRecord(self.layout.placement(peer).cloud, peer, None)
-            self._records.append(record)
-        return GlooOutLink(
-            group, peer, self._name(peer), capacity, self._clocks.to(peer),
-            self._window(capacity), record=record, life=self._lives[peer],
-        )  # fmt: skip
-
-    def _in(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        capacity: int,
-        handlers: Mapping[Kind, Callable[[Frame], None]],
-        on_end: Callable[[LinkError], None] | None = None,
-    ) -> GlooInLink:
-        return GlooInLink(
-            group, peer, self._name(peer), capacity, handlers, self._window(capacity),
-            on_end=on_end, life=self._lives[peer],
-        )  # fmt: skip
+    def _out(self, line: str, peer: int, capacity: int) -> SendingEnd:
+        return self._ends.out(line, peer, capacity, self._window(capacity))
 
     def _window(self, capacity: int) -> LinkWindow:
         """Batches ahead, or as many messages with orders for them, and a few reports."""
         under_way = self.run_ahead + _REPORTS_AHEAD
-        return LinkWindow.covering(under_way, capacity, self.layout.link_budget_bytes)
-
-    def _name(self, peer: int) -> str:
-        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+        return self._ends.window(under_way, capacity)
 
 
 def _arrived(

@@ -13,6 +13,7 @@ import torch
 
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.one_way_layout import OneWayPlacement
+from xcloud.cluster.transport import GlooTransport
 from xcloud.errors import ConfigError, LinkError
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.parts import Consumer, OneWayContext
@@ -242,7 +243,7 @@ def _guard(experiment: OneWayExperiment) -> DivergenceGuard:
 
 def _wirer(experiment: OneWayExperiment, rank: int, run_dir: Path) -> OneWayWirer:
     return OneWayWirer(
-        rank, experiment.cluster, experiment.model.max_payload_bytes,
+        GlooTransport(rank), experiment.cluster, experiment.model.max_payload_bytes,
         experiment.feed.most_ahead, run_dir,
     )  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""Links and collectives in memory behave as those of a network do, time excepted."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pipelines import BORDER, in_threads, wired
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_end import InSettings, OutSettings
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import Liveness, PeerLife
+from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.comm.phases import Compression
+from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.parallel.rank_group import RankGroup
+
+TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
+KEY = MessageKey(Kind.ACTIVATION, 1, 0)
+
+
+def test_frames_wait_for_the_receiving_end_and_are_counted_recorded_and_checked() -> None:
+    world, record = MemoryWorld(), LinkRecord("b", 1, 0)
+    out = world.transport(0).out("x", 1, OutSettings("rank 1", 200, record=record))
+    for number in range(3):
+        key = KEY._replace(micro_batch=number)
+        out.send(key, (torch.tensor([float(number)]),), ("number",))
+    incoming = world.transport(1).incoming("x", 0, InSettings("rank 0", 200))
+
+    for number in range(3):
+        (value,) = incoming.recv(KEY._replace(micro_batch=number), 5)
+        assert value.tolist() == [number]
+    assert out.stats.num_messages[Kind.ACTIVATION] == 3
+    assert record.bytes_of[Kind.ACTIVATION] == out.stats.num_bytes[Kind.ACTIVATION] > 3 * 40
+    with pytest.raises(FrameError, match="promised at most 200"):
+        out.send(KEY, (torch.zeros(100),))
+
+
+def test_an_end_is_heard_by_reader_and_handler() -> None:
+    world, heard = MemoryWorld(), []
+    settings = InSettings("rank 0", 200, {Kind.REPORT: print}, on_end=heard.append)
+    incoming = world.transport(1).incoming("x", 0, settings)
+    out = world.transport(0).out("x", 1, OutSettings("rank 1", 200))
+
+    out.close(1.0)
+    incoming.close(1.0)
+    out.say_alive()
+
+    assert incoming.said_goodbye and len(heard) == 1
+    with pytest.raises(LinkClosed, match="rank 0 has ended its part"):
+        incoming.recv(KEY, 1.0)
+
+
+def test_what_a_handler_cannot_take_is_the_end_of_the_link_and_not_of_the_sender() -> None:
+    def fail(frame: Frame) -> None:
+        raise IndexError
+
+    world = MemoryWorld()
+    incoming = world.transport(1).incoming("x", 0, InSettings("rank 0", 200, {Kind.REPORT: fail}))
+    out = world.transport(0).out("x", 1, OutSettings("rank 1", 200))
+    out.send(MessageKey(Kind.REPORT), ())
+
+    with pytest.raises(FrameError, match="from rank 0 cannot be taken: IndexError"):
+        incoming.recv(KEY, 1.0)
+    assert not incoming.said_goodbye
+
+
+def test_a_peer_that_never_says_goodbye_is_a_timeout() -> None:
+    life = PeerLife(Liveness(0.01, 0.05))
+    incoming = MemoryWorld().transport(1).incoming("x", 0, InSettings("rank 0", 200, life=life))
+
+    with pytest.raises(LinkTimeout, match="rank 0 did not say goodbye"):
+        incoming.close(0.05)
+
+
+def test_collectives_give_every_rank_the_same() -> None:
+    world, ranks = MemoryWorld(), (1, 4, 5)
+    groups = [RankGroup(r, ranks, world.transport(r).group(ranks)) for r in ranks]
+
+    def work(group: RankGroup) -> list[float]:
+        mine = torch.tensor([float(group.rank)])
+        found = [float(x) for x in group.gather(mine)]
+        summed = float(group.sum(mine.clone()))
+        told = float(group.from_leader(mine))
+        group.barrier()
+        return [*found, summed, told]
+
+    assert in_threads([lambda g=group: work(g) for group in groups]) == [[1, 4, 5, 10, 1]] * 3
+    assert world.transport(0).group(ranks) is None and world.transport(1).group((1,)) is None
+
+
+def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
+    reports: list[bytes] = []
+    ranks = wired(
+        TWO, {0: BORDER}, Compression(),
+        on_report=lambda frame: reports.append(bytes(frame.parts[0].tolist())),
+    )  # fmt: skip
+
+    def work(rank: int) -> None:
+        wiring = ranks[rank].wiring
+        assert wiring.control is not None
+        if rank:
+            wiring.control.report(f"rank {rank}\n".encode())
+        with wiring.alive():
+            time.sleep(0.01 * rank)
+            wiring.meet()
+        wiring.control.say_alive()
+        wiring.close()
+
+    in_threads([lambda r=rank: work(r) for rank in range(3)])
+
+    assert sorted(reports) == [b"rank 1\n", b"rank 2\n"]
+    away = ranks[2].wiring
+    assert {record.to for record in away.wan_records} == {"a"}
+    sent = sum(r.bytes_of[Kind.REPORT] for r in away.wan_records)
+    assert sent == sum(s.num_bytes[Kind.REPORT] for s in away.wan_stats) > 0
+    assert ranks[0].wiring.lanes[0].group is not None
+
+
+def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:
+    layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(1e6))
+
+    with pytest.raises(ConfigError, match="links in memory emulate no line"):
+        wired(layout, {0: BORDER}, Compression(), run_dir=tmp_path)

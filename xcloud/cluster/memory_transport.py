@@ -1,0 +1,174 @@
+"""All ranks of a job in one process, each in a thread of its own: links and collectives without a
+network, for tests. Frames, windows, counts and records are those of real links; there is no time.
+
+A message is delivered in the sender's thread, so a failure has one cause and one place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.frame import Kind, seal_frame
+from xcloud.cluster.link_end import (
+    InSettings,
+    Outgoing,
+    OutSettings,
+    ReceivingEnd,
+    SendingEnd,
+)
+from xcloud.cluster.machine import machine_id
+from xcloud.cluster.transport import Collectives
+from xcloud.errors import ConfigError, LinkError, LinkTimeout
+
+PATIENCE_S = 60.0
+
+
+class MemoryWorld:
+    """What the ranks of one job share. `transport(rank)` for each of them."""
+
+    def __init__(self) -> None:
+        self.run_number = time.time_ns()
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[str, int, int], _Line] = {}
+        self._groups: dict[tuple[int, ...], _Meeting] = {}
+
+    def transport(self, rank: int) -> MemoryTransport:
+        return MemoryTransport(self, rank)
+
+    def line(self, name: str, sender: int, receiver: int) -> _Line:
+        with self._lock:
+            return self._lines.setdefault((name, sender, receiver), _Line())
+
+    def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+        with self._lock:
+            return self._groups.setdefault(ranks, _Meeting(len(ranks)))
+
+
+class MemoryTransport:
+    def __init__(self, world: MemoryWorld, rank: int) -> None:
+        self.rank, self._world = rank, world
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        if settings.clock is not None:
+            raise ConfigError("links in memory emulate no line; set cluster.wan=free")
+        return MemoryOutLink(self._world.line(line, self.rank, peer), settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return MemoryInLink(self._world.line(line, peer, self.rank), settings)
+
+    def group(self, ranks: Sequence[int]) -> Collectives | None:
+        if len(ranks) == 1 or self.rank not in ranks:
+            return None
+        return MemoryCollectives(self._world.meeting(tuple(ranks)), tuple(ranks), self.rank)
+
+    def run_number(self) -> int:
+        return self._world.run_number
+
+    def machines(self) -> list[int]:
+        return [machine_id()]
+
+
+class _Line:
+    """One direction between two ranks. Frames wait here until the receiving end is made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Tensor] = []
+        self._take: Callable[[Tensor], None] | None = None
+
+    def carry(self, frame: Tensor) -> None:
+        with self._lock:
+            if self._take is None:
+                self._waiting.append(frame)
+            else:
+                self._take(frame)
+
+    def attach(self, take: Callable[[Tensor], None]) -> None:
+        with self._lock:
+            self._take = take
+            for frame in self._waiting:
+                take(frame)
+            self._waiting.clear()
+
+
+class MemoryOutLink(SendingEnd):
+    def __init__(self, line: _Line, settings: OutSettings) -> None:
+        super().__init__(settings)
+        self._line = line
+
+    def close(self, timeout_s: float) -> None:
+        with self._sending:
+            self._say_goodbye()
+
+    def _put(self, item: Outgoing) -> None:
+        key, sequence, frame, queued_at_s = item
+        seal_frame(frame, 0.0)
+        if self._settings.log is not None:
+            now_s = time.monotonic()
+            self._settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, None)
+        self._line.carry(frame)
+
+
+class MemoryInLink(ReceivingEnd):
+    def __init__(self, line: _Line, settings: InSettings) -> None:
+        super().__init__(settings)
+        line.attach(self._take)
+
+    def _take(self, buffer: Tensor) -> None:
+        if self._over.is_set():
+            return
+        try:
+            frame = self._open(buffer)
+            if frame.key.kind is Kind.GOODBYE:
+                self._leave()
+            else:
+                self._deliver(frame)
+        except LinkError as error:
+            self._end(error)
+
+
+class _Meeting:
+    """Ranks that show each other one tensor at a time."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks)
+        self._shown: list[Tensor | None] = [None] * num_ranks
+
+    def show(self, place: int, values: Tensor) -> list[Tensor]:
+        """Copies of everybody's. Raises LinkTimeout if somebody does not come."""
+        self._shown[place] = values
+        try:
+            self._barrier.wait(PATIENCE_S)
+            found = [tensor.clone() for tensor in self._shown if tensor is not None]
+            self._barrier.wait(PATIENCE_S)  # nobody changes its own before all have seen it
+        except threading.BrokenBarrierError:
+            raise LinkTimeout(
+                f"a rank of a group of {len(self._shown)} did not come to a collective call in "
+                f"{PATIENCE_S:.0f} s"
+            ) from None
+        return found
+
+
+class MemoryCollectives:
+    def __init__(self, meeting: _Meeting, ranks: tuple[int, ...], rank: int) -> None:
+        self._meeting, self._ranks, self._place = meeting, ranks, ranks.index(rank)
+
+    def barrier(self) -> None:
+        self._meeting.show(self._place, torch.zeros(0))
+
+    def sum(self, values: Tensor) -> None:
+        values.copy_(torch.stack(self.gather(values)).sum(0))
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        values.copy_(self.gather(values)[self._ranks.index(source)])
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        return self._meeting.show(self._place, values)

@@ -1,0 +1,114 @@
+"""How one rank of a job reaches the others: what `wire` asks for, and gloo's answer.
+
+A transport promises no collective over ranks of several clouds but what stands here by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.cluster.machine import machine_id
+
+_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+
+
+class Collectives(Protocol):
+    """Between the ranks of one cloud, or of one stage. All of them make the same calls in the same
+    order, with tensors of the same shape and dtype."""
+
+    def barrier(self) -> None: ...
+
+    def sum(self, values: Tensor) -> None:
+        """In place."""
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        """In place, from rank `source`."""
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Of every rank, in the order of the group."""
+
+
+class Transport(Protocol):
+    """Every rank of a job calls `line` and `group` with the same arguments in the same order."""
+
+    rank: int
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """From now on `out` and `incoming` may make ends of this name between these ranks; one
+        name is one direction between any two of them. Called in the other ranks too."""
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
+
+    def group(self, ranks: Sequence[int]) -> Collectives | None:
+        """What joins several ranks; None for a single one, and outside them."""
+
+    def run_number(self) -> int:
+        """The same in all ranks, and not that of an earlier run."""
+
+    def machines(self) -> list[int]:
+        """`machine_id` of every rank."""
+
+
+class GlooTransport:
+    """Over the process group of torch.distributed that all ranks of the job have joined."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lines: dict[str, dist.ProcessGroup] = {}
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """A process group for each direction keeps a link full duplex."""
+        self._lines[name] = dist.new_group(list(ranks), timeout=_FOREVER)
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return GlooOutLink(self._lines[line], peer, settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return GlooInLink(self._lines[line], peer, settings)
+
+    def group(self, ranks: Sequence[int]) -> Collectives | None:
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), timeout=_FOREVER)
+        return GlooCollectives(group) if self.rank in ranks else None
+
+    def run_number(self) -> int:
+        number = torch.tensor([time.time_ns()])
+        dist.broadcast(number, 0)
+        return int(number)
+
+    def machines(self) -> list[int]:
+        mine = torch.tensor([machine_id()])
+        found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return [int(machine) for machine in found]
+
+
+class GlooCollectives:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def sum(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self._group)
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        dist.broadcast(values, source, self._group)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        found = [torch.zeros_like(values) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(found, values, group=self._group)
+        return found
