@@ -96,6 +96,15 @@ def test_a_state_of_another_module_is_refused(change: Any, message: str) -> None
         trained().load_state_dict(trained().state_dict() | change)
 
 
+def test_a_state_without_the_moments_of_one_parameter_is_refused() -> None:
+    part = trained()
+    learn(part, 1)
+    state = {k: v for k, v in part.state_dict().items() if "exp" not in k or "2.bias" not in k}
+    del state["moments.step.2.bias"]
+    with pytest.raises(ValueError, match=r"lacks what the optimizer keeps of 2\.bias"):
+        trained().load_state_dict(state)
+
+
 def test_what_is_not_trained_is_kept_too_and_has_no_moments() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     state = TrainedModule(module, None).state_dict()

@@ -59,6 +59,11 @@ class TrainedModule:
                     "settings"
                 )
             moments.setdefault(name, {})[what] = _copy(value)
+        if moments and (missing := self._trained.keys() - moments.keys()):
+            raise ValueError(
+                f"the state of a trained module lacks what the optimizer keeps of "
+                f"{', '.join(sorted(missing))}; it was saved with other settings"
+            )
         if self.optimizer is None:
             return
         # The optimizer numbers parameters in the order of its groups, and puts each moment on the
