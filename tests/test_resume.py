@@ -1,8 +1,8 @@
 """A run goes on from its state in memory, bit for bit: every rank is built anew with the real
 wiring, takes over what the old ones had, and must do what they would have done.
 
-Not repeatable by design, and so not here: the noise of defences, which the machine draws. Dropout
-depends on seed and step, but threads of one process share torch's generator: no stage here has it.
+Not repeatable by design, and so not here: the noise of defences, which the machine draws. Threads
+of one process share torch's generator, so only the job of a single rank has dropout.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.functional import dropout
 
 from tests.channels import same_state, stored
 from tests.pipelines import in_threads, samples
@@ -135,6 +136,23 @@ def test_a_job_built_anew_goes_on_from_the_state_of_the_old_one_bit_for_bit(
     assert found | last == expected and len(expected) == len(original) * (LAST_STEP - SAVED_AT)
     assert same_state(states(restored), states(original))
     assert quality == evaluate(original, LAST_STEP - 1)
+
+
+def test_dropout_goes_on_as_it_would_have() -> None:
+    shape = Shape(ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"), GPipe(2))
+    jobs = [job(shape, CODECS["plain"]) for _ in range(3)]
+    for (rank,) in jobs[:2]:
+        for stage in rank.trainer.pipeline.stages.values():
+            stage.layer.register_forward_hook(lambda layer, given, made: dropout(made, 0.3))
+    original, restored, without = jobs
+    train(original, SAVED_AT)
+    saved = states(original)
+    load(restored, saved)
+    load(without, saved)
+    expected = train(original, LAST_STEP)
+
+    assert train(restored, LAST_STEP) == expected != train(without, LAST_STEP)
+    assert same_state(states(restored), states(original))
 
 
 @pytest.mark.parametrize("left_out", ["trainer.stage 0.moments", "channels."])
