@@ -9,20 +9,32 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from tests.channels import IDENTITY, Pair, Phases, copies, same, same_state, stored
+from tests.channels import (
+    IDENTITY,
+    ROWS_PER_SAMPLE,
+    D,
+    Pair,
+    Phases,
+    copies,
+    same,
+    same_state,
+    stored,
+)
 from tests.pipelines import wired
 from tests.test_compressors import COMPRESSORS
-from xcloud.cluster.frame import Kind
+from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
-from xcloud.comm.channel import ReceiveChannel, SendChannel
+from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK
+from xcloud.comm.step_clock import StepClock
 from xcloud.run.wiring import Wiring
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
@@ -239,3 +251,38 @@ def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
     assert same_state([restored.state_dict()], [state])
     with pytest.raises(ValueError, match="a rank's channels contains"):
         random_ranks(layout)[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: type(memory).__name__)
+def test_a_tensor_of_fixed_rows_crosses_without_sample_ids(memory: Memory) -> None:
+    """A gradient's bucket: what error feedback or a cache keeps is of the whole tensor."""
+    fields = (BorderField("bucket", (8,), torch.float32, rows=3),)
+    link = InProcessLink()
+
+    def codecs() -> Codecs:
+        return Codecs([(None, Codec(Chain(int4=BlockInt(4)), memory))])
+
+    sender = SendChannel(link, fields, codecs, StepClock(), IDENTITY)
+    receiver = ReceiveChannel(
+        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0
+    )
+    value = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    mean = torch.zeros(3, 8)
+    for number in range(1, 9):
+        key = MessageKey(Kind.ACTIVATION, number)
+        sender.send(key, {"bucket": value}, {})
+        mean += receiver.recv(key, {})["bucket"] / 8
+
+    assert sender.raw_bytes == 8 * 4 * 24
+    error = (mean - value).norm() / value.norm()
+    assert error < (0.1 if isinstance(memory, NoMemory) else 0.03)
+
+
+def test_rows_beside_a_counted_field_belong_to_one_sample_each() -> None:
+    """A delta cache keeps one row of them for a sample, not as many as it has tokens."""
+    pair = Pair([(None, Chain(), DeltaCache())])
+    pair.pass_on(1)
+    kept = pair.sender.codecs["pooled"].at(1).memory.num_bytes
+    counted = pair.sender.codecs["hidden"].at(1).memory.num_bytes
+
+    assert kept == counted * 8 // (D * ROWS_PER_SAMPLE)

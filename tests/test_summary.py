@@ -47,6 +47,19 @@ def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
     return statistics.summary(**{"name": "a", "status": "finished", "commit": "1a2b3c4", **fields})
 
 
+def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors() -> None:
+    statistics = RunStatistics(num_ranks=2, bandwidth_bits_per_s=8000)
+    sent = {"forward": 100, "averaging": 30, "votes": 2}
+    feed_step(statistics, 1, sent=sent, raw={"forward": 400, "averaging": 240})
+    summary = summarise(statistics)
+
+    sums = {"forward": 100, "backward": 50, "other": 4, "averaging": 30, "votes": 2}
+    assert summary["wan_bytes_per_step"] == sums
+    ratios = {"forward": 4.0, "backward": 8.0, "averaging": 8.0, "total": 5.778}
+    assert summary["compression_ratio"] == ratios
+    assert summary["link_utilisation"].keys() == {"forward", "backward", "averaging"}
+
+
 def test_figures_of_two_equal_steps() -> None:
     statistics = RunStatistics(num_ranks=2, bandwidth_bits_per_s=8000)
     feed_step(statistics, 1)

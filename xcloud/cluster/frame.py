@@ -63,6 +63,22 @@ class Kind(IntEnum):
     ORDER = 18
     STOP = 19
 
+    @property
+    def traffic(self) -> str | None:
+        """The name under which a pipeline's step counts its bytes; None outside steps."""
+        return _TRAFFIC.get(self)
+
+
+_TRAFFIC = {
+    Kind.ACTIVATION: "forward",
+    Kind.GRADIENT: "backward",
+    Kind.NORM: "other",
+    Kind.REPORT: "other",
+    Kind.AGREEMENT: "other",
+    Kind.MEETING: "other",
+    Kind.ALIVE: "other",
+}
+
 
 class MessageKey(NamedTuple):
     """Which message this is; the receiver knows which one it expects."""

@@ -109,7 +109,3 @@ def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:
             "schedules: do they run the same experiment file?"
         )
     return frame
-
-
-def total_bytes(stats: Sequence[LinkStats], kinds: Sequence[Kind]) -> int:
-    return sum(entry.num_bytes[kind] for entry in stats for kind in kinds)

@@ -24,9 +24,11 @@ Event = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"  # in the run folder
 
-# Kinds of seconds that a rank reports for a step, and kinds of traffic it counts.
+# Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
+# which some carry tensors. A job may count more, under the names of its channels' directions.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
-TRAFFIC = ("forward", "backward", "other")
+TENSORS = ("forward", "backward")
+TRAFFIC = (*TENSORS, "other")
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class StepTotals:
     step_s: float = 0.0  # the slowest rank's
     num_ranks: dict[str, int] = field(default_factory=dict)  # by cloud
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> cloud -> s
-    sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by TRAFFIC
+    sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by traffic
     raw: dict[str, float] = field(default_factory=dict)  # FP32 bytes of the tensors in them
     link_busy_s: dict[str, float] = field(default_factory=dict)
     samples: int = 0

@@ -33,7 +33,7 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.project import commit as project_commit
-from xcloud.record.events import TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.record.events import TENSORS, TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
 from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
@@ -224,17 +224,20 @@ class _Sums:
         }
 
     def bytes_per_step(self) -> dict[str, int | None]:
+        kinds = dict.fromkeys([*TRAFFIC, *self.sent])
         if not self.num_steps:
-            return dict.fromkeys(TRAFFIC)
-        return {kind: round(self.sent.get(kind, 0) / self.num_steps) for kind in TRAFFIC}
+            return kinds
+        return {kind: round(self.sent.get(kind, 0) / self.num_steps) for kind in kinds}
 
     def compression_ratio(self) -> dict[str, float | None]:
-        tensors = [kind for kind in TRAFFIC if self.raw.get(kind)]
+        tensors = [kind for kind in self.raw if self.raw[kind]]
         raw_bytes = sum(self.raw[kind] for kind in tensors)
         sent_bytes = sum(self.sent.get(kind, 0) for kind in tensors)
         return {
-            "forward": _ratio(self.raw.get("forward") or None, self.sent.get("forward", 0)),
-            "backward": _ratio(self.raw.get("backward") or None, self.sent.get("backward", 0)),
+            **{
+                kind: _ratio(self.raw.get(kind) or None, self.sent.get(kind, 0))
+                for kind in dict.fromkeys([*TENSORS, *self.raw])
+            },
             "total": _ratio(raw_bytes or None, sent_bytes),
         }
 
@@ -242,10 +245,11 @@ class _Sums:
         # What the emulated line says of itself counts packet headers and a varying bandwidth.
         busy_s = self.link_busy_s
         if not busy_s and bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
-            busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in TRAFFIC}
+            kinds = dict.fromkeys([*TRAFFIC, *self.sent])
+            busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in kinds}
         return {
-            direction: _ratio(busy_s[direction], self.step_s) if direction in busy_s else None
-            for direction in ("forward", "backward")
+            kind: _ratio(busy_s[kind], self.step_s) if kind in busy_s else None
+            for kind in dict.fromkeys([*TENSORS, *self.raw])
         }
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xcloud.record.events import TRAFFIC, Event, StepTotals
+from xcloud.record.events import Event, StepTotals
 
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).
 MAX_KEY_CHARACTERS = 250
@@ -28,9 +28,9 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for kind in ("compute_s", "codec_s", "waiting_s"):
         for cloud, seconds in totals.mean_s(kind).items():
             metrics[f"train/{kind}_{cloud}"] = seconds
-    for kind in TRAFFIC:
-        if totals.sent.get(kind):
-            metrics[f"wan/bytes_{kind}"] = totals.sent[kind]
+    for kind, num_bytes in totals.sent.items():
+        if num_bytes:
+            metrics[f"wan/bytes_{kind}"] = num_bytes
     return metrics
 
 
@@ -48,8 +48,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "step_time_s": step_time_s.get("median"),
         "step_time_p90_s": step_time_s.get("p90"),
         "compression_ratio": ratio.get("total"),
-        "compression_ratio_forward": ratio.get("forward"),
-        "compression_ratio_backward": ratio.get("backward"),
+        **{f"compression_ratio_{kind}": ratio[kind] for kind in ratio if kind != "total"},
     }
     for name in ("", "_gradient", "_activation"):
         metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")

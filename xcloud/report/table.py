@@ -111,13 +111,14 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
     sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
     use = summary.get("link_utilisation") or {}
-    for direction in ("forward", "backward"):
-        busy = use.get(direction)
-        remark = f"link {100 * busy:.0f} % used" if busy is not None else ""
-        yield f"sent {direction}, per step", human_bytes(sent[direction]), remark
+    for kind, num_bytes in sent.items():
+        if kind != "other":
+            busy = use.get(kind)
+            remark = f"link {100 * busy:.0f} % used" if busy is not None else ""
+            yield f"sent {kind}, per step", human_bytes(num_bytes), remark
     if sent["other"]:
         yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
-    remark = f"forward {_ratio(ratio['forward'])}, backward {_ratio(ratio['backward'])}"
+    remark = ", ".join(f"{kind} {_ratio(r)}" for kind, r in ratio.items() if kind != "total")
     yield "compression ratio", _ratio(ratio["total"]), remark
     if summary.get("label_leak_auc") is not None:
         yield "label leak, AUC", _number(summary["label_leak_auc"], ".3f"), _leak_remark(summary)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from xcloud.cluster.frame import Kind
-from xcloud.cluster.link import total_bytes
+from xcloud.record.events import TENSORS, TRAFFIC
 from xcloud.run.wiring import Wiring
 from xcloud.training.trainer import StepReport
-
-_OTHER = (Kind.NORM, Kind.REPORT, Kind.AGREEMENT, Kind.MEETING, Kind.ALIVE)
 
 
 class WanMeter:
@@ -26,7 +25,10 @@ class WanMeter:
     def describe(self, report: StepReport) -> dict[str, Any]:
         """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
         now = self._read()
-        delta = {name: value - self._last[name] for name, value in now.items()}
+        sent, raw, line_s = (
+            {name: value - before[name] for name, value in after.items()}
+            for before, after in zip(self._last, now, strict=True)
+        )
         self._last = now
         times = {f"{name}_s": round(getattr(report.clock, f"{name}_s"), 6)
                  for name in ("compute", "codec", "waiting", "sync")}  # fmt: skip
@@ -34,15 +36,13 @@ class WanMeter:
             "step": report.step,
             "step_s": round(report.step_s, 6),
             **times,
-            "sent": {name: delta[name] for name in ("forward", "backward", "other")},
-            "raw": {name: delta[f"raw_{name}"] for name in ("forward", "backward")},
+            "sent": sent,
+            "raw": raw,
             "samples": report.num_samples,
             "tokens": report.num_tokens,
         }
         if self._wiring.is_emulated:
-            event["link_busy_s"] = {
-                name: round(delta[f"line_{name}"], 6) for name in ("forward", "backward")
-            }
+            event["link_busy_s"] = {name: round(line_s[name], 6) for name in raw}
         if report.loss is not None:
             event["loss"] = report.loss
             event["learning_rate"] = report.learning_rate
@@ -50,18 +50,16 @@ class WanMeter:
                 event["grad_norm"] = report.grad_norm
         return event
 
-    def _read(self) -> dict[str, float]:
-        stats = self._wiring.wan_stats
-        return {
-            "forward": total_bytes(stats, [Kind.ACTIVATION]),
-            "backward": total_bytes(stats, [Kind.GRADIENT]),
-            "other": total_bytes(stats, _OTHER),
-            "raw_forward": self._raw_bytes("forward"),
-            "raw_backward": self._raw_bytes("backward"),
-            "line_forward": sum(entry.line_s[Kind.ACTIVATION] for entry in stats),
-            "line_backward": sum(entry.line_s[Kind.GRADIENT] for entry in stats),
-        }
-
-    def _raw_bytes(self, direction: str) -> int:
-        sends = self._wiring.wan_sends
-        return sum(c.raw_bytes for c in sends if c.identity.direction == direction)
+    def _read(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
+        """Bytes sent, FP32 bytes of the tensors in them, seconds on the emulated line: each by the
+        name of the traffic, which for tensors is the direction of their channel."""
+        sent, raw = Counter(dict.fromkeys(TRAFFIC, 0)), Counter(dict.fromkeys(TENSORS, 0))
+        line_s: Counter[str] = Counter()
+        for stats in self._wiring.wan_stats:
+            for kind in Kind:  # other threads may add to what has been sent
+                if (name := kind.traffic) is not None:
+                    sent[name] += stats.num_bytes[kind]
+                    line_s[name] += stats.line_s[kind]
+        for channel in self._wiring.wan_sends:
+            raw[channel.identity.direction] += channel.raw_bytes
+        return sent, raw, line_s
