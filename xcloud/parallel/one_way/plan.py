@@ -150,6 +150,7 @@ class ConsumptionPlan:
     state: list[State] = field(init=False)
     ordered: Counter[tuple[Source, int]] = field(default_factory=Counter)
     consumed: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    _num_ordered: Counter[Source] = field(default_factory=Counter)
     _slots: list[deque[Source]] = field(init=False)
     _planned: Counter[Source] = field(default_factory=Counter)
     _surplus: Counter[tuple[Source, int]] = field(default_factory=Counter)
@@ -187,7 +188,7 @@ class ConsumptionPlan:
 
     def numbers(self, source: Source) -> int:
         """Batches ordered of a source so far; they are numbered from 1."""
-        return sum(self.ordered[source, c] for c in range(self.num_consumers))
+        return self._num_ordered[source]
 
     def step_slots(self, consumer: int) -> list[Source]:
         """order=fixed: the sources of this rank's next batches, in order. Fewer than per_consumer
@@ -282,6 +283,7 @@ class ConsumptionPlan:
 
     def _order(self, source: Source, consumer: int) -> Order:
         self.ordered[source, consumer] += 1
+        self._num_ordered[source] += 1
         p, number = source.producer, self.numbers(source)
         # Ranks that average gradients need one learning rate, whenever each is told the number.
         num_planned = self._told.setdefault((p, number), self.expected(p))
@@ -351,6 +353,9 @@ class ConsumptionPlan:
         self.ordered, self.consumed, self._surplus = (
             Counter(dict(zip(pairs, row, strict=True))) for row in counts
         )
+        self._num_ordered = Counter()
+        for (source, _), number in self.ordered.items():
+            self._num_ordered[source] += number
         states = memory.whole_numbers(state, "states", num_producers).tolist()
         self.state = [list(State)[number] for number in states]
         planned = memory.whole_numbers(state, "planned", len(sources)).tolist()
