@@ -180,9 +180,11 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         tmp_path,
         """
         from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
-        life = PeerLife(Liveness(0.2, 1.0))
+        from xcloud.cluster.window import LinkWindow
+        life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
         if rank == 0:
-            link = GlooOutLink(group, peer, OutSettings(name, 1000, life=life, overdue_s=1.0))
+            settings = OutSettings(name, 1000, None, window, life=life, overdue_s=1.0)
+            link = GlooOutLink(group, peer, settings)
             with Heartbeat(0.2, life.note):
                 for i in range(200):
                     link.send(key(i), ())
@@ -193,7 +195,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
             except LinkTimeout as error:
                 print(error)
         else:
-            link = GlooInLink(group, peer, InSettings(name, 1000))
+            link = GlooInLink(group, peer, InSettings(name, 1000, window=window))
             time.sleep(4)
             for i in range(200):
                 link.recv(key(i), 20)
@@ -201,7 +203,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         """,
     )
 
-    assert results[0][1].startswith("all taken\nrank 1 of cloud 'x' has taken none of 64 waiting")
+    assert results[0][1].startswith("all taken\nrank 1 of cloud 'x' has taken none of the waiting")
 
 
 def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.phases import Compression
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.one_way.wiring import OneWayWirer
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
@@ -125,3 +128,29 @@ def test_a_line_with_a_speed_is_refused_in_memory(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="links in memory emulate no line"):
         wired(layout, {0: BORDER}, Compression(), run_dir=tmp_path)
+
+
+def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
+    layout = OneWayLayout({"d": OneWayCloud(), "a": OneWayCloud(2, 1.0)}, "free")
+    world, source = MemoryWorld(), Source(0, 1)
+
+    def wirer(rank: int) -> OneWayWirer:
+        return OneWayWirer(world.transport(rank), layout, 100, 4, tmp_path)
+
+    consumer = wirer(0).consumer(lambda frame: None)
+    producers = [wirer(rank).producer() for rank in (1, 2)]
+    for producer in producers:
+        producer.say_ready()
+    consumer.send_orders([Order(source, 1, 0, 9)])
+    ordered = producers[1].orders.next(may_drop=True)
+    assert ordered is not None and ordered.number == 1
+    producers[1].send(0, 1, torch.arange(5, dtype=torch.uint8))
+    arrived = consumer.inbox.take(source)
+
+    assert consumer.inbox.was_ready(0) and arrived is not None
+    assert arrived.payload.tolist() == [0, 1, 2, 3, 4]
+    assert producers[1].records[0].bytes_of[Kind.BATCH] == arrived.num_bytes
+    assert in_threads([lambda p=p: p.cloud.sum(torch.ones(1)).item() for p in producers]) == [2, 2]
+    in_threads(
+        [lambda p=p: p.close(1.0) for p in producers] + [lambda: consumer.close_producers(1.0)]
+    )

@@ -38,7 +38,7 @@ _DIRECTION = {
 # What torch.distributed says on its own account: before the first step, and after the last one.
 UNFRAMED = [
     "rendezvous: addresses and ports of the ranks, names of their process groups",
-    "start: int64 [1] from rank 0, a number for this run's emulated links",
+    "start: int64 [1] from rank 0, a number for this run's emulated links (where there are any)",
     "start: int64 [1] from each rank, a number for its machine (emulated links only)",
     "start: a barrier before the first step",
     "end: float64 [8] or fewer from each rank, the times of its last steps",
