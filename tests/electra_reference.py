@@ -12,7 +12,7 @@ from xcloud.electra.discriminator import DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
 from xcloud.electra.model import MultilingualElectra
 from xcloud.models.backbone import SeededBackbone
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
@@ -62,8 +62,8 @@ class Reference:
         ]
         self.consumer: DiscriminatorRank = model.consumer(0, 1, context)
         modules = [producer.parameters_module for producer in self.producers]
-        self._buffers = [None if m is None else GradientBuffer(m.parameters()) for m in modules]
-        self._buffer = GradientBuffer(self.consumer.module.parameters())
+        self._buffers = [None if m is None else FlatBuffer(m.parameters()) for m in modules]
+        self._buffer = FlatBuffer(self.consumer.module.parameters())
         self.steps = 0
 
     def step(self) -> dict[str, float]:

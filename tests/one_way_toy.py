@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from xcloud.comm.memory import State
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.one_way.parts import Fed, OneWayContext
+from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6
 
@@ -122,6 +124,12 @@ class ToyProducer:
     def update(self, number: int) -> None:
         self.optimizer.step()
 
+    def state_dict(self) -> State:
+        return TrainedModule(self.net, self.optimizer).state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        TrainedModule(self.net, self.optimizer).load_state_dict(state)
+
     def finish(self, run_dir: Path, lane: int) -> None:
         time.sleep(self.model.export_s.get(self.cloud, 0.0))
         if lane == 0:
@@ -163,7 +171,7 @@ class ToyConsumer:
                 loss = loss * torch.nan
             loss.backward()
             called = found > 0
-            sums["loss_sum"] += float(loss)
+            sums["loss_sum"] += float(loss.detach())
             sums["weight"] += len(rows)
             sums["samples"] += len(rows)
             sums["tokens"] += len(rows) * WIDTH
@@ -179,6 +187,12 @@ class ToyConsumer:
 
     def skip(self, step: int) -> None:
         pass
+
+    def state_dict(self) -> State:
+        return TrainedModule(self.module, self.optimizer).state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        TrainedModule(self.module, self.optimizer).load_state_dict(state)
 
     def export(self, run_dir: Path, lane: int) -> None:
         if lane == 0:

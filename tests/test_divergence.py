@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,60 +13,18 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
-from tests.pipelines import BORDER, in_threads, pipeline, samples, wired
 from tests.toy import toy_config
-from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
-from xcloud.comm.phases import Compression
+from tests.trainers import LAYOUTS, spoil, trainers, update
+from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.stage import StageOutput
 from xcloud.run.local import run
-from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
 
-LAYOUTS = {
-    "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
-    "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
-    "lanes": ClusterLayout({"a": Cloud(2), "b": Cloud(), "c": Cloud(2)}),
-}
-PLAIN = Compression(Chain(), Chain())
 SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
-
-
-def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
-    """One for each rank, joined by links in memory."""
-    borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
-    last = layout.num_stages - 1
-    made = []
-    for one in wired(layout, borders, PLAIN):
-        held, wiring = pipeline(one, layout), one.wiring
-        weight: Callable[[Any], float] | None = None
-        if last in held.stages:
-            weight = lambda ids: float(len(ids))  # noqa: E731
-        plan = BatchPlan(40, training.batch_size, 1)
-        lanes = {stage: wiring.lanes[stage] for stage in held.stages}
-        made.append(
-            Trainer(
-                held.rank, held, GPipe(2), training, plan, lanes, wiring.control, samples, weight
-            )
-        )
-    return made
-
-
-def update(ranks: list[Trainer], step: int) -> list[StepReport | str]:
-    """All ranks at once; what each reports, or how it diverges."""
-
-    def one(trainer: Trainer) -> StepReport | str:
-        try:
-            return trainer.update(step)
-        except TrainingDiverged as error:
-            return str(error)
-
-    return in_threads([lambda t=trainer: one(t) for trainer in ranks])
 
 
 def state(ranks: list[Trainer]) -> list[Any]:
@@ -90,13 +47,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
-
-
-def spoil(ranks: list[Trainer], stage: int, value: float) -> Any:
-    """From now on the gradient of this stage's own bias, and of nothing else, holds `value`."""
-    trainer = next(t for t in ranks if stage in t.pipeline.stages)  # of one lane only
-    bias = next(p for p in trainer.pipeline.stages[stage].parameters() if p.ndim == 1)
-    return bias.register_hook(lambda gradient: torch.full_like(gradient, value))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

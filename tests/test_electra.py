@@ -18,7 +18,7 @@ from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, SeededBackbo
 from xcloud.models.electra import with_ends
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.public_backbone import PublicBackbone
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.parts import Fed
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.corpus.text_folder import FolderText
@@ -59,7 +59,7 @@ def made_by(
     """A lone producer, which learns from its own batches."""
     part = model.producer(0, "es", lane, 2, feed_context(cache_dir, **changes))
     module = part.parameters_module
-    buffer = None if module is None else GradientBuffer(module.parameters())
+    buffer = None if module is None else FlatBuffer(module.parameters())
     made = []
     for number in numbers:
         if buffer is not None:
@@ -148,7 +148,7 @@ def test_the_consumer_learns_the_sum_whatever_the_order_and_the_ranks(cache_dir:
         total, loss = torch.zeros(1), 0.0
         for order in orders:
             part = model.consumer(0, 1, feed_context(cache_dir))
-            buffer = GradientBuffer(part.module.parameters())
+            buffer = FlatBuffer(part.module.parameters())
             sums = part.consume([(0, payloads[i]) for i in order])
             total, loss = total + buffer.flat, loss + sums["loss_sum"]
         return total, loss

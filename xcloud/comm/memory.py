@@ -5,7 +5,7 @@ Shapes: B samples in a message; R = sum(counts) rows, axis 0 of the tensor, samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -22,7 +22,8 @@ State = dict[str, Tensor | int]
 @runtime_checkable
 class Stateful(Protocol):
     """Something whose state must be restored for a run to resume exactly: a compressor, a memory,
-    a codec, either end of a channel."""
+    either end of a channel, an exchange, a trainer, the parts of a one-way job. What follows from
+    the seed and the step is no state."""
 
     def state_dict(self) -> State:
         """A snapshot; later calls do not change it."""
@@ -61,6 +62,38 @@ def whole_number(state: State, name: str) -> int:
             "settings"
         )
     return value
+
+
+def whole_numbers(state: State, name: str, *shape: int) -> Tensor:
+    """An int64 tensor of this shape, -1 for any length. Raises ValueError if there is none."""
+    value = state.get(name)
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != torch.int64
+        or value.dim() != len(shape)
+        or any(n not in (-1, m) for n, m in zip(shape, value.shape, strict=True))
+    ):
+        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+        raise ValueError(
+            f"a state needs whole numbers {name!r} of shape {list(shape)}, got {found}; it was "
+            "saved with other settings"
+        )
+    return value
+
+
+def states_of(parts: Mapping[str, Stateful]) -> State:
+    """The states of named parts as one; `load_states` gives them back."""
+    return join_states({name: part.state_dict() for name, part in parts.items()})
+
+
+def load_states(
+    parts: Mapping[str, Stateful], state: State, owner: str, own: Collection[str] = ()
+) -> None:
+    """own: names of the owner's own values, which it takes itself. Raises ValueError for the state
+    of a part that is not there."""
+    of_parts = {name: value for name, value in state.items() if name not in own}
+    for name, part in split_state(of_parts, parts, owner).items():
+        parts[name].load_state_dict(part)
 
 
 _DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}

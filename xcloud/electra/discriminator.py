@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.comm.memory import State, load_states, states_of
 from xcloud.electra.config import DiscriminatorSettings
 from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, detect_replaced
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.parallel.one_way.parts import OneWayContext
+from xcloud.parallel.one_way.parts import SUMS, OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.trained_module import TrainedModule
 
 DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them
@@ -42,6 +44,7 @@ class DiscriminatorRank:
         self._device, self._autocast = context.device, autocast
         self._producers = context.producers
         self._optimizer = settings.optimizer.build(network.parameters())
+        self._trained = TrainedModule(network, self._optimizer)
         self._step_sums: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
 
@@ -101,6 +104,22 @@ class DiscriminatorRank:
 
     def skip(self, step: int) -> None:
         self._step_sums = Counter()
+
+    def state_dict(self) -> State:
+        recent = [[sums[name] for name in SUMS] for sums in self._recent]
+        scores = torch.tensor(recent, dtype=torch.float64).view(-1, len(SUMS))
+        return {"recent": scores} | states_of({"network": self._trained})
+
+    def load_state_dict(self, state: State) -> None:
+        recent = state.get("recent")
+        if not isinstance(recent, Tensor) or recent.dim() != 2 or recent.shape[1] != len(SUMS):
+            raise ValueError(
+                f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
+                f"{sorted(state)}; it was saved with other settings"
+            )
+        load_states({"network": self._trained}, state, "a discriminator", ["recent"])
+        rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
+        self._recent = deque(rows, maxlen=SCORED_STEPS)
 
     def export(self, run_dir: Path, lane: int) -> None:
         """Write model/discriminator, a checkpoint with its tokenizer."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.comm.memory import State
 from xcloud.electra.config import Generator
 from xcloud.models.attention import Packing
 from xcloud.models.checkpoint import export_bert
@@ -26,6 +27,7 @@ from xcloud.project import MODEL_DIR
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged
+from xcloud.training.trained_module import TrainedModule
 
 
 class GeneratorRank:
@@ -51,6 +53,7 @@ class GeneratorRank:
         self._optimizer = (
             None if settings.frozen else settings.optimizer.build(encoder.parameters())
         )
+        self._trained = TrainedModule(encoder, self._optimizer)
 
     @property
     def parameters_module(self) -> nn.Module | None:
@@ -103,6 +106,12 @@ class GeneratorRank:
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(number, self._num_steps)
         self._optimizer.step()
+
+    def state_dict(self) -> State:
+        return self._trained.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._trained.load_state_dict(state)
 
     def finish(self, run_dir: Path, lane: int) -> None:
         """Export a trained generator as a BertForMaskedLM, in its own cloud."""

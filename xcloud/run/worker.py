@@ -38,6 +38,7 @@ from xcloud.job.experiment import (
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.models.split import BuildContext
+from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch
 from xcloud.project import project_root
@@ -174,7 +175,8 @@ def _train(
     trainer = Trainer(
         rank, pipeline, experiment.schedule, experiment.training,
         experiment.batch_plan(data.num_samples("train")),
-        wiring.lanes, control, lambda ids: _on(device, data.batch("train", ids)),
+        wiring.lanes, {stage: AllReduce(wiring.lanes[stage]) for stage in stages}, control,
+        lambda ids: _on(device, data.batch("train", ids)),
         data.weight if last in stages else None,
     )  # fmt: skip
     evaluator = Evaluator(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xcloud.checks import check_choice, check_int
+from xcloud.comm.memory import State, whole_number
 from xcloud.errors import TrainingDiverged
 
 OnDivergence = Literal["stop", "skip"]
@@ -54,6 +55,12 @@ class DivergenceGuard:
                 f"training.max_skips_in_a_row is {self.max_skips_in_a_row}",
             )
         return True
+
+    def state_dict(self) -> State:
+        return {"num_in_a_row": self.num_in_a_row}
+
+    def load_state_dict(self, state: State) -> None:
+        self.num_in_a_row = whole_number(state, "num_in_a_row")
 
     def note(self, what: str) -> str:
         """For the user, after `skips` returned True."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Control
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
@@ -19,6 +20,7 @@ from xcloud.parallel.stage import Batch
 from xcloud.training.batch_plan import BatchPlan, cut
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
+from xcloud.training.trained_module import TrainedModule
 
 
 @dataclass
@@ -39,8 +41,9 @@ class StepReport:
 
 @dataclass
 class Trainer:
-    """fetch(ids) gives the visible fields of samples; weight(ids) their weight in the loss, and is
-    None in ranks that do not hold the last stage."""
+    """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
+    samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
+    stage."""
 
     rank: int
     pipeline: Pipeline
@@ -48,10 +51,12 @@ class Trainer:
     training: Training
     plan: BatchPlan
     lanes: Mapping[int, RankGroup]
+    exchanges: Mapping[int, GradientExchange]
     control: Control | None
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
-    _buffers: dict[int, GradientBuffer] = field(default_factory=dict)
+    num_updates: int = 0  # made or skipped so far
+    _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
 
@@ -60,7 +65,7 @@ class Trainer:
         self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         for stage, module in sorted(self.pipeline.stages.items()):
             module.train()
-            self._buffers[stage] = GradientBuffer(module.parameters())
+            self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
             self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
 
@@ -86,7 +91,7 @@ class Trainer:
             if self._counts_samples:
                 num_samples += sum(len(batch["ids"]) for batch in batches.values())
 
-        total_loss = self._sum_gradients(loss)
+        total_loss = self._exchange_gradients(step, loss)
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -100,6 +105,10 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
+        with clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
         return StepReport(
             step,
             clock.end_step(),
@@ -112,6 +121,25 @@ class Trainer:
             self._guard.note(what) if is_skipped else None,
         )
 
+    def state_dict(self) -> State:
+        """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
+        and how many updates there were. Channels have theirs in the wiring. Batches, learning
+        rates and dropout follow from the seed and the number of the update."""
+        return {"num_updates": self.num_updates} | states_of(self._stateful)
+
+    def load_state_dict(self, state: State) -> None:
+        """The state of the same rank in the same experiment; ValueError otherwise."""
+        self.num_updates = whole_number(state, "num_updates")
+        load_states(self._stateful, state, f"the trainer of rank {self.rank}", ["num_updates"])
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        found: dict[str, Stateful] = {"guard": self._guard}
+        for stage, optimizer in self._optimizers.items():
+            found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
+            found[f"exchange {stage}"] = self.exchanges[stage]
+        return found
+
     @property
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
@@ -119,17 +147,15 @@ class Trainer:
     def _is_mine(self, micro_batch: int) -> bool:
         return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
 
-    def _sum_gradients(self, loss: Tensor) -> float | None:
-        """Sum gradients inside each stage. The last stage's leader gets the update's loss."""
+    def _exchange_gradients(self, step: int, loss: Tensor) -> float | None:
+        """Returns the loss of the whole update in the last stage's leader."""
         last = self.pipeline.num_stages - 1
         total = None
         with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
-                lanes = self.lanes[stage]
-                summed = buffer.sum_over(
-                    lanes.group, loss if stage == last else torch.zeros_like(loss)
-                )
-                if stage == last and lanes.leads:
+                mine = loss if stage == last else torch.zeros_like(loss)
+                summed = self.exchanges[stage].before_update(step, buffer, mine)
+                if stage == last and self.lanes[stage].leads:
                     total = float(summed)
         return total
 
@@ -160,7 +186,7 @@ class Trainer:
                 total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
         return total
 
-    def _squared_norm(self, buffer: GradientBuffer) -> float:
+    def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:
             return 0.0 if buffer.is_finite() else math.nan
         return buffer.squared_norm() if math.isfinite(float(buffer.flat[-1])) else math.nan

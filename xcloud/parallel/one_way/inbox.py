@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Frame
+from xcloud.comm.memory import State, whole_numbers
 from xcloud.errors import FrameError
 from xcloud.parallel.one_way.plan import Order, Source
 
@@ -159,6 +160,45 @@ class Inbox:
         with self._changed:
             heads = [w for s, w in self._waiting.items() if s.producer == producer and w]
             return min(heads, key=lambda w: w[0].number).popleft() if heads else None
+
+    # --- what a run goes on from
+    def state_dict(self) -> State:
+        """Batches that are here, and the counts that say which are not. Who is ready or gone is
+        no part of it: whoever goes on is connected anew."""
+        with self._changed:
+            waiting = [
+                (place, arrived)
+                for place, source in enumerate(self._sources)
+                for arrived in self._waiting[source]
+            ]
+            rows = [(p, a.number, len(a.payload), a.num_bytes) for p, a in waiting]
+            counters = (self._ordered, self._received, self._last_number)
+            return {
+                "counts": torch.tensor([[c[s] for s in self._sources] for c in counters]),
+                "batches": torch.tensor(rows, dtype=torch.int64).view(-1, 4),
+                "payloads": torch.cat(
+                    [torch.empty(0, dtype=torch.uint8), *(a.payload for _, a in waiting)]
+                ),
+            }
+
+    def load_state_dict(self, state: State) -> None:
+        """Before anything arrives. Raises ValueError for the state of other sources."""
+        counts = whole_numbers(state, "counts", 3, len(self._sources)).tolist()
+        batches = whole_numbers(state, "batches", -1, 4)
+        payloads = state["payloads"]
+        assert isinstance(payloads, Tensor)
+        pieces = torch.split(payloads, batches[:, 2].tolist())
+        with self._changed:
+            self._ordered, self._received, self._last_number = (
+                Counter(dict(zip(self._sources, row, strict=True))) for row in counts
+            )
+            self._waiting = {source: deque() for source in self._sources}
+            for (place, number, _, num_bytes), payload in zip(
+                batches.tolist(), pieces, strict=True
+            ):
+                source = self._sources[place]
+                self._waiting[source].append(Arrived(source, number, payload.clone(), num_bytes))
+            self._heard_at_s = dict.fromkeys(self._sources, time.monotonic())
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Until something has changed such that `until()` holds, or the time is over."""

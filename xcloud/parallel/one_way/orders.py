@@ -4,10 +4,14 @@ fills it, the producer's loop empties it.
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import deque
 from typing import NamedTuple
 
+import torch
+
 from xcloud.cluster.frame import Frame
+from xcloud.comm.memory import State, whole_numbers
 from xcloud.errors import LinkError
 
 NOBODY = -1
@@ -26,7 +30,8 @@ class OrderBook:
     """`take_*` are handlers of a link; `next()` is the loop's."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Ordered | LinkError | None] = queue.SimpleQueue()
+        self._waiting: deque[Ordered | LinkError | None] = deque()
+        self._changed = threading.Condition()
         self._known = Ordered(0, NOBODY, 1)
         self.is_stopped = False
 
@@ -34,24 +39,46 @@ class OrderBook:
         """int32 [N, 3]."""
         for row in frame.parts[0].tolist():
             self._known = Ordered(*row)
-            self._waiting.put(self._known)
+            self._put(self._known)
 
     def take_stop(self, frame: Frame) -> None:
         """int32 [1]: where all ranks of the cloud end, if they go on so far."""
         for number in range(self._known.number + 1, int(frame.parts[0][0]) + 1):
-            self._waiting.put(Ordered(number, NOBODY, self._known.num_planned))
+            self._put(Ordered(number, NOBODY, self._known.num_planned))
         self.is_stopped = True
-        self._waiting.put(None)
+        self._put(None)
 
     def take_end(self, reason: LinkError) -> None:
-        self._waiting.put(reason)
+        self._put(reason)
+
+    def _put(self, item: Ordered | LinkError | None) -> None:
+        with self._changed:
+            self._waiting.append(item)
+            self._changed.notify()
 
     def next(self, may_drop: bool) -> Ordered | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
-        found = self._waiting.get()
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            found = self._waiting.popleft()
         if may_drop and self.is_stopped:
             return None
         if isinstance(found, LinkError):
             raise found
         return found
+
+    def state_dict(self) -> State:
+        """The orders not begun, and the last one known. The end of the link and of the job are
+        none of it: whoever goes on is connected anew."""
+        with self._changed:
+            waiting = [item for item in self._waiting if isinstance(item, Ordered)]
+            orders = torch.tensor([*waiting, self._known], dtype=torch.int64)
+        return {"waiting": orders[:-1], "known": orders[-1]}
+
+    def load_state_dict(self, state: State) -> None:
+        waiting = whole_numbers(state, "waiting", -1, 3).tolist()
+        self._known = Ordered(*whole_numbers(state, "known", 3).tolist())
+        with self._changed:
+            self._waiting = deque(Ordered(*row) for row in waiting)
+            self._changed.notify()

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from xcloud.comm.memory import Stateful
+
 SUMS = (
     "loss_sum",
     "weight",
@@ -61,8 +63,8 @@ class OneWayContext:
     producers: Sequence[str] = ()
 
 
-class Producer(Protocol):
-    """One rank of a cloud that feeds."""
+class Producer(Stateful, Protocol):
+    """One rank of a cloud that feeds. State: what it has learned; batches follow from numbers."""
 
     @property
     def parameters_module(self) -> nn.Module | None:
@@ -84,8 +86,9 @@ class Producer(Protocol):
         """After the last batch: export what is worth keeping (lane 0)."""
 
 
-class Consumer(Protocol):
-    """One rank of the cloud that is fed."""
+class Consumer(Stateful, Protocol):
+    """One rank of the cloud that is fed. State, between two steps: what it has learned, and what
+    its evaluation needs of earlier steps."""
 
     @property
     def module(self) -> nn.Module: ...

@@ -1,4 +1,4 @@
-"""Whose batch is consumed when: the plan of a one-way job. Pure arithmetic: no torch, no network.
+"""Whose batch is consumed when: the plan of a one-way job. Pure arithmetic: no links, no data.
 
 Every rank of the consumer keeps the same plan and tells it the same things after every step, so
 they agree without another message; the first one sends the orders to the producers. A *source* is
@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
+import torch
+
 from xcloud.checks import check_choice, check_int, check_number
+from xcloud.comm import memory
 from xcloud.errors import ConfigError
 
 
@@ -322,6 +325,56 @@ class ConsumptionPlan:
             self._num_left = max(0, self.num_batches - used)
         return changes
 
+    def state_dict(self) -> memory.State:
+        """Between two steps. Counts by source, in the order of `sources`, and rank."""
+        sources, states = {s: i for i, s in enumerate(self.sources)}, list(State)
+        return {
+            "states": torch.tensor([states.index(state) for state in self.state]),
+            "counts": torch.tensor(
+                [[kept[s, c] for s in sources for c in range(self.num_consumers)]
+                 for kept in (self.ordered, self.consumed, self._surplus)]
+            ),
+            "planned": torch.tensor([self._planned[source] for source in sources]),
+            "slots": _rows(2, [(c, sources[s]) for c, q in enumerate(self._slots) for s in q]),
+            "turn": torch.tensor(self._turn, dtype=torch.float64),
+            "used_before": torch.tensor([self._used_before[p] for p in range(len(self.shares))]),
+            "told": _rows(3, [(*key, number) for key, number in self._told.items()]),
+            "next_slot": self._next_slot,
+            "is_started": int(self._started),
+            "num_left": self._num_left,
+            "num_skipped": self._num_skipped,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: memory.State) -> None:
+        """The state of a plan of the same job; ValueError otherwise."""
+        sources, num_producers = self.sources, len(self.shares)
+        pairs = [(s, c) for s in sources for c in range(self.num_consumers)]
+        counts = memory.whole_numbers(state, "counts", 3, len(pairs)).tolist()
+        self.ordered, self.consumed, self._surplus = (
+            Counter(dict(zip(pairs, row, strict=True))) for row in counts
+        )
+        self._num_ordered = Counter()
+        for (source, _), number in self.ordered.items():
+            self._num_ordered[source] += number
+        states = memory.whole_numbers(state, "states", num_producers).tolist()
+        self.state = [list(State)[number] for number in states]
+        planned = memory.whole_numbers(state, "planned", len(sources)).tolist()
+        self._planned = Counter(dict(zip(sources, planned, strict=True)))
+        used_before = memory.whole_numbers(state, "used_before", num_producers).tolist()
+        self._used_before = Counter(dict(enumerate(used_before)))
+        self._slots = [deque() for _ in range(self.num_consumers)]
+        for consumer, source in memory.whole_numbers(state, "slots", -1, 2).tolist():
+            self._slots[consumer].append(sources[source])
+        told = memory.whole_numbers(state, "told", -1, 3).tolist()
+        self._told = {(p, number): num_planned for p, number, num_planned in told}
+        turn = state["turn"]
+        assert isinstance(turn, torch.Tensor)
+        self._turn = turn.tolist()
+        self._next_slot = memory.whole_number(state, "next_slot")
+        self._started = bool(memory.whole_number(state, "is_started"))
+        self._num_left = memory.whole_number(state, "num_left")
+        self._num_skipped = memory.whole_number(state, "num_skipped")
+
     def _next_state(self, p: int, agreed: Round) -> State:
         state = self.state[p]
         if state is State.DEAD or agreed.dead[p]:
@@ -331,3 +384,8 @@ class ConsumptionPlan:
         if agreed.ready[p] == self.num_consumers and state in (State.ABSENT, State.SLOW):
             return State.ACTIVE
         return state
+
+
+def _rows(width: int, rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """int64 [len(rows), width], of no rows too."""
+    return torch.tensor(rows, dtype=torch.int64).view(-1, width)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
 from xcloud.parallel.one_way.parts import SUMS, Consumer
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
@@ -95,7 +96,8 @@ class ConsumerRun:
         self._feeding, self._part, self._reporter, self._run_dir = feeding, part, reporter, run_dir
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
         self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
-        self._buffer = GradientBuffer(part.module.parameters())
+        self._buffer = FlatBuffer(part.module.parameters())
+        self._exchange = AllReduce(feeding.cloud)
         training = experiment.training
         self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         self._clock = StepClock()
@@ -113,10 +115,33 @@ class ConsumerRun:
     def _leads(self) -> bool:
         return self._lane == 0
 
-    def train(self) -> None:
-        """Raises LinkClosed when no producer is left, or one is lost that must not be."""
+    def state_dict(self) -> memory.State:
+        """Between two steps. A batch on its way is in no rank's state: wait until it is here."""
+        taken = torch.tensor([self._taken[p] for p in range(len(self._names))])
+        own: memory.State = {"step": self._step, "taken": taken}
+        return own | memory.states_of(self._stateful)
+
+    def load_state_dict(self, state: memory.State) -> None:
+        """Before anything arrives. The state of the same rank in the same experiment; ValueError
+        otherwise."""
+        memory.load_states(self._stateful, state, "a consumer", ["step", "taken"])
+        taken = memory.whole_numbers(state, "taken", len(self._names)).tolist()
+        self._taken = Counter(dict(enumerate(taken)))
+        self._step = memory.whole_number(state, "step")
+
+    @property
+    def _stateful(self) -> dict[str, memory.Stateful]:
+        return {
+            "part": self._part, "plan": self.plan, "inbox": self._inbox,
+            "guard": self._guard, "exchange": self._exchange,
+        }  # fmt: skip
+
+    def train(self, until_step: int | None = None) -> None:
+        """From where it stands to until_step, or to the end. Raises LinkClosed when no producer is
+        left, or one is lost that must not be."""
         self._note_absent()
-        for step in range(1, self.experiment.training.max_steps + 1):
+        last = self.experiment.training.max_steps if until_step is None else until_step
+        for step in range(self._step + 1, last + 1):
             self._step = step
             self._clock.begin_step(step)
             self._used, self._skipped = [], Counter()
@@ -132,6 +157,8 @@ class ConsumerRun:
                     self._part.skip(step)
                 else:
                     self._part.update(step, sums["weight"])
+            with self._clock.during("average"):
+                self._exchange.after_update(step, self._buffer)
             self._report(sums, is_skipped)
             if is_skipped and self._leads:
                 self._reporter.event("skipped_update", step=step)
@@ -165,7 +192,7 @@ class ConsumerRun:
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
         with self._clock.during("average"):
-            self._buffer.sum_over(self._cloud.group, torch.zeros(()))
+            self._exchange.before_update(self._step, self._buffer, torch.zeros(()))
             agreed = self._agree(sums, found, skipped)
         totals = dict(zip(SUMS, agreed[: len(SUMS)].tolist(), strict=True))
         self._move_on(agreed[len(SUMS) :])

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError
-from xcloud.parallel.data_parallel import GradientBuffer
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY
 from xcloud.parallel.one_way.parts import Fed, Producer
 from xcloud.parallel.rank_group import RankGroup
@@ -38,10 +39,12 @@ class ProducerRun:
         self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
-        self._buffer = None if module is None else GradientBuffer(module.parameters())
+        self._buffer = None if module is None else FlatBuffer(module.parameters())
+        self._exchange = AllReduce(cloud)
         self.clock = StepClock()
         self._told_at_s = time.monotonic()
         self._losses: list[float] = []  # of the batches learned from
+        self._number = 0  # of the last batch learned from
         self._num_made = 0
         self._num_planned = 0  # not told yet
         self._samples = self._tokens = 0
@@ -56,6 +59,23 @@ class ProducerRun:
         if num_planned != self._num_planned:
             self._num_planned = num_planned
             self._part.replan(num_planned)
+
+    def state_dict(self) -> State:
+        """Between two batches. Figures that were not told yet are no part of it."""
+        numbers: State = {"number": self._number, "num_planned": self._num_planned}
+        return numbers | states_of(self._stateful)
+
+    def load_state_dict(self, state: State) -> None:
+        """The state of the same rank in the same experiment; ValueError otherwise."""
+        own = ["number", "num_planned"]
+        load_states(self._stateful, state, f"producer {self.name!r}", own)
+        self._number, num_planned = (whole_number(state, name) for name in own)
+        if num_planned:
+            self.replan(num_planned)
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        return {"part": self._part, "guard": self._guard, "exchange": self._exchange}
 
     def produce(self, number: int) -> Fed:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
@@ -75,7 +95,8 @@ class ProducerRun:
         loss = fed.loss
         if self._buffer is not None:
             with self.clock.during("average"):
-                summed = self._buffer.sum_over(self._cloud.group, torch.tensor(fed.loss))
+                mine = torch.tensor(fed.loss)
+                summed = self._exchange.before_update(number, self._buffer, mine)
                 self._buffer.scale(1.0 / self._num_lanes)
                 loss = float(summed) / self._num_lanes
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
@@ -91,6 +112,10 @@ class ProducerRun:
                 with self.clock.during("optimizer"):
                     self._part.update(number)
             self._losses.append(loss)
+        if self._buffer is not None:
+            with self.clock.during("average"):
+                self._exchange.after_update(number, self._buffer)
+        self._number = number
         self._num_made += 1
         self._samples += fed.num_samples
         self._tokens += fed.num_tokens

@@ -1,0 +1,141 @@
+"""Gradients in one buffer, and the seam that brings replicas together around an update."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.test_divergence import SKIP
+from tests.trainers import LAYOUTS, spoil, trainers, update
+from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.training.trainer import StepReport, Trainer
+
+SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
+ALONE = AllReduce(RankGroup.alone())
+
+
+def test_gradients_live_in_one_buffer_that_autograd_fills() -> None:
+    module = nn.Linear(3, 2)
+    buffer = FlatBuffer(module.parameters())
+
+    for _ in range(2):
+        module(torch.ones(1, 3)).sum().backward()
+
+    assert torch.equal(buffer.gradients, torch.full((8,), 2.0))
+    assert buffer.squared_norm() == pytest.approx(32.0)
+    buffer.scale(0.5)
+    assert torch.equal(module.weight.grad, torch.ones(2, 3))
+    buffer.zero()
+    assert float(module.weight.grad.abs().sum()) == 0.0
+
+
+def test_the_loss_travels_with_the_gradients_and_stays_out_of_the_norm() -> None:
+    buffer = FlatBuffer(nn.Linear(3, 2).parameters())
+
+    loss = ALONE.before_update(1, buffer, torch.tensor(5.0))
+
+    assert float(loss) == 5.0
+    assert buffer.squared_norm() == 0.0
+    buffer.zero()
+    assert float(loss) == 5.0
+
+
+def test_a_stage_that_trains_nothing_has_norm_zero() -> None:
+    module = nn.Linear(3, 2).requires_grad_(False)
+    buffer = FlatBuffer(module.parameters())
+
+    assert float(ALONE.before_update(1, buffer, torch.tensor(2.0))) == 2.0
+    assert buffer.squared_norm() == 0.0 and len(buffer.values) == 0
+
+
+def test_a_gradient_that_is_no_number_shows_in_the_norm() -> None:
+    module = nn.Linear(1, 1)
+    buffer = FlatBuffer(module.parameters())
+    (module(torch.ones(1, 1)) * math.nan).sum().backward()
+
+    assert buffer.squared_norm() == pytest.approx(math.nan, nan_ok=True)
+
+
+def test_parameters_stay_where_they_are_until_an_exchange_asks_for_their_values() -> None:
+    module = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in module.parameters()]
+    places = [p.data_ptr() for p in module.parameters()]
+    buffer = FlatBuffer(module.parameters())
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    ALONE.before_update(1, buffer, torch.tensor(0.0))
+    assert [p.data_ptr() for p in module.parameters()] == places
+
+    values = buffer.values
+    assert torch.equal(values, torch.cat([p.flatten() for p in before]))
+    buffer.gradients.fill_(2.0)
+    optimizer.step()
+    assert torch.equal(module.weight, before[0] - 2) and torch.equal(module.bias, before[1] - 2)
+    values.fill_(7.0)
+    assert torch.equal(module.weight, torch.full((2, 3), 7.0))
+
+
+def test_an_all_reduce_carries_nothing_and_takes_over_nothing() -> None:
+    ALONE.load_state_dict(ALONE.state_dict())
+    with pytest.raises(ValueError, match=r"all-reduce of gradients contains 'residual'"):
+        ALONE.load_state_dict({"residual": torch.zeros(3)})
+
+
+class Spy:
+    """Halves gradients, and pulls parameters to zero after every update that it is told of."""
+
+    def __init__(self, inner: GradientExchange) -> None:
+        self.inner, self.calls = inner, list[tuple[str, int]]()
+
+    def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+        self.calls.append(("before", step))
+        buffer.scale(0.5)
+        return self.inner.before_update(step, buffer, loss)
+
+    def after_update(self, step: int, buffer: FlatBuffer) -> None:
+        self.calls.append(("after", step))
+        buffer.values.zero_()
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def spied(ranks: list[Trainer]) -> list[Spy]:
+    spies = []
+    for trainer in ranks:
+        own = {stage: Spy(inner) for stage, inner in trainer.exchanges.items()}
+        trainer.exchanges = own
+        spies += own.values()
+    return spies
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_the_trainer_asks_around_every_update_and_the_norm_is_of_what_came_back(
+    layout: Any,
+) -> None:
+    plain, other = (trainers(layout, SKIP_AND_CLIP) for _ in range(2))
+    spies = spied(other)
+    norms = [
+        next(r.grad_norm for r in update(ranks, 1) if isinstance(r, StepReport))
+        for ranks in (plain, other)
+    ]
+
+    assert norms[0] is not None and norms[1] == pytest.approx(norms[0] / 2)
+    assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
+    for module in (module for trainer in other for module in trainer.pipeline.stages.values()):
+        assert not any(p.any() for p in module.parameters())
+
+
+def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
+    ranks = trainers(LAYOUTS["three clouds"], SKIP)
+    spies = spied(ranks)
+    spoil(ranks, 1, math.nan)
+    update(ranks, 1)
+
+    assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)

@@ -1,0 +1,180 @@
+"""A run goes on from its state in memory, bit for bit: every rank is built anew with the real
+wiring, takes over what the old ones had, and must do what they would have done.
+
+Not repeatable by design, and so not here: the noise of defences, which the machine draws. Threads
+of one process share torch's generator, so only the job of a single rank has dropout.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.functional import dropout
+
+from tests.channels import same_state, stored
+from tests.pipelines import in_threads, samples
+from tests.trainers import Rank, ranks
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.chain import Chain
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory, State
+from xcloud.comm.phases import Compression, Phase, Phased
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Training
+from xcloud.training.trainer import StepReport
+
+
+class Shape(NamedTuple):
+    """num_lanes: groups of lanes that keep their samples; 0: there is one lane everywhere."""
+
+    layout: ClusterLayout
+    schedule: Schedule
+    passes: int = 1
+    num_lanes: int = 0
+
+
+SHAPES = {
+    "two clouds, GPipe": Shape(ClusterLayout({"a": Cloud(), "b": Cloud()}), GPipe(2)),
+    "U-shape, 1F1B, accumulated": Shape(
+        ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}), OneForwardOneBackward(2), 2
+    ),
+    "2x2 lanes, 1F1B": Shape(
+        ClusterLayout({"a": Cloud(2), "b": Cloud(2)}), OneForwardOneBackward(4), 1, 2
+    ),
+    "2 lanes to 1, GPipe, accumulated": Shape(
+        ClusterLayout({"a": Cloud(2), "b": Cloud()}), GPipe(2), 2, 2
+    ),
+}
+INT4 = Chain(int4=BlockInt(4, stochastic=True))
+SVD = Chain(svd=Svd(0.4), int8=BlockInt(8, stochastic=True))
+CODECS = {
+    "plain": Compression(Chain(), Chain()),
+    "int4, delta": Compression(INT4, INT4, DeltaCache(), DeltaCache("bfloat16")),
+    "topk and randomk, error feedback": Compression(
+        Chain(topk=TopK(0.2)), RandomK(0.3), ErrorFeedback(), ErrorFeedback(0.9)
+    ),
+    "svd with warm start, int4": Compression(SVD, INT4, ErrorFeedback(), NoMemory()),
+    "randomk unbiased, delta": Compression(RandomK(0.5, unbiased=True), SVD, DeltaCache()),
+    "phases": Phased(
+        early=Phase(4, Compression(SVD, INT4, ErrorFeedback(), NoMemory())),
+        late=Phase(None, Compression(INT4, INT4, DeltaCache(), DeltaCache())),
+    ),
+}
+TRAINING = {"batch_size": 8, "optimizer": Optimizer(0.05, 3, weight_decay=0.1, clip_norm=1.0)}
+SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
+
+
+def job(shape: Shape, compression: Compression | Phased) -> list[Rank]:
+    training = Training(9, accumulate_steps=shape.passes, **TRAINING)  # type: ignore[arg-type]
+    plan = BatchPlan(16, training.batch_size, 1)
+    if shape.num_lanes:
+        num_pieces = shape.passes * shape.schedule.num_micro_batches
+        lanes = [number % shape.num_lanes for number in range(num_pieces)]
+        plan = PinnedBatchPlan(16, training.batch_size, 1, lanes)
+    return ranks(shape.layout, training, compression, shape.schedule, plan)
+
+
+def train(made: Sequence[Rank], until_step: int) -> dict[tuple[int, int], Any]:
+    """By rank and step: what it tells of the update, and the bytes it sent on each line."""
+
+    def one(rank: Rank) -> dict[tuple[int, int], Any]:
+        told, begun = {}, num_bytes(rank)
+        for step in range(rank.trainer.num_updates + 1, until_step + 1):
+            report = rank.trainer.update(step)
+            assert isinstance(report, StepReport)
+            sent = [now - then for now, then in zip(num_bytes(rank), begun, strict=True)]
+            begun = num_bytes(rank)
+            told[rank.trainer.rank, step] = (
+                report.loss, report.grad_norm, report.learning_rate, report.num_samples, sent
+            )  # fmt: skip
+        return told
+
+    found = in_threads([lambda r=rank: one(r) for rank in made])
+    return {place: report for told in found for place, report in told.items()}
+
+
+def num_bytes(rank: Rank) -> list[int]:
+    return [sum(link.num_bytes.values()) for link in rank.wiring.wan_stats]
+
+
+def evaluate(made: Sequence[Rank], step: int) -> Any:
+    pieces = [torch.arange(10, 14), torch.arange(14, 20)]
+    return in_threads(
+        [lambda r=rank: r.trainer.pipeline.predict(pieces, samples, step) for rank in made]
+    )
+
+
+def states(made: Sequence[Rank]) -> list[State]:
+    return [stored(rank.state_dict()) for rank in made]
+
+
+def load(made: Sequence[Rank], saved: Sequence[State]) -> None:
+    for rank, state in zip(made, saved, strict=True):
+        rank.load_state_dict(state)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_job_built_anew_goes_on_from_the_state_of_the_old_one_bit_for_bit(
+    shape: str, codec: str
+) -> None:
+    original, restored = (job(SHAPES[shape], CODECS[codec]) for _ in range(2))
+    train(original, SAVED_AT)
+    evaluate(original, SAVED_AT)
+    saved = states(original)
+    expected = train(original, LAST_STEP)
+    load(restored, saved)
+    found = train(restored, LAST_STEP - 1)
+    quality = evaluate(restored, LAST_STEP - 1)
+    last = train(restored, LAST_STEP)
+
+    assert found | last == expected and len(expected) == len(original) * (LAST_STEP - SAVED_AT)
+    assert same_state(states(restored), states(original))
+    assert quality == evaluate(original, LAST_STEP - 1)
+
+
+def test_dropout_goes_on_as_it_would_have() -> None:
+    shape = Shape(ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"), GPipe(2))
+    jobs = [job(shape, CODECS["plain"]) for _ in range(3)]
+    for (rank,) in jobs[:2]:
+        for stage in rank.trainer.pipeline.stages.values():
+            stage.layer.register_forward_hook(lambda layer, given, made: dropout(made, 0.3))
+    original, restored, without = jobs
+    train(original, SAVED_AT)
+    saved = states(original)
+    load(restored, saved)
+    load(without, saved)
+    expected = train(original, LAST_STEP)
+
+    assert train(restored, LAST_STEP) == expected != train(without, LAST_STEP)
+    assert same_state(states(restored), states(original))
+
+
+@pytest.mark.parametrize("left_out", ["trainer.stage 0.moments", "channels."])
+def test_a_job_that_lacks_some_of_it_does_something_else(left_out: str) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    original, restored, fresh = (job(shape, CODECS["int4, delta"]) for _ in range(3))
+    train(original, SAVED_AT)
+    saved = states(original)
+    for own, new in zip(saved, states(fresh), strict=True):
+        for key in [key for key in own if key.startswith(left_out)]:
+            del own[key]
+        own.update({key: value for key, value in new.items() if key.startswith(left_out)})
+    load(restored, saved)
+
+    assert train(restored, LAST_STEP) != train(original, LAST_STEP)
+
+
+def test_a_state_is_of_one_rank_and_its_settings() -> None:
+    shape, other = SHAPES["two clouds, GPipe"], SHAPES["2x2 lanes, 1F1B"]
+    saved = states(job(shape, CODECS["plain"]))
+    with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0"):
+        job(shape, CODECS["plain"])[1].load_state_dict(saved[0])
+    lanes = job(other, CODECS["int4, delta"])
+    with pytest.raises(ValueError, match=r"channels contains 'border 0 .*other settings"):
+        lanes[0].load_state_dict(states(lanes)[1])

@@ -1,0 +1,138 @@
+"""What a trainer carries from update to update, by the names of parameters."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.channels import same_state, stored
+from tests.test_divergence import SKIP
+from tests.trainers import LAYOUTS, spoil, trainers, update
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.trained_module import TrainedModule
+
+
+def trained(**changes: Any) -> TrainedModule:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return TrainedModule(module, Optimizer(0.1, 1, **changes).build(module.parameters()))
+
+
+def learn(part: TrainedModule, num_updates: int) -> None:
+    for number in range(num_updates):
+        assert part.optimizer is not None
+        part.optimizer.zero_grad()
+        part.module(torch.full((2, 3), 0.1 * number) + torch.eye(2, 3)).sum().backward()
+        part.optimizer.step()
+
+
+def test_a_module_goes_on_with_the_moments_and_buffers_of_another() -> None:
+    original, restored = trained(), trained()
+    learn(original, 3)
+    state = original.state_dict()
+    kept = stored(state)
+    learn(original, 2)
+    restored.load_state_dict(state)
+    learn(restored, 2)
+
+    assert same_state([state], [kept])  # a snapshot, at both sides
+    assert same_state([restored.state_dict()], [original.state_dict()])
+
+
+@pytest.mark.parametrize("left_out", ["moments.exp_avg.", "moments.step.", "values.1.running"])
+def test_each_kind_of_value_matters(left_out: str) -> None:
+    original, restored = trained(), trained()
+    learn(original, 3)
+    state, fresh = original.state_dict(), trained()
+    learn(fresh, 1)
+    others = {k: v for k, v in fresh.state_dict().items() if k.startswith(left_out)}
+    assert others
+    restored.load_state_dict(state | others)
+    for part in (original, restored):
+        learn(part, 1)
+
+    assert not same_state([restored.state_dict()], [original.state_dict()])
+
+
+def test_moments_are_found_by_name_though_the_optimizer_groups_parameters_by_shape() -> None:
+    """Matrices before biases: 2.weight is second for the optimizer, fifth in the module."""
+    part = trained()
+    learn(part, 1)
+    state = part.state_dict()
+
+    assert {key for key in state if key.startswith("moments.exp_avg.")} == {
+        f"moments.exp_avg.{name}" for name, _ in part.module.named_parameters()
+    }
+    for name, parameter in part.module.named_parameters():
+        moment = state[f"moments.exp_avg.{name}"]
+        assert isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
+        assert parameter.grad is not None
+        torch.testing.assert_close(moment, 0.1 * parameter.grad)
+
+
+def test_a_state_before_the_first_update_forgets_later_moments() -> None:
+    part = trained()
+    state = part.state_dict()
+    learn(part, 2)
+    part.load_state_dict(state)
+
+    assert same_state([part.state_dict()], [state])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values.0.weight": torch.zeros(5, 3)}, "does not fit it: 0.weight missing, unknown or"),
+        ({"values.9.weight": torch.zeros(1)}, "does not fit it: 9.weight"),
+        ({"moments.exp_avg.9": torch.zeros(1)}, r"'exp_avg.9' of its optimizer, which trains 0"),
+        ({"other.x": 1}, r"contains 'other.x'"),
+    ],
+)
+def test_a_state_of_another_module_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained().load_state_dict(trained().state_dict() | change)
+
+
+def test_a_state_without_the_moments_of_one_parameter_is_refused() -> None:
+    part = trained()
+    learn(part, 1)
+    state = {k: v for k, v in part.state_dict().items() if "exp" not in k or "2.bias" not in k}
+    del state["moments.step.2.bias"]
+    with pytest.raises(ValueError, match=r"lacks what the optimizer keeps of 2\.bias"):
+        trained().load_state_dict(state)
+
+
+def test_what_is_not_trained_is_kept_too_and_has_no_moments() -> None:
+    module = nn.Linear(2, 2).requires_grad_(False)
+    state = TrainedModule(module, None).state_dict()
+    assert set(state) == {"values.weight", "values.bias"}
+    other = nn.Linear(2, 2).requires_grad_(False)
+    TrainedModule(other, None).load_state_dict(state)
+    assert torch.equal(other.weight, module.weight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_skips_in_a_row_are_counted_on(layout: Any) -> None:
+    training = replace(SKIP, max_skips_in_a_row=2)
+    original, restored = trainers(layout, training), trainers(layout, training)
+    update(original, 1)
+    for ranks in (original, restored):
+        spoil(ranks, 0, math.nan)
+    for step in (2, 3):
+        update(original, step)
+    for before, after in zip(original, restored, strict=True):
+        after.load_state_dict(stored(before.state_dict()))
+
+    assert all(trainer.num_updates == 3 for trainer in restored)
+    assert all("after 2 skipped updates in a row" in str(r) for r in update(restored, 4))
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    ranks = trainers(LAYOUTS["three clouds"], SKIP)
+    with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0\.values"):
+        ranks[1].load_state_dict(ranks[0].state_dict())
+    with pytest.raises(ValueError, match="whole number 'num_updates'"):
+        ranks[1].load_state_dict({})

@@ -1,0 +1,93 @@
+"""A module and the optimizer of its parameters, as state that names parameters and no objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.memory import State, join_states, split_state
+
+
+@dataclass(frozen=True)
+class TrainedModule:
+    """State: "values.NAME" of every parameter and persistent buffer, "moments.WHAT.NAME" of what
+    the optimizer keeps of a parameter ("exp_avg"). Learning rates follow from the step.
+
+    optimizer: None where nothing is trained.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    def state_dict(self) -> State:
+        moments: dict[str, State] = {}
+        for name, parameter in self._trained.items():
+            assert self.optimizer is not None
+            for what, value in self.optimizer.state.get(parameter, {}).items():
+                moments.setdefault(what, {})[name] = _copy(value)
+        values = {name: _copy(value) for name, value in self.module.state_dict().items()}
+        return join_states({"values": values, "moments": join_states(moments)})
+
+    def load_state_dict(self, state: State) -> None:
+        parts = split_state(state, ("values", "moments"), "a trained module")
+        found, own = parts["values"], self.module.state_dict()
+        wrong = {
+            name
+            for name in found.keys() | own.keys()
+            if name not in found or name not in own or _spec(found[name]) != _spec(own[name])
+        }
+        if wrong:
+            raise ValueError(
+                f"the state of a trained module does not fit it: {', '.join(sorted(wrong))} "
+                "missing, unknown or of another shape; it was saved with other settings"
+            )
+        self.module.load_state_dict(found)
+        self._load_moments(parts["moments"])
+
+    def _load_moments(self, state: State) -> None:
+        moments: dict[str, State] = {}
+        for key, value in state.items():
+            what, _, name = key.partition(".")
+            parameter = self._trained.get(name)
+            if parameter is None:
+                raise ValueError(
+                    f"the state of a trained module contains {key!r} of its optimizer, which "
+                    f"trains {', '.join(self._trained) or 'nothing'}; it was saved with other "
+                    "settings"
+                )
+            moments.setdefault(name, {})[what] = _copy(value)
+        if moments and (missing := self._trained.keys() - moments.keys()):
+            raise ValueError(
+                f"the state of a trained module lacks what the optimizer keeps of "
+                f"{', '.join(sorted(missing))}; it was saved with other settings"
+            )
+        if self.optimizer is None:
+            return
+        # The optimizer numbers parameters in the order of its groups, and puts each moment on the
+        # device and in the dtype of its parameter.
+        numbers = {name: number for number, name in enumerate(self._trained)}
+        self.optimizer.load_state_dict(
+            {
+                "state": {numbers[name]: kept for name, kept in moments.items()},
+                "param_groups": self.optimizer.state_dict()["param_groups"],
+            }
+        )
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer holds, in its order."""
+        if self.optimizer is None:
+            return {}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {names[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def _copy(value: Tensor | int) -> Tensor | int:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _spec(value: Tensor | int) -> TensorSpec | None:
+    return TensorSpec.of(value) if isinstance(value, Tensor) else None
