@@ -24,7 +24,7 @@ SIDE_BY_SIDE = {
     "electra": {"models", "tasks", "training"}
 }  # rooms of one line that another may use
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_hydra" not in path.parts)
-HYDRA = {"job/experiment.py", "job/follow_up.py", "job/unknown_keys.py", "run/local.py"}
+HYDRA = {"job/config.py", "job/follow_up.py", "run/local.py"}
 MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
 
 

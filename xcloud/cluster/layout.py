@@ -206,13 +206,3 @@ class ClusterLayout:
         if not isinstance(self.wan_between(rank, peer), LinkProfile):
             return ""
         return "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
-
-
-def real_network() -> Wan:
-    """For configs: cluster/wan=real."""
-    return "real"
-
-
-def free_network() -> Wan:
-    """For configs: cluster/wan=free."""
-    return "free"

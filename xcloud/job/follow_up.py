@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError
-from xcloud.job.experiment import Experiment, job_from_config
+from xcloud.job.config import job_from_config
+from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 

@@ -1,7 +1,7 @@
 """Follows a run from outside its ranks: progress line, tracker, summary.json, the final table.
 
 On one machine the process that started the ranks does this; on several, rank 0's machine starts
-it as a command of its own (python -m xcloud.run.monitor RUN_DIR --parent PID). Both read its
+it as a command of its own (python -m xcloud monitor RUN_DIR --parent PID). Both read its
 events.
 """
 
@@ -15,11 +15,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from xcloud.errors import XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import RunCurves
@@ -216,15 +217,18 @@ def first_failure(run_dir: Path, rank: int) -> str:
     return f"the run ended before rank {rank} had finished"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Follow until every rank that counts has said it is done, or rank 0 is gone."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud.run.monitor", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
-    monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    try:
+        monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")
     monitor.start()
     essential = monitor.experiment.essential_ranks
     while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
@@ -244,10 +248,3 @@ def main() -> int:
     monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
     print(arguments.run_dir / SUMMARY_FILE)
     return 1 if lost else 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")

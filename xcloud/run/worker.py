@@ -1,9 +1,9 @@
 """What one rank does: build its part of the model, train it with the others, evaluate, export.
 
 READ THIS FIRST. A run on one machine starts this module once per rank (launch.py):
-    python -m xcloud.run.worker RUN_DIR --rank R --parent PID
+    python -m xcloud worker RUN_DIR --rank R --parent PID
 On several machines torchrun starts the same module in each cloud (docs/several-machines.md):
-    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 ... -m xcloud.run.worker experiment.yaml
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 ... -m xcloud worker experiment.yaml
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,8 @@ import torch.distributed as dist
 
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.experiment import (
-    EXPERIMENT_FILE,
-    Experiment,
-    job_from_config,
-    plain_settings,
-    read_config,
-)
+from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
+from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.models.split import BuildContext
@@ -299,8 +295,13 @@ def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m xcloud.run.worker", description=__doc__)
+def main(words: Sequence[str] | None = None) -> None:
+    """Ends the process itself."""
+    parser = argparse.ArgumentParser(
+        prog="python -m xcloud worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("experiment", type=Path, help="run folder or experiment file")
     parser.add_argument("--rank", type=int, help="set by the launcher; torchrun sets it itself")
     parser.add_argument("--parent", type=int, help="process to end with; set by the launcher")
@@ -308,7 +309,7 @@ def main() -> None:
         "--cloud", help="torchrun: refuse to start if this rank is in another cloud"
     )
     parser.add_argument("--run-dir", type=Path, help="where to write (default: beside the file)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     under_torchrun = arguments.rank is None
     if under_torchrun and "RANK" not in os.environ:
         parser.error("start me with torchrun, or use run.py")
@@ -349,7 +350,7 @@ def main() -> None:
 
 def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
-    command = [sys.executable, "-m", "xcloud.run.monitor", str(run_dir), "--experiment", str(file)]
+    command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
     return subprocess.Popen([*command, "--parent", str(os.getpid())])
 
 
@@ -380,7 +381,3 @@ def _set_threads() -> None:
         torch.set_num_threads(
             max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from typing import Any
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, write
+from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
 from xcloud.report.progress import human_duration
 from xcloud.report.table import human_seconds
