@@ -212,6 +212,13 @@ def test_the_line_may_be_chosen_whatever_the_cluster() -> None:
             assert built.cluster.crosses_clouds == (cluster == "two_clouds")
 
 
+def test_replicas_of_a_pipeline_are_refused_while_nothing_averages_over_clouds() -> None:
+    copies = [f"+cluster.clouds.{c}.{k}={v}" for c in ("c", "d") for k, v in
+              (("_target_", "xcloud.cluster.layout.Cloud"), ("replica", 1))]  # fmt: skip
+    with pytest.raises(ConfigError, match="2 replicas of the pipeline, but nothing averages"):
+        build("+exp=abnet_iwslt", *copies)
+
+
 def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
     with pytest.raises(ConfigError) as raised:
         build("+exp=abnet_iwslt", "model=lowrank")

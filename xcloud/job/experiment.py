@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from xcloud.checks import check_int
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError
+from xcloud.job.job import Job
 from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
-from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import Tracker
-from xcloud.report.progress import ProgressLine
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
@@ -27,33 +21,26 @@ from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Job):
     """What runs where, how it trains and what is written down. Raises ConfigError for settings
-    that do not fit together.
+    that do not fit together."""
 
-    profile: which size of data and model was asked for (demo, files, paper); it only names them.
-    sweep: a name that runs share which belong together.
-    label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
-    """
-
-    name: str
     task: Task
     model: SplitModel
     cluster: ClusterLayout
     schedule: Schedule
     compression: Compression | Phased | PerBorder
     training: Training
-    tracker: Tracker
     security: Visibility = field(default_factory=Visibility)
-    seed: int = 1
-    profile: str = "demo"
-    sweep: str | None = None
-    label: str | None = None
-    cache_dir: str = ".cache"
 
     def __post_init__(self) -> None:
-        check_int("seed", self.seed, 0)
+        super().__post_init__()
+        if self.cluster.num_replicas > 1:
+            raise ConfigError(
+                f"cluster.clouds holds {self.cluster.num_replicas} replicas of the pipeline, but "
+                "nothing averages their gradients over clouds yet; set replica: 0 everywhere"
+            )
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -125,10 +112,8 @@ class Experiment:
         return self.security.meter if self.cluster.crosses_clouds else None
 
     @property
-    def run_name(self) -> str:
-        """Tells runs apart: "abnet_iwslt two_clouds int8+int8 s1", in a sweep "int8+int8 s1"."""
-        plain = f"{self.name} {self.cluster.name} {self.compression_in_force}"
-        return f"{self.label or plain} s{self.seed}"
+    def variant(self) -> str:
+        return self.compression_in_force
 
     @property
     def headline(self) -> str:
@@ -151,31 +136,12 @@ class Experiment:
         return line
 
     @property
-    def follow_up(self) -> tuple[str, ...]:
-        return ()
-
-    def leaves(self, run_dir: Path) -> Mapping[str, str]:
-        return {}
-
-    def next_command(self, run_dir: Path) -> str | None:
-        return None
+    def max_steps(self) -> int:
+        return self.training.max_steps
 
     @property
-    def facts(self) -> dict[str, str]:
-        """For the pictures of a run."""
-        return {
-            "schedule": self.schedule.label,
-            "link": self.cluster.describe_link(),
-            "compression": self.compression_in_force,
-        }
-
-    @property
-    def essential_ranks(self) -> frozenset[int]:
-        """The run fails with any of these: here no rank can be spared."""
-        return frozenset(range(self.cluster.num_ranks))
-
-    def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
-        return frozenset()  # no rank can be spared
+    def schedule_label(self) -> str:
+        return self.schedule.label
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing, ConfigError for a cut that the
@@ -187,19 +153,6 @@ class Experiment:
             )
         self.task.check()
         _ = self.borders
-
-    @property
-    def _bandwidth_bits_per_s(self) -> float | None:
-        """Of the emulated link; None where there is none."""
-        wan = self.cluster.wan
-        emulated = self.cluster.crosses_clouds and isinstance(wan, LinkProfile)
-        return wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
-
-    def new_statistics(self) -> RunStatistics:
-        return RunStatistics(self.cluster.num_ranks, self._bandwidth_bits_per_s)
-
-    def new_progress(self) -> ProgressLine:
-        return ProgressLine(self.training.max_steps, self._bandwidth_bits_per_s)
 
     @property
     def borders(self) -> dict[int, Border]:

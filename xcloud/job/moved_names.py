@@ -65,6 +65,6 @@ def with_names_of_today(node: Any, path: str = "") -> Any:
     }
     if target is None:
         return renamed
-    today: str = MOVED.get(target, target)
+    today = MOVED.get(str(target), str(target))
     renamed["_target_"] = today
     return {**ADDED.get(today, {}), **renamed}

@@ -125,7 +125,7 @@ class Sweep:
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
             _say(f"  to continue it later: {self.command}")
-        if any(decision.point.experiment.follow_up for decision in todo):
+        if any(decision.point.experiment.next_experiment for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
         self._warn_of_crowding([decision.point for decision in todo])
 
