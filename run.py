@@ -48,7 +48,7 @@ if __name__ == "__main__":
         main()
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has said which key, not which there are
-            from xcloud.job.unknown_keys import hints
+            from xcloud.job.config import hints
 
             for line in hints([word for word in sys.argv[1:] if not word.startswith("-")], CONF):
                 print(f"xcloud: {line}", file=sys.stderr, flush=True)

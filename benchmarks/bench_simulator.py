@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.job.experiment import EXPERIMENT_FILE, read
+from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.costs import Costs, TableCosts, UniformCosts
 from xcloud.plan.measured import measured_costs
@@ -89,7 +89,7 @@ def measure(
         run_dir = Path(folder) / "run"
         run(OmegaConf.create(config), run_dir)
         timeline = read_timeline(run_dir)
-        experiment = read(run_dir / EXPERIMENT_FILE)
+        experiment = read_job(run_dir / EXPERIMENT_FILE)
     costs = measured_costs(timeline)
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),

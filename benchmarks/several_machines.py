@@ -27,7 +27,7 @@ def run_on_two_machines(
                 *inside(host), sys.executable, "-m", "torch.distributed.run",
                 "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
                 "--master-addr", ADDRESSES[0], "--master-port", "29500",
-                "-m", "xcloud.run.worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),
+                "-m", "xcloud", "worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),
             ]  # fmt: skip
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
             with open(run_dir / "machine.log", "w") as log:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -26,4 +26,4 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def build(*overrides: str) -> Experiment:
-    return experiments.from_config(composed(*overrides))
+    return configs.job_from_config(composed(*overrides))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.toy import toy_config
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
 from xcloud.sweep.runner import Sweep
@@ -58,8 +58,8 @@ def summary_of(
 
 def write_run(run_dir: Path, config: DictConfig, **figures: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
-    label = experiments.from_config(config).compression_in_force
+    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
+    label = configs.job_from_config(config).compression_in_force
     write_summary(run_dir / "summary.json", summary_of(**{"compression": label, **figures}))
 
 

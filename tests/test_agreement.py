@@ -19,7 +19,7 @@ from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
 from xcloud.cluster.link import InProcessLink
 from xcloud.errors import ConfigError, FrameError
-from xcloud.job.experiment import job_from_config
+from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
 from xcloud.run.agreement import Verdict, decode_table, encode_table, exchange
 from xcloud.run.compared import MAX_VALUE, PATH, compared_settings, make_table
@@ -253,7 +253,7 @@ def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], f
         with open(run_dir / "log", "w") as log:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "xcloud.run.worker", str(run_dir)],
+                    [sys.executable, "-m", "xcloud", "worker", str(run_dir)],
                     cwd=ROOT,
                     env=environment,
                     stdout=log,

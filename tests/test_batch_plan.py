@@ -9,7 +9,8 @@ from tests.toy import toy_config
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import Experiment, from_config
+from xcloud.job.config import job_from_config
+from xcloud.job.experiment import Experiment
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan, cut
 
 
@@ -119,7 +120,7 @@ def experiment(num_before: int, num_after: int, num_micro_batches: int, *more: s
         "training.batch_size=24",
         *more,
     ]
-    return from_config(OmegaConf.create(toy_config(cluster, overrides)))
+    return job_from_config(OmegaConf.create(toy_config(cluster, overrides)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.configs import CONF, build, composed
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 
 
 def options(group: str) -> list[str]:
@@ -41,7 +41,7 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
         path += ["model.text.tokenizer.path=somewhere"] if profile == "files" else []
     path += ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
-    found = experiments.job_from_config(config)
+    found = configs.job_from_config(config)
 
     assert found.profile == profile
     assert found.name == exp
@@ -56,7 +56,7 @@ def test_electra_builds_in_every_profile(profile: str) -> None:
     if profile == "files":
         config.model.text.source.path = config.model.text.tokenizer.path = "somewhere"
     model = instantiate(config.model, _convert_="all")
-    experiments.check_keys(OmegaConf.to_container(config.model, resolve=True), "model")
+    configs.check_keys(OmegaConf.to_container(config.model, resolve=True), "model")
 
     assert isinstance(model, MultilingualElectra)
     assert list(model.generators) == ["cloud_a", "cloud_b"]
@@ -87,12 +87,10 @@ def test_a_one_way_job_builds_in_every_form(cluster: str) -> None:
     """Its experiment lies beside the tests, for its parts are toys."""
     toys = f"hydra.searchpath=[file://{Path(__file__).parent / 'conf'}]"
     config = composed(toys, "+exp=toy_one_way", f"cluster={cluster}")
-    found = experiments.job_from_config(config)
+    found = configs.job_from_config(config)
 
     assert "one (1 rank, 50 %), two (1 rank, 50 %) feed discriminator" in found.headline
     assert found.cluster.crosses_clouds == (cluster == "one_way")
-    with pytest.raises(ConfigError, match="describes a OneWayExperiment"):
-        experiments.from_config(config)
 
 
 @pytest.mark.parametrize("task", ["glue", "squad"])
@@ -194,7 +192,7 @@ def test_a_wrong_setting_is_named(override: str, named: str) -> None:
     OmegaConf.set_struct(config, False)
     config.merge_with_dotlist([override.removeprefix("+")])
     with pytest.raises(ConfigError) as raised:
-        experiments.from_config(config)
+        configs.job_from_config(config)
 
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -205,14 +203,43 @@ def test_a_setting_without_a_value_is_named() -> None:
         build("+exp=abnet_iwslt", "profile=files")
 
 
+def test_the_line_may_be_chosen_whatever_the_cluster() -> None:
+    """So a sweep over clusters and lines can be written."""
+    for cluster in ("local", "one_cloud", "two_clouds"):
+        for wan in ("free", "real", "office_100m"):
+            built = build("+exp=abnet_iwslt", f"cluster={cluster}", f"cluster/wan={wan}")
+            assert built.cluster.name == cluster
+            if wan != "office_100m":
+                assert built.cluster.wan == wan
+            assert built.cluster.crosses_clouds == (cluster == "two_clouds")
+
+
+def test_replicas_of_a_pipeline_are_refused_while_nothing_averages_over_clouds() -> None:
+    copies = [f"+cluster.clouds.{c}.{k}={v}" for c in ("c", "d") for k, v in
+              (("_target_", "xcloud.cluster.layout.Cloud"), ("replica", 1))]  # fmt: skip
+    with pytest.raises(ConfigError, match="2 replicas of the pipeline, but nothing averages"):
+        build("+exp=abnet_iwslt", *copies)
+
+
+def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        build("+exp=abnet_iwslt", "model=lowrank")
+
+    assert str(raised.value) == (
+        "model.backbone.name_or_path follows from task.tokenizer.name_or_path, which the chosen "
+        "task (translation_from_demo) does not have: this model and this task do not fit "
+        "together; choose another of the two"
+    )
+
+
 def test_an_experiment_file_gives_the_same_experiment(tmp_path: Path) -> None:
     config = composed("+exp=abnet_iwslt", "seed=4")
-    experiments.write(config, tmp_path / "experiment.yaml")
+    configs.write(config, tmp_path / "experiment.yaml")
 
-    assert experiments.read(tmp_path / "experiment.yaml").headline == (
-        experiments.from_config(config).headline
+    assert configs.read_job(tmp_path / "experiment.yaml").headline == (
+        configs.job_from_config(config).headline
     )
-    assert experiments.read(tmp_path / "experiment.yaml").seed == 4
+    assert configs.read_job(tmp_path / "experiment.yaml").seed == 4
 
 
 def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
@@ -220,11 +247,11 @@ def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
 
     for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no experiment file")):
         with pytest.raises(ConfigError, match=said):
-            experiments.read(tmp_path / name)
+            configs.read_job(tmp_path / name)
 
 
 def test_flat_parameters_have_dotted_names() -> None:
-    flat = experiments.flatten(composed("+exp=abnet_iwslt"))
+    flat = configs.flatten(composed("+exp=abnet_iwslt"))
 
     assert flat["schedule"] == "GPipe"
     assert flat["schedule.num_micro_batches"] == 4

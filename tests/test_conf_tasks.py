@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.configs import composed
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import check_keys
+from xcloud.job.config import check_keys
 from xcloud.tasks.task import Task
 
 

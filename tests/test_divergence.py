@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from tests.trainers import LAYOUTS, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.parallel.stage import StageOutput
@@ -23,8 +23,6 @@ from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
-
-SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
 
 
 def state(ranks: list[Trainer]) -> list[Any]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.test_divergence import SKIP
-from tests.trainers import LAYOUTS, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.trainer import StepReport, Trainer

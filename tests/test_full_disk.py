@@ -12,7 +12,7 @@ from torch import nn
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import RunFailed
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.run.export import export_stage
@@ -168,7 +168,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
     event: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = OmegaConf.create(toy_config("local"))
-    monitor = Monitor(experiments.job_from_config(config), experiments.flatten(config), tmp_path)
+    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path)
     good = {"event": "finish", "rank": 0, "cloud": "local", "t": 1.0}
     text = "\n".join(map(json.dumps, (event, event, good)))
     (tmp_path / EVENTS_FILE).write_text(text + "\n")

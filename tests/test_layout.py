@@ -71,3 +71,42 @@ def test_a_pair_of_clouds_may_have_its_own_link() -> None:
 def test_layouts_that_make_no_sense_are_refused_in_words(make, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         make()
+
+
+def test_micro_batches_are_dealt_to_replicas_and_in_each_to_its_lanes() -> None:
+    layout = ClusterLayout(
+        {
+            "a": Cloud(2),  # ranks 0, 1
+            "b": Cloud(1),  # rank 2
+            "c": Cloud(1, [0, 1], replica=1),  # rank 3
+        }
+    )
+
+    assert (layout.num_replicas, layout.num_stages) == (2, 2)
+    assert layout.replicas_of(0) == ((0, 1), (3,))
+    assert layout.replicas_of(1) == ((2,), (3,))
+    assert [layout.owner(0, i) for i in range(8)] == [0, 3, 1, 3, 0, 3, 1, 3]
+    assert [layout.owner(1, i) for i in range(4)] == [2, 3, 2, 3]
+    assert layout.stage_cloud(1, replica=1) == "c" and layout.placement(3).replica == 1
+    assert layout.leaders == (0, 2, 3)
+    period = layout.lane_period(0)
+    for stage in (0, 1):
+        owners = [layout.owner(stage, i) for i in range(3 * period)]
+        assert owners == 3 * owners[:period]
+    fewest = layout.min_micro_batches()
+    assert {layout.owner(0, i) for i in range(fewest)} == {0, 1, 3}
+    assert {layout.owner(0, i) for i in range(fewest - 1)} != {0, 1, 3}
+    assert "c: 1 rank, stages 0+1 of replica 1" in layout.describe()
+
+
+@pytest.mark.parametrize(
+    ("clouds", "said"),
+    [
+        ({"a": Cloud(replica=1)}, "count the replicas from 0"),
+        ({"a": Cloud(1, [0, 1]), "b": Cloud(1, [0], replica=1)}, r"in replica 1, got \[0\]"),
+        ({"a": Cloud(1, [0]), "b": Cloud(1, [0, 0], replica=1)}, "exactly once in replica 1"),
+    ],
+)
+def test_every_replica_holds_every_stage_once(clouds: dict[str, Cloud], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ClusterLayout(clouds)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tests.import_walk import MODULES, imports, own_imports
 from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.record.curves import RunCurves
 from xcloud.record.events import Event, StepCollector
 from xcloud.record.timeline import Box, Lane, Timeline
@@ -139,8 +139,8 @@ def test_every_kind_of_span_has_a_colour() -> None:
 
 def monitor(run_dir: Path) -> Monitor:
     config = OmegaConf.create(toy_config("two_clouds"))
-    experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
-    return Monitor(experiments.from_config(config), experiments.flatten(config), run_dir)
+    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
+    return Monitor(configs.job_from_config(config), configs.flatten(config), run_dir)
 
 
 def follow(run_dir: Path, events: list[Event], cause: str | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.test_timeline import timeline as recorded_by_hand
+from tests.timelines import timeline as recorded_by_hand
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
@@ -184,9 +184,9 @@ def test_a_real_step_read_back_as_costs_predicts_its_own_time(
     config["model"] |= {"step_s": 0.01}  # type: ignore[operator]
     run(OmegaConf.create(config), tmp_path)
     step = read_timeline(tmp_path)
-    from xcloud.job.experiment import EXPERIMENT_FILE, read
+    from xcloud.job.config import EXPERIMENT_FILE, read_job
 
-    experiment = read(tmp_path / EXPERIMENT_FILE)
+    experiment = read_job(tmp_path / EXPERIMENT_FILE)
 
     found = simulate(
         experiment.schedule, experiment.cluster, measured_costs(step), agrees=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_timeline import assert_valid_trace
+from tests.timelines import assert_valid_trace
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.configs import composed
-from xcloud.job.experiment import job_from_config
+from xcloud.job.config import job_from_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

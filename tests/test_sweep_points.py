@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import compose, points
-from xcloud.job.experiment import flatten
+from xcloud.job.config import flatten
 from xcloud.sweep.points import (
     differences,
     identity,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.sweep_runs import compose, write_run
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import flatten
+from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.tracking import MlflowTracker, NullTracker
 from xcloud.report import ui
@@ -189,8 +189,8 @@ def test_report_compares_two_sweeps(
 
     assert report.main(["s", "t"]) == 0
     said = capsys.readouterr().out
-    assert "cluster.wan.bandwidth_bits_per_s" not in said  # free_network has none
-    assert "cluster.wan: free_network | LinkProfile" in said
+    assert "cluster.wan.bandwidth_bits_per_s" not in said  # a free link has none
+    assert "cluster.wan: free | LinkProfile" in said
     assert "int8+int8: t against s: -1.00, step time x2.00" in said
     assert (sweep.parent / "s+t" / "quality_and_step_time.png").exists()
 

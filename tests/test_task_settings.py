@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import check_keys
+from xcloud.job.config import check_keys
 from xcloud.tasks.settings import Group, settings_of
 from xcloud.tasks.tokenizer import TrainedTokenizer
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tests.channels import same_state, stored
-from tests.test_divergence import SKIP
-from tests.trainers import LAYOUTS, spoil, trainers, update
+from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from xcloud.job.unknown_keys import hints
+from xcloud.job.config import hints
 
 CONF = Path(__file__).parent.parent / "conf"
 

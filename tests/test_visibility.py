@@ -11,7 +11,7 @@ from tests.configs import CONF, build
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.run.local import run
 
@@ -24,7 +24,7 @@ FITTING = [
 
 
 def built(cluster: str, *overrides: str) -> Experiment:
-    return experiments.from_config(OmegaConf.create(text_config(cluster, list(overrides))))
+    return configs.job_from_config(OmegaConf.create(text_config(cluster, list(overrides))))
 
 
 @pytest.mark.parametrize(("cluster", "security"), FITTING)
@@ -140,9 +140,9 @@ def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None
     owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}
 
     with pytest.raises(ConfigError, match="needs labels in rank 1 of cloud 'label_owner'"):
-        experiments.from_config(OmegaConf.create(config))
+        configs.job_from_config(OmegaConf.create(config))
     owner["one_stage_per_rank"] = False
-    experiments.from_config(OmegaConf.create(config))
+    configs.job_from_config(OmegaConf.create(config))
 
 
 def test_defences_that_nothing_crosses_for_are_said_to_be_off() -> None:

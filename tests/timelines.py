@@ -54,3 +54,33 @@ def timeline(events: list[Event] | None = None) -> Timeline:
     found = timeline_of(two_ranks() if events is None else events)
     assert found is not None
     return found
+
+
+def assert_valid_trace(trace: dict[str, Any]) -> None:
+    """Trace Event Format (Google, "JSON Object Format"): what the viewers insist on."""
+    named = set()
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    arrows: dict[int, list[str]] = {}
+    for entry in trace["traceEvents"]:
+        assert isinstance(entry["name"], str) and isinstance(entry["pid"], int)
+        if entry["ph"] == "M":
+            assert entry["name"] in {
+                "process_name", "process_sort_index", "thread_name", "thread_sort_index",
+            }  # fmt: skip
+            named.add((entry["pid"], entry.get("tid")))
+            continue
+        assert isinstance(entry["tid"], int) and isinstance(entry["ts"], int)
+        assert entry["ts"] >= 0
+        if entry["ph"] == "X":
+            assert isinstance(entry["dur"], int) and entry["dur"] >= 0
+            track = tracks.setdefault((entry["pid"], entry["tid"]), [])
+            track.append((entry["ts"], entry["ts"] + entry["dur"]))
+        else:
+            assert entry["ph"] in "sf"
+            arrows.setdefault(entry["id"], []).append(entry["ph"])
+    assert {pid for pid, _ in tracks} <= {pid for pid, tid in named if tid is None}
+    assert tracks.keys() <= named
+    assert all(sorted(ends) == ["f", "s"] for ends in arrows.values())
+    # Boxes that overlap without one holding the other are drawn wrongly.
+    for track in tracks.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(track)))

@@ -18,6 +18,7 @@ from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.run.wiring import Wiring
 from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
 
@@ -26,6 +27,8 @@ LAYOUTS = {
     "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
     "lanes": ClusterLayout({"a": Cloud(2), "b": Cloud(), "c": Cloud(2)}),
 }
+
+SKIP = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
 
 
 @dataclass

@@ -37,6 +37,16 @@ COMMANDS = {
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
     ),
+    "worker": Command(
+        "xcloud.run.worker",
+        "one rank of a run over several machines; torchrun starts it in each cloud",
+        "worker experiment.yaml --cloud cloud_a --run-dir runs/first",
+    ),
+    "monitor": Command(
+        "xcloud.run.monitor",
+        "follow a run over several machines (its first worker starts this)",
+        "monitor runs/first --experiment experiment.yaml --parent PID",
+    ),
     "train-tokenizer": Command(
         "xcloud.tasks.train_tokenizer",
         "make the tokenizer that the clouds of a one-way job share",

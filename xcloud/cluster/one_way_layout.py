@@ -7,15 +7,11 @@ end may take it away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from xcloud.checks import check_choice, check_int, check_number
-from xcloud.cluster.layout import Wan
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Liveness
-from xcloud.cluster.window import BUDGET_BYTES
+from xcloud.cluster.clouds import Layout, num_ranks_in_words
 from xcloud.errors import ConfigError
 
 
@@ -50,30 +46,19 @@ class OneWayPlacement:
 
 
 @dataclass(frozen=True)
-class OneWayLayout:
-    """All clouds of a one-way job, and what joins them.
+class OneWayLayout(Layout[OneWayCloud]):
+    """Clouds of which one is fed by all others.
 
-    wan, links, liveness, link_budget_bytes: as in ClusterLayout.
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
         work on a free link; local = one process does everything in turn (a rank for each cloud).
     """
 
-    clouds: Mapping[str, OneWayCloud]
-    wan: Wan = "real"
-    links: Mapping[str, Wan] = field(default_factory=dict)
+    name: str = "one_way"
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
-    name: str = "feed"
-    liveness: Liveness = field(default_factory=Liveness)
-    link_budget_bytes: int = BUDGET_BYTES
 
     def __post_init__(self) -> None:
-        check_int("cluster.link_budget_bytes", self.link_budget_bytes, 1)
+        self._check_clouds(OneWayCloud)
         check_choice("cluster.form", self.form, ("clouds", "one_cloud", "local"))
-        if not isinstance(self.clouds, Mapping) or not self.clouds:
-            raise ConfigError("cluster.clouds must name the clouds of the job")
-        for name, cloud in self.clouds.items():
-            if not isinstance(cloud, OneWayCloud):
-                raise ConfigError(f"cluster.clouds.{name} must be a OneWayCloud, got {cloud!r}")
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
         if len(consumers) != 1:
             raise ConfigError(
@@ -82,37 +67,18 @@ class OneWayLayout:
             )
         if len(self.clouds) == 1:
             raise ConfigError("cluster.clouds has no cloud that feeds: give one a share above 0")
-        if self.form == "local" and self.num_processes_asked != len(self.clouds):
+        if self.form == "local" and any(cloud.num_ranks > 1 for cloud in self.clouds.values()):
             raise ConfigError(
                 "cluster.form=local does the work of one rank of each cloud; set num_ranks of "
                 "every cloud to 1, or take cluster.form=one_cloud"
             )
         ordered = {consumers[0]: self.clouds[consumers[0]], **self.clouds}
         object.__setattr__(self, "clouds", ordered)
-        for key, wan in {
-            "wan": self.wan,
-            **{f"links.{key}": link for key, link in self.links.items()},
-        }.items():
-            if not isinstance(wan, LinkProfile) and wan not in ("real", "free"):
-                raise ConfigError(
-                    f"cluster.{key} must be 'real', 'free' or a link profile, got {wan!r}; a "
-                    f"profile of conf/cluster/wan is chosen with a slash: cluster/wan={wan}"
-                )
-        pairs = {f"{name}-{consumers[0]}" for name in self.producers}
-        for key in self.links:
-            if key not in pairs | {f"{consumers[0]}-{name}" for name in self.producers}:
-                raise ConfigError(
-                    f"cluster.links.{key}: name a producer and the consumer as one of "
-                    f"{', '.join(sorted(pairs))}"
-                )
-
-    @property
-    def num_processes_asked(self) -> int:
-        return sum(cloud.num_ranks for cloud in self.clouds.values())
+        self._check_links((name, self.consumer) for name in self.producers)
 
     @property
     def num_ranks(self) -> int:
-        return 1 if self.form == "local" else self.num_processes_asked
+        return 1 if self.form == "local" else super().num_ranks
 
     @property
     def consumer(self) -> str:
@@ -139,57 +105,30 @@ class OneWayLayout:
         return tuple(self.clouds[name].num_ranks for name in self.producers)
 
     def ranks_of(self, cloud: str) -> tuple[int, ...]:
-        first = 0
-        for name, found in self.clouds.items():
-            if name == cloud:
-                return tuple(range(first, first + found.num_ranks))
-            first += found.num_ranks
-        raise ConfigError(f"there is no cloud {cloud!r} among {', '.join(self.clouds)}")
+        return self.ranks_in(cloud)
 
     def placement(self, rank: int) -> OneWayPlacement:
-        if 0 <= rank < self.num_ranks:
-            for name, cloud in self.clouds.items():
-                ranks = self.ranks_of(name)
-                if rank in ranks:
-                    index = None if cloud.share is None else self.producers.index(name)
-                    return OneWayPlacement(rank, name, index, ranks.index(rank), len(ranks))
-        raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
+        name = self.cloud_of(rank)
+        ranks = self.ranks_in(name)
+        producer = None if name == self.consumer else self.producers.index(name)
+        return OneWayPlacement(rank, name, producer, ranks.index(rank), len(ranks))
+
+    @property
+    def ranks_meet_in_the_end(self) -> bool:
+        return False
 
     @property
     def crosses_clouds(self) -> bool:
         return self.form == "clouds"
 
-    def wan_between(self, rank: int, peer: int) -> Wan | None:
-        """What joins two ranks; None if they are in one cloud."""
-        here, there = self.placement(rank).cloud, self.placement(peer).cloud
-        if here == there or not self.crosses_clouds:
-            return None
-        return self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
-
     def describe(self) -> str:
         feeding = ", ".join(
-            f"{name} ({_ranks(self.clouds[name].num_ranks)}, {100 * share:.0f} %)"
+            f"{name} ({num_ranks_in_words(self.clouds[name].num_ranks)}, {100 * share:.0f} %)"
             for name, share in zip(self.producers, self.shares, strict=True)
         )
-        clouds = f"{feeding} feed {self.consumer} ({_ranks(self.num_consumers)})"
+        clouds = f"{feeding} feed {self.consumer} ({num_ranks_in_words(self.num_consumers)})"
         if self.form == "local":
             return f"one process ({clouds})"
         if self.form == "one_cloud":
             return f"one cloud ({clouds}), no link between clouds"
         return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"
-
-    def describe_link(self) -> str:
-        if not self.crosses_clouds:
-            return "none"
-        own = [f"{pair} {_describe(link)}" for pair, link in self.links.items()]
-        return "; ".join([_describe(self.wan), *own])
-
-
-def _describe(wan: Wan) -> str:
-    if isinstance(wan, LinkProfile):
-        return f"emulated {wan.describe()}"
-    return {"real": "the network as it is", "free": "no limit"}[wan]
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count > 1)}"

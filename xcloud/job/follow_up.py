@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError
-from xcloud.job.experiment import Experiment, job_from_config
+from xcloud.job.config import job_from_config
+from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 
@@ -29,15 +30,15 @@ def compose_follow_up(config: DictConfig, conf_dir: Path, run_dir: Path) -> Dict
     runs, if it cannot be composed or what it reads beside that is missing.
     """
     experiment = job_from_config(config)
-    if not experiment.follow_up:
+    if not experiment.next_experiment:
         return None
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
-            following = compose("config", overrides=list(experiment.follow_up))
+            following = compose("config", overrides=list(experiment.next_experiment))
             OmegaConf.set_struct(following, False)
-            named = _named(experiment.follow_up)
+            named = _named(experiment.next_experiment)
             for key in KEPT:
                 if not _names(named, key):
                     following[key] = config[key]
@@ -54,7 +55,7 @@ def compose_follow_up(config: DictConfig, conf_dir: Path, run_dir: Path) -> Dict
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"follow_up={list(experiment.follow_up)} makes no experiment that can run: "
+            f"follow_up={list(experiment.next_experiment)} makes no experiment that can run: "
             f"{lines[0]}; [] runs none"
         ) from error
     finally:

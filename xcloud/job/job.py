@@ -1,114 +1,119 @@
-"""What the tools around a run (launcher, monitor, sweeps) ask of an experiment, whatever kind of
-job it describes.
+"""What every kind of job has: settings that do not depend on the kind, and what the tools around a
+run (launcher, monitor, sweeps) ask of it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from xcloud.cluster.layout import Wan
-from xcloud.record.summary import RunStatistics
+from xcloud.checks import check_int
+from xcloud.cluster.clouds import Layout
+from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
-from xcloud.report.progress import ProgressLine
 from xcloud.security.observer import LeakMeter
 
 
-class Place(Protocol):
-    """Where a rank stands."""
+@dataclass(frozen=True, kw_only=True)
+class Job(ABC):
+    """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
+
+    profile: which size of data and model was asked for (demo, files, paper); it only names them.
+    sweep: a name that runs share which belong together.
+    label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
+    cache_dir: relative to the project's folder.
+    """
+
+    name: str
+    cluster: Layout[Any]
+    tracker: Tracker
+    seed: int = 1
+    profile: str = "demo"
+    sweep: str | None = None
+    label: str | None = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, 0)
 
     @property
-    def cloud(self) -> str: ...
-
-
-class Layout(Protocol):
-    """The clouds of a job."""
+    def run_name(self) -> str:
+        """Tells runs apart: "abnet_iwslt two_clouds int8+int8 s1", in a sweep "int8+int8 s1"."""
+        return f"{self.label or f'{self.name} {self.cluster.name} {self.variant}'} s{self.seed}"
 
     @property
-    def clouds(self) -> Mapping[str, Any]: ...
+    @abstractmethod
+    def variant(self) -> str:
+        """What tells this run from others of the same name and cluster, in a word."""
 
     @property
-    def wan(self) -> Wan: ...
+    @abstractmethod
+    def headline(self) -> str:
+        """What this run is, in one line."""
 
     @property
-    def num_ranks(self) -> int: ...
+    @abstractmethod
+    def compression_in_force(self) -> str:
+        """Its label; "off" where nothing crosses between clouds."""
 
     @property
-    def crosses_clouds(self) -> bool: ...
-
-    def placement(self, rank: int) -> Place: ...
-
-    def wan_between(self, rank: int, peer: int) -> Wan | None: ...
-
-    def describe(self) -> str: ...
-
-
-class Job(Protocol):
-    """One frozen object that describes a run. Experiment is one, OneWayExperiment another."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def profile(self) -> str: ...
-
-    @property
-    def sweep(self) -> str | None: ...
-
-    @property
-    def label(self) -> str | None: ...
-
-    @property
-    def tracker(self) -> Tracker: ...
-
-    @property
-    def cluster(self) -> Layout: ...
-
-    @property
-    def run_name(self) -> str: ...
-
-    @property
-    def headline(self) -> str: ...
-
-    @property
-    def compression_in_force(self) -> str: ...
-
-    @property
-    def defences_in_force(self) -> str: ...
+    def defences_in_force(self) -> str:
+        return "none"
 
     @property
     def leak_meter(self) -> LeakMeter | None:
         """Measures, after the run, what other clouds could recover; None where it is off."""
+        return None
+
+    @property
+    @abstractmethod
+    def max_steps(self) -> int:
+        """Updates in all."""
+
+    @property
+    @abstractmethod
+    def schedule_label(self) -> str:
+        """In what order the work is done."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """For the pictures of a run: how it was scheduled, linked and compressed."""
+        """For the pictures of a run."""
+        return {
+            "schedule": self.schedule_label,
+            "link": self.cluster.describe_link(),
+            "compression": self.compression_in_force,
+        }
 
     @property
     def essential_ranks(self) -> frozenset[int]:
-        """The run fails with any of these; the others may be lost."""
+        """The run fails with any of these; the others may be lost. By default none can."""
+        return frozenset(range(self.cluster.num_ranks))
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Ranks that must leave before the start so that the run can do without `ranks`, which
         they include; empty if it cannot."""
+        return frozenset()
 
+    @abstractmethod
     def check(self) -> None:
         """Raise DataError or ConfigError for what is missing, before anything starts."""
 
     @property
-    def follow_up(self) -> Sequence[str]:
+    def next_experiment(self) -> Sequence[str]:
         """Command line of the experiment that runs after this one; empty: none."""
+        return ()
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
         """Settings of another experiment that make it read what a finished run left."""
+        return {}
 
     def next_command(self, run_dir: Path) -> str | None:
         """What to do with what a finished run left, to be copied; None: nothing in particular."""
+        return None
 
-    def new_statistics(self) -> RunStatistics: ...
-
-    def new_progress(self) -> ProgressLine: ...
+    @property
+    def cache_path(self) -> Path:
+        return project_root() / self.cache_dir  # an absolute one stays as it is

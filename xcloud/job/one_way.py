@@ -9,14 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from xcloud.checks import check_int
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.errors import ConfigError
+from xcloud.job.job import Job
 from xcloud.parallel.one_way.parts import OneWayModel
 from xcloud.parallel.one_way.plan import Feed
-from xcloud.record.one_way_summary import OneWayStatistics
-from xcloud.record.tracking import Tracker
-from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 
 
@@ -38,29 +35,23 @@ class OneWayTraining:
         check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
 
 
-@dataclass(frozen=True)
-class OneWayExperiment:
+@dataclass(frozen=True, kw_only=True)
+class OneWayExperiment(Job):
     """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
-    do not fit together. profile, sweep, label: as in Experiment.
+    do not fit together.
 
     follow_up: overrides of an experiment that runs when this one has finished, on what it left, in
     its run folder; none if empty. Points of a sweep have none.
     """
 
-    name: str
     model: OneWayModel
     cluster: OneWayLayout
     training: OneWayTraining
-    tracker: Tracker
     feed: Feed = field(default_factory=Feed)
-    seed: int = 1
-    profile: str = "demo"
-    sweep: str | None = None
-    label: str | None = None
-    cache_dir: str = ".cache"
     follow_up: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (
             not isinstance(self.follow_up, Sequence)
             or isinstance(self.follow_up, str)
@@ -70,7 +61,6 @@ class OneWayExperiment:
                 "follow_up must be a list of overrides such as ['+exp=xnli_zero_shot'], or [] for "
                 f"none, got {self.follow_up!r}"
             )
-        check_int("seed", self.seed, 0)
         for name, kind in (
             ("cluster", OneWayLayout),
             ("training", OneWayTraining),
@@ -99,35 +89,31 @@ class OneWayExperiment:
         return "ids" if self.cluster.crosses_clouds else "off"
 
     @property
-    def run_name(self) -> str:
-        """Tells runs apart: "electra clouds fixed s1"."""
-        return f"{self.label or f'{self.name} {self.cluster.name} {self.feed.order}'} s{self.seed}"
+    def variant(self) -> str:
+        return self.feed.order
+
+    @property
+    def max_steps(self) -> int:
+        return self.training.max_steps
+
+    @property
+    def schedule_label(self) -> str:
+        return f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
 
     @property
     def headline(self) -> str:
         """What this run is, in one line."""
         return (
             f"{self.name} [{self.profile}]: {self.model.describe()}; {self.cluster.describe()}; "
-            f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
+            f"{self.schedule_label}"
         )
 
-    @property
-    def defences_in_force(self) -> str:
-        """Ids cross as they are: a defence would have to change the text itself."""
-        return "none"
+    # Ids cross as they are: a defence would have to change the text itself, and what they tell is
+    # no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
 
     @property
-    def leak_meter(self) -> None:
-        """What the ids tell is no matter of measuring: see docs/one-way-jobs.md."""
-        return None
-
-    @property
-    def facts(self) -> dict[str, str]:
-        return {
-            "schedule": f"order {self.feed.order}, run-ahead {self.feed.run_ahead}",
-            "link": self.cluster.describe_link(),
-            "compression": self.compression_in_force,
-        }
+    def next_experiment(self) -> Sequence[str]:
+        return self.follow_up
 
     @property
     def essential_ranks(self) -> frozenset[int]:
@@ -155,18 +141,3 @@ class OneWayExperiment:
 
     def leaves(self, run_dir: Path) -> Mapping[str, str]:
         return self.model.leaves(run_dir)
-
-    @property
-    def _bandwidth_bits_per_s(self) -> float | None:
-        wan = self.cluster.wan
-        emulated = self.cluster.crosses_clouds and isinstance(wan, LinkProfile)
-        return wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
-
-    def new_statistics(self) -> OneWayStatistics:
-        num_consumers = 1 if self.cluster.form == "local" else self.cluster.num_consumers
-        shares = dict(zip(self.cluster.producers, self.cluster.shares, strict=True))
-        lanes = dict(zip(self.cluster.producers, self.cluster.num_lanes, strict=True))
-        return OneWayStatistics(num_consumers, shares, lanes, self._bandwidth_bits_per_s)
-
-    def new_progress(self) -> OneWayProgressLine:
-        return OneWayProgressLine(self.training.max_steps, self._bandwidth_bits_per_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
 from xcloud.checks import check_int, check_number
-from xcloud.cluster.layout import Wan
+from xcloud.cluster.clouds import Wan
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action

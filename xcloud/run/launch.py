@@ -75,7 +75,7 @@ class LocalRanks:
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
         for rank in range(num_ranks):
-            command = [sys.executable, "-m", "xcloud.run.worker", str(self.run_dir)]
+            command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
             command += ["--rank", str(rank), "--parent", str(os.getpid())]
             with open(self.log(rank), "wb") as log:
                 self.processes.append(

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from xcloud.errors import ConfigError, RunFailed
-from xcloud.job import experiment as experiments
+from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.run.launch import LocalRanks
@@ -22,17 +22,17 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
     cause when a rank fails, KeyboardInterrupt on Ctrl+C or SIGTERM; every rank is gone by then and
     summary.json says what happened."""
-    experiment = experiments.job_from_config(config)
+    experiment = configs.job_from_config(config)
     experiment.check()
     if (run_dir / EVENTS_FILE).exists():
         raise ConfigError(
             f"{run_dir} holds an earlier run; give another hydra.run.dir, or move it away"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    experiments.write(config, run_dir / experiments.EXPERIMENT_FILE)
+    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)
 
-    monitor = Monitor(experiment, experiments.flatten(config), run_dir)
+    monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
     ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks)

@@ -1,7 +1,7 @@
 """Follow a run from outside its ranks: progress line, tracker, summary.json, closing table.
 
 On one machine the process that started the ranks does this; on several, rank 0's machine starts
-it as a separate process (python -m xcloud.run.monitor RUN_DIR --parent PID). Both read its
+it as a separate process (python -m xcloud monitor RUN_DIR --parent PID). Both read its
 events.
 """
 
@@ -15,19 +15,24 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from xcloud.errors import XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
+from xcloud.job.one_way import OneWayExperiment
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import RunCurves
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
-from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import TrackedRun
 from xcloud.report.mlflow_view import places_of, prepared_view
+from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.report.progress import ProgressLine
 from xcloud.report.table import print_report
 from xcloud.run.evaluation import SAMPLES_FILE
 from xcloud.security import leak_meter
@@ -39,6 +44,22 @@ RECORD_WITHIN_S = 10.0
 log = logging.getLogger(__name__)
 
 
+def statistics_of(job: Job) -> RunStatistics | OneWayStatistics:
+    bandwidth = job.cluster.bandwidth_bits_per_s
+    if not isinstance(job, OneWayExperiment):
+        return RunStatistics(job.cluster.num_ranks, bandwidth)
+    layout = job.cluster
+    num_consumers = 1 if layout.form == "local" else layout.num_consumers
+    shares = dict(zip(layout.producers, layout.shares, strict=True))
+    lanes = dict(zip(layout.producers, layout.num_lanes, strict=True))
+    return OneWayStatistics(num_consumers, shares, lanes, bandwidth)
+
+
+def progress_of(job: Job) -> ProgressLine:
+    line = OneWayProgressLine if isinstance(job, OneWayExperiment) else ProgressLine
+    return line(job.max_steps, job.cluster.bandwidth_bits_per_s)
+
+
 class Monitor:
     """`start()`, `poll()` often, `finish()` once. Nothing here can stop the training."""
 
@@ -46,8 +67,8 @@ class Monitor:
         self.experiment, self.params, self.run_dir = experiment, params, run_dir
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._heard = False
-        self._statistics = experiment.new_statistics()
-        self._progress = experiment.new_progress()
+        self._statistics = statistics_of(experiment)
+        self._progress = progress_of(experiment)
         self._curves = RunCurves()
         self._commit = commit()
         self._num_malformed = 0
@@ -67,7 +88,7 @@ class Monitor:
             tags["sweep"] = experiment.sweep
         # A reader and statistics of its own: it may fall behind while its store is down.
         run = TrackedRun(
-            experiment.run_name, self.params, tags, self.run_dir, experiment.new_statistics(),
+            experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
             prepared_view(),
         )  # fmt: skip
         experiment.tracker.start(run)
@@ -216,15 +237,18 @@ def first_failure(run_dir: Path, rank: int) -> str:
     return f"the run ended before rank {rank} had finished"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Follow until every essential rank has finished, or rank 0 is gone."""
-    parser = argparse.ArgumentParser(prog="python -m xcloud.run.monitor", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m xcloud monitor", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
-    monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    try:
+        monitor = monitor_of(arguments.run_dir, arguments.experiment)
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")
     monitor.start()
     essential = monitor.experiment.essential_ranks
     while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
@@ -244,10 +268,3 @@ def main() -> int:
     monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
     print(arguments.run_dir / SUMMARY_FILE)
     return 1 if lost else 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except XcloudError as error:
-        sys.exit(f"xcloud: {error}")

@@ -19,7 +19,8 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, Message
 from xcloud.comm.compressor import Compressor
 from xcloud.errors import ConfigError, XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, Experiment, read
+from xcloud.job.config import EXPERIMENT_FILE, read_job
+from xcloud.job.experiment import Experiment
 from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR
 from xcloud.run.export import fill, read_stage
@@ -31,12 +32,10 @@ class Translator:
 
     def __init__(self, run_dir: Path, *, compressed: bool = True) -> None:
         """Raises ConfigError or DataError if the folder holds no finished translation run."""
-        self.experiment: Experiment = read(run_dir / EXPERIMENT_FILE)
-        task = self.experiment.task
-        if not isinstance(task, Translation):
-            raise ConfigError(
-                f"{run_dir} is a run of {task.describe()}, not of a translation task"
-            )
+        job = read_job(run_dir / EXPERIMENT_FILE)
+        if not isinstance(job, Experiment) or not isinstance(job.task, Translation):
+            raise ConfigError(f"{run_dir} is no run of a translation task: {job.headline}")
+        self.experiment, task = job, job.task
         self.text = TranslationText.load(run_dir / MODEL_DIR, task.max_length)
         self.stages = [self._stage(run_dir, i) for i in range(self.experiment.cluster.num_stages)]
         self.compressed = compressed

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.cluster.clouds import Layout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 
@@ -43,13 +42,12 @@ UNFRAMED = [
     "start: a barrier before the first step",
     "end: float64 [8] or fewer from each rank, the times of its last steps",
 ]
-UNFRAMED_IN_FEED = UNFRAMED[:3]
 
 
 def write_rank_audit(
     run_dir: Path,
     rank: int,
-    layout: ClusterLayout | OneWayLayout,
+    layout: Layout[Any],
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
@@ -73,7 +71,7 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": UNFRAMED_IN_FEED if isinstance(layout, OneWayLayout) else UNFRAMED,
+        "unframed": UNFRAMED if layout.ranks_meet_in_the_end else UNFRAMED[:3],
         "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
         if crosses
         else {},

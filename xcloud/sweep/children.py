@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xcloud.errors import XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, read_config
+from xcloud.job.config import EXPERIMENT_FILE, read_config
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.job.experiment import flatten, job_from_config
+from xcloud.job.config import flatten, job_from_config
 from xcloud.job.job import Job
 
 Settings = Mapping[str, object]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xcloud.errors import XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, read_job
+from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.project import project_root
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import score_text

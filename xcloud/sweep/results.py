@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import EXPERIMENT_FILE, flatten, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS
 from xcloud.record.summary import SUMMARY_FILE

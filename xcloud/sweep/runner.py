@@ -19,7 +19,7 @@ from typing import Any
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError, XcloudError
-from xcloud.job.experiment import EXPERIMENT_FILE, write
+from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
 from xcloud.report.progress import human_duration
 from xcloud.report.table import human_seconds
@@ -125,7 +125,7 @@ class Sweep:
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
             _say(f"  to continue it later: {self.command}")
-        if any(decision.point.experiment.follow_up for decision in todo):
+        if any(decision.point.experiment.next_experiment for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
         self._warn_of_crowding([decision.point for decision in todo])
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xcloud.errors import ConfigError
-from xcloud.job.experiment import EXPERIMENT_FILE, flatten, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.project import code_digests, commit
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides

@@ -36,7 +36,7 @@ class ProducerRun:
         guard: DivergenceGuard,
     ) -> None:
         self._guard = guard
-        self._part, self._cloud, self._num_lanes = part, cloud, num_lanes
+        self.part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
@@ -58,7 +58,7 @@ class ProducerRun:
         """Batches that this rank will make in all, as the consumer plans by now."""
         if num_planned != self._num_planned:
             self._num_planned = num_planned
-            self._part.replan(num_planned)
+            self.part.replan(num_planned)
 
     def state_dict(self) -> State:
         """Between two batches. Figures that were not told yet are no part of it."""
@@ -75,14 +75,14 @@ class ProducerRun:
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"part": self._part, "guard": self._guard, "exchange": self._exchange}
+        return {"part": self.part, "guard": self._guard, "exchange": self._exchange}
 
     def produce(self, number: int) -> Fed:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
         if self._buffer is not None:
             self._buffer.zero()
         with self.clock.during("forward"):
-            fed = self._part.produce(number)
+            fed = self.part.produce(number)
         if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
             raise FrameError(
                 f"batch {number} of producer {self.name!r} must be one vector of bytes, got "
@@ -110,7 +110,7 @@ class ProducerRun:
         else:
             if self._buffer is not None:
                 with self.clock.during("optimizer"):
-                    self._part.update(number)
+                    self.part.update(number)
             self._losses.append(loss)
         if self._buffer is not None:
             with self.clock.during("average"):

@@ -1,0 +1,204 @@
+"""From a composed config to a job, and the file that describes one.
+
+Hydra and OmegaConf end here: workers, tests and notebooks see only the job.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.job.job import Job
+from xcloud.job.moved_names import with_names_of_today
+from xcloud.project import project_root
+
+EXPERIMENT_FILE = "experiment.yaml"
+
+
+def job_from_config(config: DictConfig) -> Job:
+    """The job of any kind that a composed config describes. Raises ConfigError naming the key."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    try:
+        OmegaConf.resolve(plain)
+    except InterpolationKeyError as error:
+        raise ConfigError(_does_not_fit(plain, error)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(_lines(error)[0]) from error
+    missing = sorted(OmegaConf.missing_keys(plain))
+    if missing:
+        text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
+        if "name" in missing:  # nothing was chosen
+            there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
+            text += f", or choose an experiment: +exp= one of {', '.join(there)}"
+        raise ConfigError(text)
+    check_keys(OmegaConf.to_container(plain), "")
+    try:
+        return cast(Job, instantiate(plain, _convert_="all"))
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
+        if isinstance(cause, ConfigError | DataError):
+            named = not where or str(cause).startswith((f"{where}.", f"{where} "))
+            raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
+        raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+
+
+def _does_not_fit(config: DictConfig, error: InterpolationKeyError) -> str:
+    """For a setting that follows from one of another group, where the chosen option lacks it."""
+    (said,) = _lines(error)
+    source = said.split("'")[1] if "'" in said else ""
+    raw = OmegaConf.to_container(config)
+    taking = [key for key, value in _leaves(raw, "") if f"${{{source}}}" in str(value)]
+    group = source.split(".")[0]
+    if not taking or group == source:
+        return said
+    chosen = str(OmegaConf.select(config, f"{group}._target_")).rsplit(".", 1)[-1]
+    taker = taking[0].split(".")[0]
+    return (
+        f"{taking[0]} follows from {source}, which the chosen {group} ({chosen}) does not have: "
+        f"this {taker} and this {group} do not fit together; choose another of the two"
+    )
+
+
+def check_keys(node: Any, path: str) -> None:
+    """Refuse keys that the constructor they are meant for does not know.
+
+    Hydra lets `+typo=1` through, and with an unknown keyword it names no alternative.
+    """
+    if isinstance(node, list):
+        for index, entry in enumerate(node):
+            check_keys(entry, f"{path}[{index}]")
+    if not isinstance(node, Mapping):
+        return
+    if "_target_" in node:
+        try:
+            target = get_object(str(node["_target_"]))
+        except Exception as error:
+            raise ConfigError(f"{path or 'config'}._target_: {_lines(error)[0]}") from error
+        parameters = inspect.signature(target).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for key in node:
+            if key in parameters or open_ended or str(key).startswith("_"):
+                continue
+            near = difflib.get_close_matches(str(key), list(parameters), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            where = f"{path}.{key}" if path else str(key)
+            raise ConfigError(
+                f"unknown setting {where!r}{hint} Allowed here: {', '.join(parameters)}"
+            )
+        for name, parameter in parameters.items():
+            needed = parameter.default is parameter.empty and parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            if needed and name not in node:
+                raise ConfigError(f"setting {f'{path}.{name}' if path else name!r} is missing")
+    for key, entry in node.items():
+        check_keys(entry, f"{path}.{key}" if path else str(key))
+
+
+def write(config: DictConfig, path: Path) -> None:
+    """The resolved experiment file: everything a worker on another machine needs."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    OmegaConf.save(plain, path, resolve=True)
+
+
+def read_config(path: Path) -> DictConfig:
+    """Also of an earlier release. Raises ConfigError if it is missing or no experiment file."""
+    if not path.is_file():
+        raise ConfigError(f"there is no experiment file {path}")
+    loaded = OmegaConf.load(path)
+    if not isinstance(loaded, DictConfig) or "_target_" not in loaded:
+        raise ConfigError(f"{path} is not an experiment file: it has no _target_")
+    return cast(DictConfig, OmegaConf.create(with_names_of_today(OmegaConf.to_container(loaded))))
+
+
+def read_job(path: Path) -> Job:
+    return job_from_config(read_config(path))
+
+
+def plain_settings(config: DictConfig) -> dict[str, Any]:
+    """The experiment as plain containers, resolved, without what belongs to Hydra."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return cast(dict[str, Any], OmegaConf.to_container(plain, resolve=True))
+
+
+def flatten(config: DictConfig) -> dict[str, object]:
+    """Settings as dotted names, for a tracker; targets become the last part of their path."""
+    flat: dict[str, object] = {}
+    for path, value in _leaves(plain_settings(config), ""):
+        where, _, key = path.rpartition(".")
+        if key == "_target_":
+            flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]
+        else:
+            flat[path] = value
+    return flat
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names of what is no mapping (a list is one value), with their values."""
+    if isinstance(node, Mapping):
+        for key, entry in node.items():
+            yield from _leaves(entry, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def _lines(error: BaseException) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]
+
+
+def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
+    """For each override that sets a key the chosen groups do not have, a line that names the
+    nearest and all that stand beside it. Empty if the groups themselves cannot be composed:
+    Hydra lists the options then. Ends the Hydra that is initialised."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            parsed = OverridesParser.create().parse_overrides(list(overrides))
+            keys = [
+                override.get_key_element()
+                for override in parsed
+                if not (override.is_add() or override.is_delete() or override.is_sweep_override())
+                and not loader.get_group_options(override.key_or_group)
+            ]
+            chosen = [
+                override.input_line or ""
+                for override in parsed
+                if override.is_add() or loader.get_group_options(override.key_or_group)
+            ]
+            config = compose("config", overrides=chosen)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    finally:
+        GlobalHydra.instance().clear()
+    return [line for key in keys if not key.startswith("hydra.") for line in _hint(config, key)]
+
+
+def _hint(config: DictConfig, key: str) -> Iterator[str]:
+    node: object = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig):
+            return
+        if part not in node:
+            beside = [str(name) for name in node if name != "_target_"]
+            near = difflib.get_close_matches(part, beside, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            where = ".".join(parts[: depth + 1])
+            yield f"unknown setting {where!r}{hint} Allowed here: {', '.join(beside)}"
+            return
+        node = node._get_node(part)

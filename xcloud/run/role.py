@@ -1,0 +1,69 @@
+"""A rank has a role. What the shell (worker.py) gives to every role, and asks of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from xcloud.cluster.frame import Frame
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.job.job import Job
+from xcloud.record.reporter import Reporter
+from xcloud.run.agreement import Verdict
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+@dataclass(frozen=True)
+class RankContext(Generic[JobT]):
+    """What a rank has whatever it does.
+
+    reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
+    on_report: rank 0 writes other ranks' reports with it, as they come.
+    verdict: of the comparison of all ranks before the start.
+    """
+
+    job: JobT
+    rank: int
+    run_dir: Path
+    device: torch.device
+    reporter: Reporter
+    on_report: Callable[[Frame], None]
+    verdict: Verdict
+
+
+class Role(ABC, Generic[JobT]):
+    """What one rank does. Built in all ranks at the same time: that joins them (process groups,
+    links). Then the shell calls `run`, and `close` if it came to its end.
+
+    records: of each link to another cloud. received: by rank of the sender, where its own record
+    may be lost with it.
+    """
+
+    records: Sequence[LinkRecord] = ()
+    received: Mapping[int, LinkRecord] = {}
+
+    def __init__(self, context: RankContext[JobT]) -> None:
+        self.context, self.job, self.rank = context, context.job, context.rank
+        self.reporter = context.reporter
+
+    def report(self, lines: bytes) -> None:
+        """Carry lines of the reporter to rank 0. Never called in rank 0."""
+        raise AssertionError("this role has no other ranks")
+
+    @abstractmethod
+    def run(self) -> None:
+        """From a rank that is joined to the others to the export and evaluation of its part."""
+
+    def alive(self) -> AbstractContextManager[object]:
+        """Signs of life during `run` and `close`, for a role that sends them all the time."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Deliver everything, hear every peer's goodbye."""
