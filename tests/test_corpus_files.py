@@ -206,7 +206,7 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
         ("train.tsv", b"es\ten\n", "has no rows"),
         ("train.tsv", b"es\ten\n\xff\xfe\tb\n", "not UTF-8"),
         ("train.tsv.gz", b"es\ten\na\tb\n", "cannot be read"),
-        ("train.tsv.gz", gzip.compress(b"es\ten\n" * 1000)[:-9], "cannot be read"),
+        ("train.tsv.gz", gzip.compress(b"es\ten\n" * 1000, mtime=0)[:-9], "cannot be read"),
         ("train.jsonl", b'{"es": "a", "en": "b"}\nnot json\n', "line 2: not JSON"),
         ("train.jsonl", b'{"es": "a", "de": "b"}\n', "no text under 'en'; its keys: es, de"),
         ("train.jsonl", b"[1, 2]\n", "no text under"),
