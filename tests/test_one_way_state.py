@@ -35,8 +35,8 @@ class LocalJob:
 
     def __init__(self, order: Any) -> None:
         job = OneWayExperiment(
-            "toy", ToyFeed(), OneWayLayout(CLOUDS, form="local"), OneWayTraining(9, 4),
-            NullTracker(), Feed(order=order),
+            name="toy", model=ToyFeed(), cluster=OneWayLayout(CLOUDS, form="local"),
+            training=OneWayTraining(9, 4), tracker=NullTracker(), feed=Feed(order=order),
         )  # fmt: skip
         self.events: list[bytes] = []
         reporter, alone = Reporter(0, "hub", self.events.append), RankGroup.alone()

@@ -232,7 +232,7 @@ def test_a_real_network_has_no_numbers() -> None:
 
 def test_the_simulator_needs_no_torch() -> None:
     code = (
-        "import sys, xcloud.plan.simulator, xcloud.plan.one_way, xcloud.plan.recorded, "
+        "import sys, xcloud.plan.simulator, xcloud.plan.recorded, "
         "xcloud.plan.measured, xcloud.plan.cost_file; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
