@@ -54,6 +54,14 @@ class Stage(nn.Module):
         """Training and evaluation alike; `received` is None in the first stage."""
         raise NotImplementedError
 
+    def exported(self) -> Mapping[str, Tensor]:
+        """What a file of the trained stage holds."""
+        return self.state_dict()
+
+    def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `exported` gave. Raises RuntimeError if it belongs to another architecture."""
+        self.load_state_dict(tensors)
+
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Last stage only: what the task scores, one list of token ids for each sample."""
         raise NotImplementedError
