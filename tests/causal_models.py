@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tests.translation_models import context
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_stage import NO_LABEL, PAD
 from xcloud.models.checkpoint import quiet
 from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Batch, Message, Stage
+from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4
 SIZES: dict[str, Any] = {
@@ -76,7 +75,7 @@ def batch_of(*samples: Sequence[Sequence[int]]) -> Batch:
         lines["text"].append(torch.tensor([t for d in documents for t in d]))
         lines["types"].append(torch.tensor([n for n, d in enumerate(documents) for _ in d]))
         lines["label"].append(torch.tensor([t for d in documents for t in [*d[1:], NO_LABEL]]))
-    fill = {"text": PAD, "types": 0, "label": NO_LABEL}
+    fill = {"text": NO_TOKEN, "types": 0, "label": NO_LABEL}
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {k: pad(v, batch_first=True, padding_value=fill[k]) for k, v in lines.items()}
     return {"ids": torch.arange(len(samples)), **batch}

@@ -22,9 +22,14 @@ from torch import Tensor
 
 from xcloud.checks import check_int, check_number
 from xcloud.errors import ConfigError, DataError
-from xcloud.models.causal_network import Part, check_type, draw_weights, network_of
+from xcloud.models.causal_network import (
+    Part,
+    check_type,
+    draw_weights,
+    network_of,
+    write_checkpoint,
+)
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
-from xcloud.models.checkpoint import quiet
 from xcloud.models.encoder import check_heads
 from xcloud.models.seeding import seed_of
 from xcloud.models.split import BuildContext
@@ -34,7 +39,6 @@ from xcloud.parallel.stage import TokenIds
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 1
 REPORT_EVERY_S = 5.0
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,7 @@ class OwnCausal:
         )
         unfinished = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(unfinished, ignore_errors=True)
-        with quiet():
-            network.cpu().save_pretrained(unfinished)
+        write_checkpoint(network, unfinished)
         unfinished.rename(folder)  # whole or not at all
         context.report(f"{self.describe()}: loss {loss:.3f} at the end, kept as {folder}")
 

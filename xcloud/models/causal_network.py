@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.errors import ConfigError, DataError
@@ -205,6 +206,20 @@ def load_weights(network: Any, name_or_path: str) -> None:
                     f"config.json says {list(parameter.shape)}"
                 )
             parameter.copy_(tensor)
+
+
+def write_checkpoint(network: Any, folder: Path) -> None:
+    """A whole model as a folder that transformers loads. Its own save_pretrained writes on rank 0
+    of a process group only, and any cloud may make a base."""
+    kind = KINDS[network.config.model_type]
+    folder.mkdir(parents=True, exist_ok=True)
+    network.config.architectures = [type(network).__name__]
+    (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
+    tensors = {  # a tied matrix once
+        name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()
+        for name, parameter in network.named_parameters()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _file_of(name_or_path: str, file_name: str) -> Path:

@@ -1,9 +1,9 @@
 """A stage of a cut causal language model: token ids or rows in, rows or the loss out.
 Which blocks it holds and where they come from is causal.py's.
 
-Batch fields: "text": int64 [B, S], token ids, PAD behind them; "types": int64 [B, S], which of the
-sample's documents a token belongs to, from 0; "label": int64 [B, S], the token to be guessed at
-each place, NO_LABEL where none is.
+Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN behind them; "types" which of the sample's
+documents a token belongs to, from 0; "label" the token to be guessed at each place, NO_LABEL where
+none is.
 Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V words.
 """
 
@@ -19,10 +19,9 @@ from xcloud.models.attention import Packing
 from xcloud.models.causal_network import HEAD, Part, run
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
-from xcloud.parallel.stage import Batch, Message, Stage, StageOutput
+from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 
 TEXT, TYPES, LABEL = "text", "types", "label"
-PAD, NO_LABEL = -1, -100  # no ids of any vocabulary: a model may have no padding token
 
 
 class CausalStage(Stage):
@@ -92,7 +91,7 @@ class CausalStage(Stage):
     def _rows(self, received: Message | None, batch: Batch) -> tuple[Packing, Tensor, Tensor]:
         """Where tokens are, their positions [R] in their documents, and this part's rows."""
         if received is None:
-            packing = Packing.of(batch[TEXT], PAD)
+            packing = Packing.of(batch[TEXT], NO_TOKEN)
             places_R = packing.pack(_places(batch[TYPES]))
             ids_BS = packing.unpack(packing.pack(batch[TEXT]))
             rows = run(self.network, packing.unpack(places_R), ids_BS, None)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from xcloud.comm.border import Border, BorderField, Message
 
 __all__ = [
+    "NO_LABEL",
+    "NO_TOKEN",
     "Batch",
     "Border",
     "BorderField",
@@ -65,6 +67,12 @@ class Stage(nn.Module):
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Last stage only: what the task scores, one list of token ids for each sample."""
         raise NotImplementedError
+
+
+NO_TOKEN = -1
+"""Behind the tokens of a text where a tokenizer has no padding: no id of any vocabulary."""
+NO_LABEL = -100
+"""Where nothing is to be guessed; what torch's losses ignore."""
 
 
 @dataclass(frozen=True)
