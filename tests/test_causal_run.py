@@ -40,7 +40,7 @@ def start(run_dir: Path, cache: Path, *overrides: str) -> dict:
 
 @pytest.fixture(scope="module")
 def two_clouds(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """The base is made by whichever cloud comes first; rank 1 is no main process to transformers."""
+    """Whichever cloud comes first makes the base: to transformers rank 1 is no main process."""
     folder = tmp_path_factory.mktemp("two_clouds")
     start(folder, cache, "cluster/wan=free")
     return folder
@@ -82,10 +82,13 @@ def test_an_owner_of_text_and_labels_trains_over_another_cloud(
 ) -> None:
     summary = start(
         tmp_path, cache, "cluster=u_shape", "cluster/wan=free", "compression=int8",
-        "security=owner_keeps_text_and_labels", "model.lora.layers=[2,3]",
+        "security=owner_keeps_text_and_labels", "model.lora.layers=[1,2,3]",
+        "security/meter=attack",
     )  # fmt: skip
     assert 1 < summary["quality"]["perplexity"] < 400
     assert summary["status"] == "finished"
+    assert 0 <= summary["token_recovery"] <= 1, "rows that cross are matched with their tokens"
+    assert summary["wan_bytes_per_step"]["backward"] > 0
 
 
 def test_perplexity_tokens_per_second_and_bytes_are_in_the_summary(two_clouds: Path) -> None:
@@ -112,6 +115,8 @@ def written_on(model: torch.nn.Module, folder: Path) -> list[str]:
     return texts
 
 
+# peft asks transformers under a name that is going away.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
     two_clouds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,13 +128,11 @@ def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
     assert capsys.readouterr().out == f"{folder}\n"
     about = json.loads((folder / "adapter_config.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(about["base_model_name_or_path"])
-    untrained = {name: t.clone() for name, t in base.state_dict().items()}
     model = PeftModel.from_pretrained(base, folder).eval()
 
-    ours = {name: t for name, t in weights(two_clouds).items()}
     adapters = {n: t for n, t in model.state_dict().items() if "lora_" in n}
-    assert len(adapters) == len(ours), "none is left at its start"
-    assert any(t.any() for n, t in adapters.items() if "lora_B" in n) and untrained
+    assert len(adapters) == len(weights(two_clouds))
+    assert all(t.any() for n, t in adapters.items() if "lora_B" in n), "none is left at its start"
     generator = Generator(TrainedCausal(two_clouds), compressed=False)
     expected = written_on(model, folder)
     assert [generator.write_on(prompt, 12) for prompt in PROMPTS] == expected

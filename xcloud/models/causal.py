@@ -27,6 +27,7 @@ from xcloud.models.causal_network import (
     KINDS,
     Part,
     base_of,
+    config_of,
     depth,
     load_weights,
     network_of,
@@ -156,14 +157,12 @@ class CausalLM:
     ) -> Stage:
         """The stage with zeros, to be filled from an exported file; which, beside LoRA, holds the
         adapters only. architecture: what the exported stage said; ConfigError without it."""
-        from transformers import AutoConfig
-
         if architecture is None:
             raise ConfigError(
                 "a CausalLM stage is rebuilt from what its exported file says of its "
                 "architecture, and this file says nothing"
             )
-        config = AutoConfig.for_model(**architecture["config"])
+        config = config_of(architecture["config"])
         part = self._part(config, stage, num_stages)
         network = network_of(config, part)
         with torch.no_grad():

@@ -25,6 +25,7 @@ from xcloud.errors import ConfigError, DataError
 from xcloud.models.causal_network import (
     Part,
     check_type,
+    config_of,
     draw_weights,
     network_of,
     write_checkpoint,
@@ -124,24 +125,22 @@ class OwnCausal:
 
     def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
         """ids None: with one word, for whoever asks for shapes of blocks only."""
-        from transformers import AutoConfig
-
         words = TokenIds(1, 0, 0, 0, 0) if ids is None else ids
-        return AutoConfig.for_model(
-            self.kind,
-            vocab_size=words.size,
-            hidden_size=self.hidden,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads or self.num_heads,
-            intermediate_size=self.feed_forward,
-            max_position_embeddings=max(max_length, self.pretraining.length),
-            tie_word_embeddings=self.tied,
-            bos_token_id=words.bos,
-            eos_token_id=words.eos,
-            pad_token_id=None,
-            **({"sliding_window": None} if self.kind == "mistral" else {}),
-        )
+        described = {
+            "model_type": self.kind,
+            "vocab_size": words.size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.feed_forward,
+            "max_position_embeddings": max(max_length, self.pretraining.length),
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": words.bos,
+            "eos_token_id": words.eos,
+            "pad_token_id": None,
+        }
+        return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))
 
     def folder(self, context: BuildContext) -> Path:
         """The checkpoint, made if it is not in the cache. Every lane calls it, and it waits for

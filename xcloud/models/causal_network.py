@@ -81,13 +81,20 @@ class NoPositions(nn.Module):
 def read_config(name_or_path: str) -> Any:
     """The transformers config of a checkpoint. DataError if it is nowhere, ConfigError if it is
     of no type in KINDS."""
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     raw, _ = fetch(
         name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
     )
     check_type(raw.get("model_type"), f"the checkpoint {name_or_path!r}")
-    return AutoConfig.for_model(**raw)
+    return config_of(raw)
+
+
+def config_of(described: Mapping[str, Any]) -> Any:
+    """The transformers config that a config.json describes."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**described)
 
 
 def check_type(model_type: object, what: str) -> None:

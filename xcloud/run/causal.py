@@ -21,7 +21,13 @@ from torch import Tensor
 from xcloud.errors import ConfigError, DataError, XcloudError
 from xcloud.job.experiment import EXPERIMENT_FILE, Experiment, read
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Part, depth, network_of, write_checkpoint
+from xcloud.models.causal_network import (
+    Part,
+    config_of,
+    depth,
+    network_of,
+    write_checkpoint,
+)
 from xcloud.models.causal_stage import TEXT
 from xcloud.models.split import BuildContext
 from xcloud.parallel.stage import Stage
@@ -83,9 +89,7 @@ class TrainedCausal:
             tensors |= load_file(path)
         if architecture is None:
             raise DataError(f"{self.run_dir / MODEL_DIR}: the parts do not say what they are of")
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(**architecture["config"])
+        config = config_of(architecture["config"])
         with exporting(out):
             out.mkdir(parents=True, exist_ok=True)
             if self.model.lora is not None:

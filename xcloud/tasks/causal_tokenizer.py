@@ -48,7 +48,7 @@ class CausalTokenizer:
 
         pad, bos, eos, _, unknown = SPECIAL_TOKENS
         backend = public_tokenizer(choice, cache_dir).backend
-        made = PreTrainedTokenizerFast(
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
             unk_token=unknown, clean_up_tokenization_spaces=False,
         )  # fmt: skip
