@@ -162,7 +162,7 @@ def test_what_we_export_is_read_by_transformers_and_by_us(tmp_path: Path) -> Non
     ours.load_part(weights)
     export_bert(ours, tmp_path / "out", pad=1)
 
-    with checkpoint._quiet():
+    with checkpoint.quiet():
         theirs, loading = BertForMaskedLM.from_pretrained(
             tmp_path / "out", output_loading_info=True
         )
@@ -264,7 +264,7 @@ def test_the_real_minilm_gives_what_transformers_gives() -> None:
     spec = importlib.util.find_spec(MINILM)
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "model"
-    with checkpoint._quiet():
+    with checkpoint.quiet():
         model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
     found, weights = read_weights(str(folder))
     ours = Encoder(found.config, head=False).eval()

@@ -22,6 +22,7 @@ MODELS = {
     "abnet": ("abnet", "transformer"),
     "bert_split": ("lowrank",),
     "electra": ("electra",),
+    "lora_clm": ("causal",),
     "xnli": ("lowrank",),
 }
 
@@ -39,6 +40,7 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
     if model == "electra":
         path = ["model.text.source.path=somewhere"] if profile == "files" else []
         path += ["model.text.tokenizer.path=somewhere"] if profile == "files" else []
+    path += ["model.checkpoint=somewhere"] if model == "causal" and profile == "files" else []
     path += ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
     config = composed(f"+exp={exp}", f"model={model}", f"profile={profile}", *path)
     found = configs.job_from_config(config)

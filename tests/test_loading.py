@@ -1,6 +1,7 @@
 """What a rank loads: nothing where it reads nothing, and all ranks the same data."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,11 @@ def test_other_settings_are_noticed_all_the_same() -> None:
 
     with pytest.raises(ConfigError, match="disagree about the task's settings and sizes"):
         compare_facts(line.facts[0], line.facts[1], 1)
+
+
+def test_a_defence_of_two_classes_is_refused_for_labels_of_tokens(tmp_path: Path) -> None:
+    small = ["task.num_train=20", "task.num_dev=5", "task.num_test=5", f"cache_dir={tmp_path}",
+             "task.tokenizer.vocab_size=400", "security/defences/backward=marvell"]  # fmt: skip
+    line: Any = Line()
+    with pytest.raises(ConfigError, match="this task's are of kind 'tokens'"):
+        load(build("+exp=lora_clm", *small), 1, line)

@@ -47,6 +47,16 @@ COMMANDS = {
         "follow a run over several machines (its first worker starts this)",
         "monitor runs/first --experiment experiment.yaml --parent PID",
     ),
+    "generate": Command(
+        "xcloud.run.generate",
+        "let a trained causal language model write on",
+        'generate outputs/DATE/TIME "The doctor"',
+    ),
+    "export": Command(
+        "xcloud.run.causal",
+        "join the clouds' parts of a trained causal language model",
+        "export outputs/DATE/TIME",
+    ),
     "train-tokenizer": Command(
         "xcloud.tasks.train_tokenizer",
         "make the tokenizer that the clouds of a one-way job share",

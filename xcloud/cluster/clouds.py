@@ -62,6 +62,8 @@ class Layout(Generic[CloudT]):
 
     def _check_clouds(self, kind: type) -> None:
         check_int("cluster.link_budget_bytes", self.link_budget_bytes, 1)
+        if not isinstance(self.liveness, Liveness):
+            raise ConfigError(f"cluster.liveness must be a Liveness, got {self.liveness!r}")
         if not isinstance(self.clouds, Mapping) or not self.clouds:
             raise ConfigError("cluster.clouds must name at least one cloud")
         for name, cloud in self.clouds.items():

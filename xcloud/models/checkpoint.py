@@ -1,4 +1,4 @@
-"""Import and export transformers checkpoints of the BERT family.
+"""Import and export transformers checkpoints of the BERT family; find any checkpoint.
 
 Only names and layouts change: query, key and value are fused into one matrix, RoBERTa's unused
 first positions are dropped, ERNIE's constant task embedding is added to the type embeddings.
@@ -74,7 +74,7 @@ def read_config(name_or_path: str) -> Checkpoint:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    raw, _ = _fetch(
+    raw, _ = fetch(
         name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
     )
     model_type = raw.get("model_type")
@@ -139,8 +139,8 @@ def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
 
 def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
     """The model in float32, and the names of weights missing from the checkpoint."""
-    with _quiet(), torch.random.fork_rng(devices=[]):  # missing weights are drawn at random
-        model, loading = _fetch(
+    with quiet(), torch.random.fork_rng(devices=[]):  # missing weights are drawn at random
+        model, loading = fetch(
             name_or_path,
             lambda name, **where: kind.from_pretrained(
                 name, output_loading_info=True, dtype=torch.float32, **where
@@ -260,7 +260,7 @@ def _refusal(name: str, reason: str) -> ConfigError:
     )
 
 
-def _fetch(name: str, load: Callable[..., T]) -> T:
+def fetch(name: str, load: Callable[..., T]) -> T:
     """Load from disk if possible; ask the hub only if it answers, so that a machine without
     network fails at once, not after half a minute of retries.
     """
@@ -299,7 +299,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bar and no loading report: missing weights are handled here."""
     from transformers.utils import logging
 

@@ -5,6 +5,7 @@ Shapes: B samples in a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from xcloud.comm.border import Border, BorderField, Message, Samples
 
 __all__ = [
+    "NO_LABEL",
+    "NO_TOKEN",
     "Batch",
     "Border",
     "BorderField",
@@ -53,9 +56,23 @@ class Stage(nn.Module):
         """Training and evaluation alike; `received` is None in the first stage."""
         raise NotImplementedError
 
+    def exported(self) -> Mapping[str, Tensor]:
+        """What a file of the trained stage holds."""
+        return self.state_dict()
+
+    def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `exported` gave. Raises RuntimeError if it belongs to another architecture."""
+        self.load_state_dict(tensors)
+
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
         """Last stage only: what the task scores, one list of token ids for each sample."""
         raise NotImplementedError
+
+
+NO_TOKEN = -1
+"""Behind the tokens of a text where a tokenizer has no padding: no id of any vocabulary."""
+NO_LABEL = -100
+"""Where nothing is to be guessed; what torch's losses ignore."""
 
 
 @dataclass(frozen=True)

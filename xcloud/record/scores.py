@@ -14,10 +14,12 @@ SCORE_NAMES = {
     "matthews": "Matthews corr.",
     "pearson": "Pearson corr.",
     "spearman": "Spearman corr.",
+    "perplexity": "perplexity",
     "label_leak_auc": "label leak AUC",
     "token_recovery": "token recovery",
 }
-LEAKS = ("label_leak_auc", "token_recovery")  # lower is better
+LEAKS = ("label_leak_auc", "token_recovery")
+LESS_IS_BETTER = (*LEAKS, "perplexity", "loss")
 # Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
 

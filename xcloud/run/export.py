@@ -14,18 +14,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from xcloud.errors import DataError, RunFailed
+from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.task import TaskData
 
 
-def export_stage(run_dir: Path, stage: int, module: nn.Module, data: TaskData) -> Path:
+def export_stage(run_dir: Path, stage: int, module: Stage, data: TaskData) -> Path:
     """Write a stage's weights and the tokenizers of this side."""
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
     tensors = {
-        name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()
+        name: value.detach().cpu().contiguous() for name, value in module.exported().items()
     }
     architecture = json.dumps(getattr(module, "architecture", None))
     with exporting(run_dir):
@@ -64,9 +64,9 @@ def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Pat
         return json.loads((file.metadata() or {}).get("architecture", "null")), path
 
 
-def fill(module: nn.Module, path: Path) -> None:
+def fill(module: Stage, path: Path) -> None:
     """Load a stage's weights. Raises DataError if they belong to another architecture."""
     try:
-        module.load_state_dict(load_file(path))
+        module.load_exported(load_file(path))
     except RuntimeError as error:
         raise DataError(f"{path} does not fit this experiment: {error}") from error

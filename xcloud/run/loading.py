@@ -7,6 +7,7 @@ import torch
 from xcloud.errors import DataError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Control
+from xcloud.security.defences import LABEL
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 from xcloud.tasks.task import TaskData
@@ -28,6 +29,8 @@ def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData
     _check_fields(data, fields)
     if data.head is not None:
         experiment.security.defences.check_head(data.head.kind, data.head.num_outputs)
+    elif LABEL in fields:  # a label for each token
+        experiment.security.defences.check_head("tokens", 1)
 
     if control is None:
         return data

@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Border, Message
-from xcloud.comm.compressor import Compressor
+from xcloud.comm.border import Message
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR
 from xcloud.run.export import fill, read_stage
+from xcloud.run.trained_borders import TrainedBorders
 from xcloud.tasks.translation import Translation, TranslationText
 
 
@@ -38,7 +36,7 @@ class Translator:
         self.experiment, task = job, job.task
         self.text = TranslationText.load(run_dir / MODEL_DIR, task.max_length)
         self.stages = [self._stage(run_dir, i) for i in range(self.experiment.cluster.num_stages)]
-        self.compressed = compressed
+        self.borders = TrainedBorders(self.experiment, compressed)
 
     def _stage(self, run_dir: Path, number: int) -> Stage:
         architecture, path = read_stage(run_dir, number)
@@ -60,30 +58,8 @@ class Translator:
         for number, stage in enumerate(self.stages[:-1]):
             message = stage(message, batch).send
             assert message is not None
-            if (compressor := self._compressor(number)) is not None:
-                message = self._through(message, self.experiment.borders[number], compressor)
+            message = self.borders.carry(number, message)
         return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
-
-    def _compressor(self, stage: int) -> Compressor | None:
-        """The compressor of the border after this stage at the end of training, if any."""
-        layout = self.experiment.cluster
-        crosses = layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
-        if not (self.compressed and crosses):
-            return None
-        compression = self.experiment.compression.at_border(stage)
-        return compression.at(self.experiment.training.max_steps).forward
-
-    def _through(self, message: Message, border: Border, compressor: Compressor) -> Message:
-        return {
-            field.name: self._one_way(message[field.name], compressor)
-            if field.dtype.is_floating_point
-            else message[field.name]
-            for field in border.fields
-        }
-
-    @staticmethod
-    def _one_way(tensor: Tensor, compressor: Compressor) -> Tensor:
-        return compressor.decompress(compressor.compress(tensor), TensorSpec.of(tensor))
 
 
 def main(words: Sequence[str] | None = None) -> None:

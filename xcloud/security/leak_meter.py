@@ -168,8 +168,8 @@ def _read(run_dir: Path) -> _Notes:
 
 def _labels(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
     """cloud -> message -> attack -> AUC."""
-    if LABEL not in notes.truth or notes.truth[LABEL].rows.dim() != 1:
-        return {}  # no labels, or spans, which are not classes
+    if LABEL not in notes.truth:
+        return {}  # not known here, or spans or tokens, which are no classes
     truth = notes.truth[LABEL].latest()
     texts = notes.truth.keys() - {LABEL}
     results: dict[str, dict[str, dict[str, float]]] = {}

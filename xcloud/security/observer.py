@@ -143,7 +143,7 @@ class Observer:
             if field in self._pads:
                 is_token = value != self._pads[field]
                 self._add(f"{TRUTH}.{field}", ids, is_token.sum(1), value[is_token].cpu())
-            elif field == LABEL:
+            elif field == LABEL and value.dim() == 1:  # not spans, nor a label for each token
                 self._add(f"{TRUTH}.{field}", ids, None, value.detach().cpu().clone())
 
     def write(self, run_dir: Path) -> Path:

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from xcloud.record.scores import score_name
+from xcloud.record.scores import LESS_IS_BETTER, score_name
 from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, LINES
 from xcloud.sweep.results import Row, Spread
 
@@ -58,7 +58,7 @@ def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
         if times:
             figure, axes = _figure(f"{title}: quality and step time")
             _scatter(axes, times, "step time, median (s)", score)
-            _draw_front(axes, times)
+            _draw_front(axes, times, score)
             written.append(_save(figure, axes, times, folder / QUALITY_AND_TIME, sweeps))
         if ratios:
             figure, axes = _figure(f"{title}: quality and compression")
@@ -121,14 +121,16 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
     axes.set_ylabel(f"{score}, test set{over_seeds}")
 
 
-def _draw_front(axes: Axes, marks: Sequence[Mark]) -> None:
-    """As a step line: up from the edge at the fastest, on to the other edge after the best."""
-    best = front([(mark.x.mean, mark.y.mean) for mark in marks])
+def _draw_front(axes: Axes, marks: Sequence[Mark], score: str) -> None:
+    """As a step line: from the worst edge at the fastest, on to the other edge after the best."""
+    sign = -1 if score in LESS_IS_BETTER else 1
+    best = front([(mark.x.mean, sign * mark.y.mean) for mark in marks])
+    best = [(cost, sign * quality) for cost, quality in best]
     limits = axes.get_xlim(), axes.get_ylim()
-    (_, right), (bottom, _) = limits
+    (_, right), (bottom, top) = limits
     axes.step(
         [best[0][0], *(cost for cost, _ in best), right],
-        [bottom, *(quality for _, quality in best), best[-1][1]],
+        [bottom if sign > 0 else top, *(quality for _, quality in best), best[-1][1]],
         where="post",
         color=INK,
         linewidth=1.1,

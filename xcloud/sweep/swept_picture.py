@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from xcloud.record.scores import LEAKS, score_name
+from xcloud.record.scores import LESS_IS_BETTER, score_name
 from xcloud.report.picture_style import DPI, LINES
 from xcloud.sweep.swept import Swept
 from xcloud.sweep.table import spread_text
@@ -76,7 +76,7 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
             linewidth=1.5,
             **_style(index),
         )
-    of = ", less is better" if score in LEAKS else ", test set"
+    of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     seeds = "" if found.num_seeds == "1" else f"\n(mean ± std over {found.num_seeds} seeds)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
     axes.grid(color="#EEEEEE")

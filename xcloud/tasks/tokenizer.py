@@ -55,6 +55,11 @@ class Tokenizer:
         self._rejoin = rejoin
         self.num_separators = num_separators
 
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of `tokenizers`."""
+        return self._backend
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -313,6 +318,10 @@ class PretrainedTokenizer:
             )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        return self._wrap(self.load())
+
+    def load(self) -> Any:
+        """As transformers has it. Raises DataError."""
         from transformers import AutoTokenizer
 
         from xcloud.hub.access import go_offline_if_unreachable
@@ -321,7 +330,7 @@ class PretrainedTokenizer:
         local = Path(name).expanduser().is_dir()
         reached = local or go_offline_if_unreachable()
         try:
-            pretrained = AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 str(Path(name).expanduser()) if local else name,
                 local_files_only=not reached or local,
             )
@@ -333,7 +342,6 @@ class PretrainedTokenizer:
                 f"tokenizer {name}: {reason}; load it once with network access, or give "
                 "a folder with tokenizer.json"
             ) from error
-        return self._wrap(pretrained)
 
     def _wrap(self, pretrained: Any) -> Tokenizer:
         backend = getattr(pretrained, "backend_tokenizer", None)

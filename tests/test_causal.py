@@ -1,0 +1,311 @@
+"""Causal language models of transformers, cut behind any block: the same network, only its parts,
+gradients only where they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.causal_models import (
+    BLOCKS,
+    KINDS,
+    WIDTH,
+    batch_of,
+    build,
+    loss_of,
+    next_words,
+    saved,
+    through,
+    where,
+    words,
+)
+from xcloud.errors import ConfigError, DataError
+from xcloud.models import causal_network
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_network import Elsewhere
+from xcloud.models.lora import Lora
+
+UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
+PACKED = [[words(5, 4), words(4, 5)], [words(2, 6), words(1, 7), words(3, 8)]]
+
+
+def trained(folder: Path, **settings: Any) -> CausalLM:
+    return CausalLM(checkpoint=str(folder), **({"lora": Lora(r=2)} | settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [[], [0], [1], [4], [2, 1]], ids=str)
+def test_the_cut_model_is_the_model_of_transformers(
+    tmp_path: Path, kind: str, cuts: list[int]
+) -> None:
+    """Samples of unequal lengths: their padding changes nothing."""
+    network = saved(kind, tmp_path)
+    stages = build(trained(tmp_path, blocks_per_stage=cuts), len(cuts) + 1, where(tmp_path))
+    found = next_words(stages, batch_of(*UNEVEN))
+
+    for [line], logits in zip(UNEVEN, found, strict=True):
+        expected = network(torch.tensor([line])).logits[0, -1]
+        torch.testing.assert_close(logits, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_between_the_documents_of_a_sample(tmp_path: Path, kind: str) -> None:
+    """The loss of packed documents is that of each one alone."""
+    network = saved(kind, tmp_path)
+    stages = [stage.eval() for stage in build(trained(tmp_path), 2, where(tmp_path))]
+    alone = 0.0
+    for document in (document for sample in PACKED for document in sample):
+        logits = network(torch.tensor([document])).logits[0, :-1].detach()
+        alone += float(
+            F.cross_entropy(logits, torch.tensor(document[1:], dtype=torch.int64), reduction="sum")
+        )
+
+    assert float(loss_of(stages, batch_of(*PACKED)).detach()) == pytest.approx(alone, rel=1e-5)
+    joined = [[[token for document in sample for token in document]] for sample in PACKED]
+    assert float(loss_of(stages, batch_of(*joined)).detach()) != pytest.approx(alone, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_all_weights_are_those_of_the_whole_model(
+    tmp_path: Path, num_stages: int, checkpointing: bool
+) -> None:
+    network = saved("llama", tmp_path)
+    model = trained(tmp_path, lora=None, activation_checkpointing=checkpointing)
+    stages = [stage.train() for stage in build(model, num_stages, where(tmp_path))]
+    batch = batch_of(*UNEVEN)
+    loss_of(stages, batch).backward()
+    for [line] in UNEVEN[:2]:
+        ids = torch.tensor([line])
+        (network(ids, labels=ids).loss * (len(line) - 1)).backward()
+
+    found = {
+        name: parameter.grad
+        for stage in stages
+        for name, parameter in stage.network.named_parameters()
+    }
+    expected = {name: parameter.grad for name, parameter in network.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_activation_checkpointing_keeps_less_for_the_backward(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    kept = {}
+    for checkpointing in (False, True):
+        model = trained(tmp_path, lora=None, activation_checkpointing=checkpointing)
+        [stage] = build(model, 1, where(tmp_path))
+        count = 0
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss_of([stage.train()], batch_of(*UNEVEN))
+        kept[checkpointing] = count
+
+    assert kept[True] < kept[False] / 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_holds_its_own_parts_only(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reads no other tensor, nor gives memory to one."""
+    network = saved(kind, tmp_path)
+    whole = {n: p.numel() for n, p in network.named_parameters(remove_duplicate=False)}
+    read: list[str] = []
+    files = causal_network.WeightFiles
+    real = files.tensor
+    monkeypatch.setattr(files, "tensor", lambda self, name: read.append(name) or real(self, name))
+    sizes = []
+    for stage in build(trained(tmp_path), 2, where(tmp_path)):
+        held = {
+            name.replace("base_layer.", ""): parameter
+            for name, parameter in stage.network.named_parameters()
+            if "lora_" not in name
+        }
+        assert held.keys() < whole.keys()
+        assert not any(parameter.is_meta for parameter in stage.parameters())
+        assert sum(isinstance(m, Elsewhere) for m in stage.network.modules()) >= BLOCKS // 2
+        sizes.append(len(held))
+
+    assert len(read) == sum(sizes) == len(whole)
+
+
+def test_tied_words_at_two_ends_are_refused_where_they_would_be_trained_apart_unasked(
+    tmp_path: Path,
+) -> None:
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"one matrix \(tied\).*model.embeddings=freeze"):
+        trained(tmp_path, lora=None).border(0, 2, 16)
+
+    for settings in ({}, {"lora": None, "embeddings": "freeze"}):
+        stages = build(trained(tmp_path, **settings), 2, where(tmp_path))
+        words_in = stages[0].network.model.embed_tokens.weight
+        words_out = stages[1].network.lm_head.weight
+        assert torch.equal(words_in, words_out)
+        assert not words_in.requires_grad and not words_out.requires_grad
+    untied = build(trained(tmp_path, lora=None, embeddings="untie"), 2, where(tmp_path))
+    assert untied[0].network.model.embed_tokens.weight.requires_grad
+    assert untied[1].network.lm_head.weight.requires_grad
+    assert untied[1].architecture["config"]["tie_word_embeddings"] is False
+
+
+def test_one_stage_trains_tied_words_as_one(tmp_path: Path) -> None:
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    [stage] = build(trained(tmp_path, lora=None), 1, where(tmp_path))
+    assert stage.network.model.embed_tokens.weight is stage.network.lm_head.weight
+    [untied] = build(trained(tmp_path, lora=None, embeddings="untie"), 1, where(tmp_path))
+    assert untied.network.model.embed_tokens.weight is not untied.network.lm_head.weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "returns"),
+    [
+        ({}, True),
+        ({"lora": Lora(r=2, layers=[2, 3])}, False),
+        ({"lora": Lora(r=2, layers=[1])}, True),
+        ({"lora": None}, True),
+        ({"lora": None, "embeddings": "freeze"}, True),
+        ({"lora": None, "embeddings": "freeze", "blocks_per_stage": [0]}, False),
+    ],
+)
+def test_gradients_come_back_only_where_something_below_is_trained(
+    tmp_path: Path, settings: dict[str, Any], returns: bool
+) -> None:
+    saved("llama", tmp_path)
+    model = trained(tmp_path, **settings)
+    bottom = build(model, 2, where(tmp_path))[0]
+
+    assert model.border(0, 2, 16).gradient_returns is returns
+    assert any(parameter.requires_grad for parameter in bottom.parameters()) is returns
+
+
+def test_what_crosses_is_what_the_border_says(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    model = trained(tmp_path)
+    message = through(build(model, 2, where(tmp_path)), batch_of(*UNEVEN, *PACKED))
+    assert message is not None
+    border = model.border(0, 2, 16)
+    assert list(message) == [field.name for field in border.fields]
+    for field in border.fields:
+        rows = 5 if field.rows == "samples" else 9 + 4 + 1 + 9 + 6
+        assert message[field.name].shape == (rows, *field.features)
+        assert message[field.name].dtype == field.dtype
+    assert message["places"].tolist()[-6:] == [0, 1, 0, 0, 1, 2]
+    assert model.border(0, 2, 16).fields[2].features == (WIDTH,)
+
+
+def test_the_first_stage_reads_the_text_and_the_last_the_labels(tmp_path: Path) -> None:
+    model = CausalLM(checkpoint=str(tmp_path))
+    assert [model.fields(n, 3) for n in range(3)] == [{"text", "types"}, set(), {"label"}]
+    assert model.fields(0, 1) == {"text", "types", "label"}
+    assert [model.parts(n, 2) for n in range(2)] == [{"embeddings", "layers"}, {"layers", "head"}]
+
+
+def test_scores_are_the_nats_and_the_tokens_of_each_sample(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    stages = [stage.eval() for stage in build(trained(tmp_path), 2, where(tmp_path))]
+    batch = batch_of(*UNEVEN, *PACKED)
+    found = stages[1].predict(through(stages, batch), batch)
+
+    assert [count for _, count in found] == [8, 3, 0, 7, 3]
+    total = float(loss_of(stages, batch).detach())
+    assert sum(nats for nats, _ in found) / 1e6 == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_adapters_start_alike_however_the_blocks_are_spread(tmp_path: Path, kind: str) -> None:
+    saved(kind, tmp_path)
+    model, other = trained(tmp_path), trained(tmp_path, blocks_per_stage=[3])
+    parts = [
+        {name: t for stage in build(m, n, where(tmp_path)) for name, t in stage.exported().items()}
+        for m, n in ((model, 1), (model, 3), (other, 2))
+    ]
+    assert parts[0] and all(part.keys() == parts[0].keys() for part in parts)
+    for name, tensor in parts[0].items():
+        assert all(torch.equal(part[name], tensor) for part in parts[1:])
+    drawn = [t for name, t in parts[0].items() if "lora_A" in name]
+    assert not torch.equal(drawn[0], drawn[1]) and len(parts[0]) == 2 * BLOCKS * (
+        2 if kind == "llama" else 1
+    )
+
+
+def test_a_base_in_several_files_is_read_by_its_index(tmp_path: Path) -> None:
+    network = saved("llama", tmp_path / "one")
+    network.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    ours = [
+        next_words(build(trained(tmp_path / name), 2, where(tmp_path)), batch_of(*UNEVEN))
+        for name in ("one", "many")
+    ]
+    assert torch.equal(ours[0], ours[1])
+
+
+def test_the_head_of_gpt_neox_is_found_under_its_old_name(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    saved("gpt_neox", tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "embed_out.weight" in file.keys()
+    build(trained(tmp_path), 2, where(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"checkpoint": None}, "model.checkpoint .* or model.own, not both"),
+        ({"embeddings": "freeze"}, "model.embeddings is for training without LoRA"),
+        ({"lora": None, "embeddings": "share"}, "model.embeddings must be one of"),
+        ({"blocks_per_stage": [-1]}, "model.blocks_per_stage must be"),
+        ({"vocabulary_chunk": 0}, "model.vocabulary_chunk"),
+    ],
+)
+def test_a_wrong_setting_is_named_at_once(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CausalLM(**({"checkpoint": "x", "lora": Lora()} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"blocks_per_stage": [5]}, "1 counts .* add up to 4 blocks at most"),
+        ({"blocks_per_stage": [1, 1]}, "must be 1 counts"),
+        ({"lora": Lora(targets=["query"])}, "has no query; its matrices are down_proj"),
+        ({"lora": Lora(layers=[4])}, "model.lora.layers must be 0..3"),
+        ({"lora": None, "embeddings": "untie"}, "two matrices already"),
+    ],
+)
+def test_a_cut_that_the_model_cannot_have_is_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        trained(tmp_path, **settings).border(0, 2, 16)
+    with pytest.raises(ConfigError, match="max_length is 33"):
+        trained(tmp_path).border(0, 2, 33)
+
+
+def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match="is of type 'bert'; causal language models"):
+        trained(tmp_path).border(0, 2, 16)
+
+    saved("llama", tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"has no weights model\.norm\.weight"):
+        trained(tmp_path).build_stage(1, 2, where(tmp_path))
+    assert isinstance(trained(tmp_path).build_stage(0, 2, where(tmp_path)), nn.Module)

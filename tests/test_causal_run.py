@@ -1,0 +1,165 @@
+"""Whole runs of a causal language model: equality over clouds, what peft and transformers load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.test_conf import composed
+from tests.test_run import losses, weights
+from xcloud.errors import ConfigError, DataError
+from xcloud.run import causal, generate
+from xcloud.run.causal import TrainedCausal
+from xcloud.run.generate import Generator
+from xcloud.run.local import run
+
+pytestmark = pytest.mark.slow
+SMALL = [
+    "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
+    "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
+    "task.tokenizer.vocab_size=400", "task.max_length=64", "model.own.hidden=32",
+    "model.own.num_texts=200", "model.own.feed_forward=64", "model.own.pretraining.steps=30",
+    "model.lora.dropout=0.1", "training.optimizer.warmup_steps=1",
+]  # fmt: skip
+PROMPTS = ["Ana", "The doctor has"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def start(run_dir: Path, cache: Path, *overrides: str) -> dict:
+    config = composed(*SMALL, f"cache_dir={cache}", *overrides)
+    return run(OmegaConf.create(OmegaConf.to_container(config)), run_dir)
+
+
+@pytest.fixture(scope="module")
+def two_clouds(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """Whichever cloud comes first makes the base: to transformers rank 1 is no main process."""
+    folder = tmp_path_factory.mktemp("two_clouds")
+    start(folder, cache, "cluster/wan=free")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def all_weights(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("all_weights")
+    start(folder, cache, "cluster/wan=free", "model.lora=null")
+    return folder
+
+
+def test_adapters_are_bit_equal_to_one_process(
+    two_clouds: Path, cache: Path, tmp_path: Path
+) -> None:
+    """FP32, no compression, dropout on, gradients clipped over both clouds."""
+    start(tmp_path, cache, "cluster=local")
+
+    assert losses(tmp_path) == losses(two_clouds)
+    ours, theirs = weights(two_clouds), weights(tmp_path)
+    assert ours.keys() == theirs.keys() and len(ours) == 4 * 7 * 2
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(tensor.any() for name, tensor in ours.items() if "lora_B" in name), "all trained"
+
+
+def test_all_weights_are_bit_equal_to_one_process(
+    all_weights: Path, cache: Path, tmp_path: Path
+) -> None:
+    start(tmp_path, cache, "cluster=local", "model.lora=null")
+
+    assert losses(tmp_path) == losses(all_weights)
+    ours, theirs = weights(all_weights), weights(tmp_path)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_owner_of_text_and_labels_trains_over_another_cloud(
+    two_clouds: Path, cache: Path, tmp_path: Path
+) -> None:
+    summary = start(
+        tmp_path, cache, "cluster=u_shape", "cluster/wan=free", "compression=int8",
+        "security=owner_keeps_text_and_labels", "model.lora.layers=[1,2,3]",
+        "security/meter=attack",
+    )  # fmt: skip
+    assert 1 < summary["quality"]["perplexity"] < 400
+    assert summary["status"] == "finished"
+    assert 0 <= summary["token_recovery"] <= 1, "rows that cross are matched with their tokens"
+    assert summary["wan_bytes_per_step"]["backward"] > 0
+
+
+def test_perplexity_tokens_per_second_and_bytes_are_in_the_summary(two_clouds: Path) -> None:
+    summary = json.loads((two_clouds / "summary.json").read_text())
+    assert summary["quality"].keys() == {"perplexity", "loss"}
+    assert summary["tokens_per_s"] > 0
+    assert summary["wan_bytes_per_step"]["forward"] > 0
+    assert "perplexity" in (two_clouds / "samples.txt").read_text()
+
+
+def written_on(model: torch.nn.Module, folder: Path) -> list[str]:
+    """Greedily, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(f"{tokenizer.bos_token}{prompt}", add_special_tokens=False)
+        found = model.generate(
+            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)),
+            do_sample=False, max_new_tokens=12, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        texts.append(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
+    return texts
+
+
+# peft asks transformers under a name that is going away.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
+    two_clouds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    causal.main([str(two_clouds), "--out", str(tmp_path / "joined")])
+    folder = tmp_path / "joined"
+    assert capsys.readouterr().out == f"{folder}\n"
+    about = json.loads((folder / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(about["base_model_name_or_path"])
+    model = PeftModel.from_pretrained(base, folder).eval()
+
+    adapters = {n: t for n, t in model.state_dict().items() if "lora_" in n}
+    assert len(adapters) == len(weights(two_clouds))
+    assert all(t.any() for n, t in adapters.items() if "lora_B" in n), "none is left at its start"
+    generator = Generator(TrainedCausal(two_clouds), compressed=False)
+    expected = written_on(model, folder)
+    assert [generator.write_on(prompt, 12) for prompt in PROMPTS] == expected
+    assert all(expected)
+
+
+def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
+    all_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    TrainedCausal(all_weights).export(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = written_on(model, tmp_path)
+    generate.main([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
+
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+
+
+def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(two_clouds, tmp_path / "half")
+    (tmp_path / "half" / "model" / "stage1.safetensors").unlink()
+    with pytest.raises(DataError, match=r"there is no .*stage1\.safetensors.*several machines"):
+        TrainedCausal(tmp_path / "half").export(tmp_path / "out")
+    other = composed("+exp=abnet_iwslt")
+    (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
+    with pytest.raises(ConfigError, match="not of a causal language model"):
+        TrainedCausal(tmp_path)

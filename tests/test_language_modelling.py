@@ -1,0 +1,250 @@
+"""Language modelling: documents and chats into packed samples, what is seen, the score."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.stage import NO_LABEL, NO_TOKEN
+from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
+from xcloud.tasks.corpus.documents import DemoStories, DocumentFolder
+from xcloud.tasks.language_modelling import LanguageData, LanguageModelling
+from xcloud.tasks.packing import PackedTable, pack, pieces_of
+from xcloud.tasks.tokenizer import PretrainedTokenizer, TrainedTokenizer
+
+ALL = frozenset({"text", "types", "label"})
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "Ana."},
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "On Monday."},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of single bytes with a chat template, as a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["</s>", "<user>", "<assistant>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", additional_special_tokens=special[1:]
+    )
+    made.chat_template = TEMPLATE
+    path = tmp_path_factory.mktemp("tokenizer")
+    made.save_pretrained(path)
+    return path
+
+
+def task(data: Path, tokenizer: Path, **settings: Any) -> LanguageModelling:
+    return LanguageModelling(
+        DocumentFolder(str(data)), PretrainedTokenizer(str(tokenizer)),
+        **({"max_length": 64} | settings),
+    )  # fmt: skip
+
+
+def written(data: Path, name: str, *rows: object) -> None:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (data / name).write_text("\n".join(lines) + "\n")
+
+
+def chats(data: Path, tokenizer: Path, fields: frozenset[str] = ALL, **settings: Any):
+    for split in ("train", "dev", "test"):
+        written(data, f"{split}.jsonl", {"messages": CHAT})
+    return task(data, tokenizer, **settings).load(fields, 0)
+
+
+def learned(data: LanguageData) -> list[int]:
+    label = data.batch("train", torch.tensor([0]))["label"][0]
+    return label[label != NO_LABEL].tolist()
+
+
+def test_only_answers_are_guessed_in_a_chat(tmp_path: Path, folder: Path) -> None:
+    data = chats(tmp_path, folder)
+    tokenizer = CausalTokenizer.load(folder)
+    batch = data.batch("train", torch.tensor([0]))
+    text, label = batch["text"][0], batch["label"][0]
+
+    rendered = tokenizer._pretrained.decode(text)
+    assert rendered == (
+        "<user>Who came?</s><assistant>Ana.</s><user>When?</s><assistant>On Monday.</s>"
+    ), "what follows the last answer is left out"
+    assert tokenizer._pretrained.decode(learned(data)) == "Ana.</s>On Monday.</s>"
+    places = (label != NO_LABEL).nonzero()[:, 0]
+    assert torch.equal(label[places], text[places + 1]), "each guesses the token behind it"
+
+
+def test_a_chat_is_rendered_as_the_tokenizer_of_transformers_does(folder: Path) -> None:
+    tokenizer = CausalTokenizer.load(folder)
+    theirs = tokenizer._pretrained.apply_chat_template(CHAT[:4], return_dict=False)
+    assert tokenizer.chat(CHAT[:4], "here").ids == theirs
+    asked = tokenizer._pretrained.apply_chat_template(
+        CHAT[:1], add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.prompt("Who came?") == asked
+
+
+def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
+    tmp_path: Path, folder: Path
+) -> None:
+    whole = chats(tmp_path, folder)
+    answers = chats(tmp_path, folder, frozenset({"label"}))
+    text = chats(tmp_path, folder, frozenset({"text", "types"}))
+
+    assert answers.batch("train", torch.tensor([0])).keys() == {"ids", "label"}
+    assert learned(answers) == learned(whole)
+    assert answers.text_fields == frozenset()
+    assert "Who" not in answers.sample_outputs("test", {0: [10, 2]}, 1)
+    assert text.batch("train", torch.tensor([0])).keys() == {"ids", "text", "types"}
+    for refused in (lambda: answers.vocabulary("text"), lambda: text.weight(torch.tensor([0]))):
+        with pytest.raises(DataError, match="seen here"):
+            refused()
+    assert whole.fingerprint() == answers.fingerprint() == text.fingerprint()
+
+
+def test_a_cloud_that_sees_nothing_is_told_the_sizes(tmp_path: Path, folder: Path) -> None:
+    sizes = {"train": 5, "dev": 1, "test": 2}
+    data = task(tmp_path / "nowhere", folder, sizes=sizes).load(frozenset(), 0)
+    assert data.num_samples("train") == 5
+    assert data.batch("train", torch.tensor([3])).keys() == {"ids"}
+    with pytest.raises(DataError, match=r"task\.sizes differ"):
+        chats(tmp_path, folder, sizes=sizes)
+
+
+def test_plain_text_is_guessed_whole_and_ends_with_the_end_token(
+    tmp_path: Path, folder: Path
+) -> None:
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.txt", "One line.", "Another.", "", "Second text.")
+    batch = task(tmp_path, folder).load(ALL, 0).batch("train", torch.tensor([0]))
+    tokenizer = CausalTokenizer.load(folder)
+    text, types, label = (batch[name][0] for name in ("text", "types", "label"))
+
+    assert tokenizer._pretrained.decode(text) == "One line.\nAnother.</s>Second text.</s>"
+    first = text[types == 0]
+    assert tokenizer._pretrained.decode(first) == "One line.\nAnother.</s>"
+    assert label[: len(first)].tolist() == [*first[1:].tolist(), NO_LABEL]
+
+
+@pytest.mark.parametrize(("document", "count"), [("blank_line", 2), ("line", 3), ("file", 1)])
+def test_what_a_document_is_can_be_said(tmp_path: Path, document: str, count: int) -> None:
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.txt", "One line.", "Another.", "", "", "Second text.")
+    rows = DocumentFolder(str(tmp_path), document=document).read().splits["train"]  # type: ignore[arg-type]
+    assert rows.num_rows == count
+
+
+def document(size: int, first: int = 0) -> Document:
+    return Document(list(range(first, first + size)), [True] * size)
+
+
+def test_no_token_is_lost_or_doubled_and_no_sample_is_longer_than_asked() -> None:
+    documents = [document(size, 100 * n) for n, size in enumerate((5, 17, 8, 2, 9, 3, 30, 1))]
+    samples = pack(pieces_of(documents, 10, split=True), 10)
+
+    tokens = [token for sample in samples for d in sample for token in d.ids]
+    assert sorted(tokens) == sorted(token for d in documents[:7] for token in d.ids)
+    assert all(sum(len(d.ids) for d in sample) <= 10 for sample in samples)
+    assert len(samples) == 8, "74 tokens in samples of 10"
+
+
+def test_a_chat_that_is_too_long_loses_its_end_and_one_without_an_answer_is_left_out() -> None:
+    long = Document(list(range(20)), [False] * 5 + [True] * 15)
+    prompt_only = Document(list(range(20)), [False] * 12 + [True] * 8)
+    found = list(pieces_of([long, prompt_only], 10, split=False))
+    assert found == [Document(list(range(10)), [False] * 5 + [True] * 5)]
+
+
+def test_padding_is_no_token_of_any_vocabulary() -> None:
+    table = PackedTable([[document(3)], [document(2), document(2, 7)]], ALL)
+    batch = table.padded(torch.tensor([0, 1]))
+    assert batch["text"].tolist() == [[0, 1, 2, NO_TOKEN], [0, 1, 7, 8]]
+    assert batch["types"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    assert batch["label"].tolist() == [[1, 2, NO_LABEL, NO_LABEL], [1, NO_LABEL, 8, NO_LABEL]]
+    assert table.num_guessed(torch.tensor([0, 1])) == 4
+
+
+def test_perplexity_is_that_of_all_guessed_tokens(tmp_path: Path, folder: Path) -> None:
+    data = chats(tmp_path, folder)
+    found = data.score("test", {0: [round(12e6), 5]})
+    assert found == {"perplexity": round(math.exp(2.4), 4), "loss": 2.4}
+    assert data.score("test", {0: [10**12, 1]})["perplexity"] < math.inf
+    with pytest.raises(ValueError, match="is not in test"):
+        data.score("test", {1: [1, 1]})
+
+
+def test_the_demo_splits_share_no_text() -> None:
+    parallel = DemoStories(30, 10, 10).read()
+    texts = [text for rows in parallel.splits.values() for text in rows.texts["text"]]
+    assert len(set(texts)) == len(texts) == 50
+    data = LanguageModelling(DemoStories(30, 10, 10), TrainedTokenizer(400)).load(ALL, 0)
+    assert data.weight(torch.arange(data.num_samples("train"))) > 500
+
+
+def test_a_tokenizer_comes_back_from_its_folder(tmp_path: Path, folder: Path) -> None:
+    chats(tmp_path, folder).save_tokenizers(tmp_path)
+    back = CausalTokenizer.load(tmp_path / "tokenizer")
+    assert back.digest == CausalTokenizer.load(folder).digest
+    trained = CausalTokenizer.of(TrainedTokenizer(300), str(tmp_path))
+    trained.save(tmp_path / "own")
+    text = "Ana came.  Twice!"
+    [found], [again] = trained.texts([text]), CausalTokenizer.load(tmp_path / "own").texts([text])
+    assert found == again and trained.decode(found.ids) == text
+    assert found.ids[0] == trained.token_ids.bos and found.ids[-1] == trained.token_ids.eos
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"messages": [{"role": "user", "content": "Hm"}]}], "no message of the role assistant"),
+        ([{"messages": "Hm"}], 'neither "text" nor "messages"'),
+        ([{"text": "a b"}, {"messages": CHAT}], "plain texts and chats are mixed"),
+        ([{"messages": [*CHAT[:1], {"role": "assistant"}]}], "train.jsonl, line 1: neither"),
+    ],
+)
+def test_a_file_that_cannot_be_learned_from_is_named(
+    tmp_path: Path, folder: Path, rows: list[object], said: str
+) -> None:
+    for split in ("train", "dev", "test"):
+        written(tmp_path, f"{split}.jsonl", *rows)
+    with pytest.raises(DataError, match=said):
+        task(tmp_path, folder).load(ALL, 0)
+
+
+def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -> None:
+    without = CausalTokenizer.of(TrainedTokenizer(300), str(tmp_path))
+    with pytest.raises(DataError, match="has no chat template; give plain text"):
+        without.chat(CHAT, "here")
+    rewriting = CausalTokenizer.load(folder)
+    rewriting._pretrained.chat_template = "{{ messages|length }}" + TEMPLATE
+    with pytest.raises(DataError, match="writes earlier turns anew"):
+        rewriting.chat(CHAT, "here")
+
+
+def test_a_folder_that_is_not_there_is_refused_before_a_run(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; task\.path must be a folder"):
+        task(tmp_path / "nowhere", folder).check()
+    with pytest.raises(ConfigError, match=r"task\.max_length"):
+        task(tmp_path, folder, max_length=2)
+    with pytest.raises(ConfigError, match="the model reads source"):
+        task(tmp_path, folder).load(frozenset({"source"}), 0)

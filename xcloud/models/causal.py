@@ -1,0 +1,245 @@
+"""A decoder-only language model of `transformers`, cut behind any block and fine-tuned whole or
+with LoRA; a SplitModel. Its parts: causal_network.py; what a stage computes: causal_stage.py.
+
+1 stage:   embeddings, blocks, norm, head
+n stages:  embeddings, blocks | blocks | … | blocks, norm, head
+Where the first and the last stage lie in one cloud, text and labels both stay there.
+
+What crosses: tokens of each sample, the place of each token in its document (both int16), and
+hidden rows [R, H]; back come their gradients, where something below them is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from xcloud.checks import check_choice, check_int
+from xcloud.errors import ConfigError
+from xcloud.models.causal_base import OwnCausal
+from xcloud.models.causal_network import (
+    HEAD,
+    KINDS,
+    Part,
+    base_of,
+    config_of,
+    depth,
+    load_weights,
+    network_of,
+    read_config,
+    ties_words,
+)
+from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
+from xcloud.models.lora import Lora
+from xcloud.models.split import BuildContext
+from xcloud.parallel.stage import Border, BorderField, Stage, TokenIds
+
+MAX_LENGTH = 2**15 - 1  # places cross as int16
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """checkpoint: folder or hub id of a causal model of a type in causal_network.KINDS; the task
+        must use its tokenizer. own: a small one made on the spot. Exactly one of them is given.
+    lora: adapters beside a frozen model; None: all weights are trained.
+    embeddings: without lora. None: trained, as the head is. freeze: both stay. untie: where both
+        are one matrix (tied) and lie in different stages, train them as two. Tied and trained in
+        two places they would need one another's gradient in every step, so None is refused there.
+        Frozen, or beside LoRA, each end holds its own copy, which is exact.
+    blocks_per_stage: a count for each stage but the last, which takes the rest; 0 leaves a first
+        stage only the embeddings. None spreads the blocks evenly.
+    vocabulary_chunk: words of which the loss has the logits at a time.
+    activation_checkpointing: keep the input of each block only, and compute it again backwards.
+    """
+
+    checkpoint: str | None = None
+    own: OwnCausal | None = None
+    lora: Lora | None = None
+    embeddings: Literal["freeze", "untie"] | None = None
+    blocks_per_stage: Sequence[int] | None = None
+    vocabulary_chunk: int = 8192
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.own is None):
+            raise ConfigError(
+                "a CausalLM needs model.checkpoint (a folder or hub id) or model.own, not both; "
+                "set the other to null"
+            )
+        if self.checkpoint is not None and not (
+            isinstance(self.checkpoint, str) and self.checkpoint
+        ):
+            raise ConfigError(f"model.checkpoint must name a model, got {self.checkpoint!r}")
+        for name, kind in (("own", OwnCausal), ("lora", Lora)):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"model.{name} must be a {kind.__name__}, got {given!r}")
+        check_choice("model.embeddings", self.embeddings, (None, "freeze", "untie"))
+        if self.lora is not None and self.embeddings is not None:
+            raise ConfigError(
+                "model.embeddings is for training without LoRA; beside model.lora they are "
+                "frozen: leave it out"
+            )
+        if self.blocks_per_stage is not None:
+            if not isinstance(self.blocks_per_stage, Sequence):
+                raise ConfigError(
+                    "model.blocks_per_stage must be a list of counts or null, got "
+                    f"{self.blocks_per_stage!r}"
+                )
+            for count in self.blocks_per_stage:
+                check_int("model.blocks_per_stage", count, 0)
+        check_int("model.vocabulary_chunk", self.vocabulary_chunk, 1)
+        check_choice(
+            "model.activation_checkpointing", self.activation_checkpointing, (True, False)
+        )
+
+    def describe(self) -> str:
+        name = self.checkpoint if self.own is None else self.own.describe()
+        return f"{name}, {'all weights' if self.lora is None else self.lora.describe()}"
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        """The first stage reads the text, prompts and answers; the last what is to be guessed."""
+        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
+        return read | {LABEL} if stage == num_stages - 1 else read
+
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        held = {"layers"}
+        if stage == 0:
+            held.add("embeddings")
+        if stage == num_stages - 1:
+            held.add("head")
+        return frozenset(held)
+
+    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+        """ConfigError for a cut, a length or adapters that the model cannot have."""
+        config = self._config(max_length)
+        part = self._part(config, stage, num_stages)
+        fields = (
+            BorderField("counts", (), torch.int16),
+            BorderField("places", (), torch.int16, "counted"),
+            BorderField("hidden", (int(config.hidden_size),), torch.float32, "counted"),
+        )
+        return Border(fields, max_length, self._trains_up_to(config, part.blocks.stop))
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        config = self._config(context.max_length)  # is checked before anything is made
+        self._part(config, stage, num_stages)
+        name = self.checkpoint
+        if self.own is not None:
+            name = str(self.own.folder(context))
+        assert name is not None
+        if context.lane == 0:
+            context.report(f"stage {stage}: reading its part of {name}")
+        config = read_config(name)
+        words = context.vocabularies.get(TEXT)
+        if words is not None and words.size > config.vocab_size:
+            raise ConfigError(
+                f"{name!r} knows {config.vocab_size} words, the task's tokenizer has "
+                f"{words.size}: use the checkpoint's own tokenizer"
+            )
+        part = self._part(config, stage, num_stages)
+        network = network_of(config, part)
+        load_weights(network, name)
+        return self._stage(network, part, context.seed).to(context.device)
+
+    def empty_stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """The stage with zeros, to be filled from an exported file; which, beside LoRA, holds the
+        adapters only. architecture: what the exported stage said; ConfigError without it."""
+        if architecture is None:
+            raise ConfigError(
+                "a CausalLM stage is rebuilt from what its exported file says of its "
+                "architecture, and this file says nothing"
+            )
+        config = config_of(architecture["config"])
+        part = self._part(config, stage, num_stages)
+        network = network_of(config, part)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.zero_()
+        return self._stage(network, part, 0)
+
+    def _stage(self, network: Any, part: Part, seed: int) -> CausalStage:
+        config = network.config
+        if self.embeddings == "untie":
+            config.tie_word_embeddings = False
+            head = getattr(network, HEAD)
+            if part.is_first and part.is_last:
+                head.weight = nn.Parameter(head.weight.detach().clone())
+        about = {"lora": self.lora is not None, "config": json.loads(config.to_json_string())}
+        if self.lora is not None:
+            self.lora.add_to(network, seed)
+        elif self.embeddings == "freeze":
+            kind, base = KINDS[config.model_type], base_of(network)
+            for name in (kind.embeddings, *kind.first):
+                getattr(base, name).requires_grad_(False)
+            getattr(network, HEAD).requires_grad_(False)
+        if self.activation_checkpointing:
+            network.activation_checkpointing_enable({"use_reentrant": False})
+        return CausalStage(network, part, self.vocabulary_chunk, about)
+
+    def _config(self, max_length: int) -> Any:
+        """The model's, checked against these settings. Reads config.json, no weights."""
+        if self.own is not None:
+            config = self.own.config(max_length)
+        else:
+            assert self.checkpoint is not None
+            config = read_config(self.checkpoint)
+        positions = min(MAX_LENGTH, config.max_position_embeddings)
+        if max_length > positions:
+            raise ConfigError(
+                f"task.max_length is {max_length}, but {self.describe()} has {positions} "
+                "positions; lower it"
+            )
+        if self.lora is not None:
+            self.lora.check(config)
+        if self.embeddings == "untie" and not ties_words(config):
+            raise ConfigError(
+                f"model.embeddings=untie: embeddings and head of {self.describe()} are two "
+                "matrices already; leave it out"
+            )
+        return config
+
+    def _part(self, config: Any, stage: int, num_stages: int) -> Part:
+        assert 0 <= stage < num_stages
+        trained_twice = self.lora is None and self.embeddings is None and num_stages > 1
+        if trained_twice and ties_words(config):
+            raise ConfigError(
+                f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
+                "two lie in different stages, so each would need the other's gradient in every "
+                "step. Train adapters (model.lora={r: 16}), or keep the matrix as it is "
+                "(model.embeddings=freeze), or train it as two (model.embeddings=untie)"
+            )
+        num_blocks = depth(config)
+        ends = self._ends(num_blocks, num_stages)
+        start = ends[stage - 1] if stage else 0
+        return Part(range(start, ends[stage]), stage == 0, stage == num_stages - 1)
+
+    def _ends(self, num_blocks: int, num_stages: int) -> list[int]:
+        """The block behind each stage's last."""
+        counts = self.blocks_per_stage
+        if counts is None:
+            return [num_blocks * (stage + 1) // num_stages for stage in range(num_stages)]
+        if len(counts) != num_stages - 1 or sum(counts) > num_blocks:
+            raise ConfigError(
+                f"model.blocks_per_stage must be {num_stages - 1} counts (one for each stage but "
+                f"the last) that add up to {num_blocks} blocks at most, got {list(counts)}"
+            )
+        return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
+
+    def _trains_up_to(self, config: Any, end: int) -> bool:
+        """Whether anything in front of block `end` is trained, embeddings included."""
+        if self.lora is not None:
+            return any(layer < end for layer in self.lora.layers_in(config))
+        return self.embeddings != "freeze" or end > 0

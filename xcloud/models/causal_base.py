@@ -1,0 +1,247 @@
+"""A small causal language model pretrained on the spot on public text, and kept as a checkpoint
+folder of `transformers`, so that every cloud can make the same one. Not fine-tuned here.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.causal_network import (
+    Part,
+    check_type,
+    config_of,
+    draw_weights,
+    network_of,
+    write_checkpoint,
+)
+from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
+from xcloud.models.encoder import check_heads
+from xcloud.models.seeding import seed_of
+from xcloud.models.split import BuildContext
+from xcloud.models.text_source import PublicTexts, check_public_text
+from xcloud.parallel.stage import TokenIds
+
+# Part of every cache key: raise it when the same settings would give other weights than before.
+CODE_VERSION = 1
+REPORT_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class NextTokenPretraining:
+    """AdamW with linear warm-up and decay, on windows of `length` tokens of the joined texts.
+
+    seed is the base's own, not the run's: runs of several seeds share it, as they would share a
+    published checkpoint. steps=0 leaves random weights.
+    """
+
+    steps: int = 800
+    batch_size: int = 16
+    length: int = 64
+    learning_rate: float = 3e-3
+    warmup_steps: int = 80
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        owner = "NextTokenPretraining"
+        check_int(f"{owner}.steps", self.steps, 0)
+        check_int(f"{owner}.batch_size", self.batch_size, 1)
+        check_int(f"{owner}.length", self.length, 2)
+        check_number(f"{owner}.learning_rate", self.learning_rate, 0, above=True)
+        check_int(f"{owner}.warmup_steps", self.warmup_steps, 0)
+        check_int(f"{owner}.seed", self.seed, 0)
+
+    def learning_rate_at(self, step: int) -> float:
+        """step counts from 0."""
+        warm = (step + 1) / (self.warmup_steps + 1)
+        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * min(1.0, warm, left)
+
+
+@dataclass(frozen=True)
+class OwnCausal:
+    """A model of the Llama kind (or mistral, qwen2), made from `num_texts`
+    public texts and kept as cache_dir/causal/<hash>, a folder that transformers loads. The hash
+    covers texts, sizes, settings and CODE_VERSION, not the seed of the run.
+
+    num_kv_heads: heads of keys and values; None: num_heads. tied: one matrix for embeddings and
+    head. The cloud that makes it holds it whole, once.
+    """
+
+    text: PublicTexts
+    num_texts: int = 20_000
+    kind: str = "llama"
+    hidden: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    feed_forward: int = 384
+    tied: bool = False
+    pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
+
+    def __post_init__(self) -> None:
+        check_public_text("OwnCausal.text", self.text)
+        check_type(self.kind, "OwnCausal.kind")
+        if self.kind not in ("llama", "mistral", "qwen2"):
+            raise ConfigError(
+                f"OwnCausal.kind must be llama, mistral or qwen2, got {self.kind!r}; other kinds "
+                "come from a checkpoint (model.checkpoint)"
+            )
+        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
+            check_int(f"OwnCausal.{name}", getattr(self, name), 1)
+        check_int("OwnCausal.num_texts", self.num_texts, 1)
+        check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
+        if self.num_kv_heads is not None:
+            check_int("OwnCausal.num_kv_heads", self.num_kv_heads, 1)
+            if self.num_heads % self.num_kv_heads:
+                raise ConfigError(
+                    f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
+                    f"{self.num_kv_heads}"
+                )
+        if not isinstance(self.tied, bool):
+            raise ConfigError(f"OwnCausal.tied must be true or false, got {self.tied!r}")
+        if not isinstance(self.pretraining, NextTokenPretraining):
+            raise ConfigError(
+                f"OwnCausal.pretraining must be a NextTokenPretraining, got {self.pretraining!r}"
+            )
+
+    def describe(self) -> str:
+        return f"own {self.kind} {self.num_layers} x {self.hidden}"
+
+    def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
+        """ids None: with one word, for whoever asks for shapes of blocks only."""
+        words = TokenIds(1, 0, 0, 0, 0) if ids is None else ids
+        described = {
+            "model_type": self.kind,
+            "vocab_size": words.size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": self.feed_forward,
+            "max_position_embeddings": max(max_length, self.pretraining.length),
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": words.bos,
+            "eos_token_id": words.eos,
+            "pad_token_id": None,
+        }
+        return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))
+
+    def folder(self, context: BuildContext) -> Path:
+        """The checkpoint, made if it is not in the cache. Every lane calls it, and it waits for
+        lane 0 at context.barrier."""
+        ids = self.text.token_ids(context.cache_dir)
+        config = self.config(context.max_length, ids)
+        texts = self.text.sentences(self.num_texts, context.cache_dir)
+        folder = context.cache_dir / "causal" / self._key(config, ids, texts)
+        if context.lane == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    self._make(folder, config, ids, texts, context)
+        context.barrier()  # Every lane reaches this line, or the others hang.
+        if not folder.exists():
+            raise DataError(
+                f"lane {context.lane} does not find {folder}, which lane 0 has written: the lanes "
+                "of a stage must share one cache folder"
+            )
+        return folder
+
+    def _make(
+        self,
+        folder: Path,
+        config: Any,
+        ids: TokenIds,
+        texts: Sequence[Sequence[int]],
+        context: BuildContext,
+    ) -> None:
+        said = f"{self.describe()}: pretraining on {len(texts):,} public texts"
+        context.report(f"{said}, {self.pretraining.steps} steps")
+        part = Part(range(self.num_layers), True, True)
+        network = network_of(config, part)
+        draw_weights(network, self.pretraining.seed)
+        stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
+        loss = _pretrain(
+            stage, texts, ids, self.pretraining, lambda line: context.report(f"{said}, {line}")
+        )
+        unfinished = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_checkpoint(network, unfinished)
+        unfinished.rename(folder)  # whole or not at all
+        context.report(f"{self.describe()}: loss {loss:.3f} at the end, kept as {folder}")
+
+    def _key(self, config: Any, ids: TokenIds, texts: Sequence[Sequence[int]]) -> str:
+        described = {
+            "code": CODE_VERSION,
+            "settings": {k: v for k, v in asdict(self).items() if k != "text"},
+            "positions": config.max_position_embeddings,
+            "ids": asdict(ids),
+        }
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+        for text in texts:
+            digest.update(array("q", [len(text), *text]).tobytes())
+        return digest.hexdigest()[:32]
+
+
+def _pretrain(
+    stage: CausalStage,
+    texts: Sequence[Sequence[int]],
+    ids: TokenIds,
+    settings: NextTokenPretraining,
+    report: Any,
+) -> float:
+    """Train in place; nats per token of the last batches. Depends on settings and texts alone."""
+    flat = torch.tensor([token for text in texts for token in (ids.bos, *text, ids.eos)])
+    if len(flat) <= settings.length:
+        raise DataError(
+            f"the public texts have {len(flat)} tokens, fewer than a window of "
+            f"{settings.length}: raise OwnCausal.num_texts"
+        )
+    device = next(stage.parameters()).device
+    draw = torch.Generator().manual_seed(seed_of(settings.seed, "windows"))
+    optimizer = torch.optim.AdamW(
+        stage.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), fused=True
+    )
+    mean, last_report_at_s = float("nan"), time.monotonic()
+    with torch.enable_grad():
+        stage.train()
+        for step in range(settings.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step)
+            batch = _windows(flat, settings, draw)
+            loss = stage(None, {name: part.to(device) for name, part in batch.items()}).loss
+            loss = loss / batch[LABEL].numel()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)
+            optimizer.step()
+            now = float(loss.detach())
+            mean = now if step == 0 else 0.95 * mean + 0.05 * now
+            if time.monotonic() - last_report_at_s > REPORT_EVERY_S:
+                last_report_at_s = time.monotonic()
+                report(f"step {step + 1}/{settings.steps}, loss {mean:.3f}")
+    return mean
+
+
+def _windows(
+    flat: Tensor, settings: NextTokenPretraining, draw: torch.Generator
+) -> dict[str, Tensor]:
+    starts_B = torch.randint(len(flat) - settings.length, (settings.batch_size,), generator=draw)
+    text_BS = flat[starts_B[:, None] + torch.arange(settings.length)]
+    label_BS = flat[starts_B[:, None] + torch.arange(1, settings.length + 1)]
+    return {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}

@@ -1,0 +1,315 @@
+"""Parts of a `transformers` causal language model: its embeddings, some of its blocks, its head.
+What a stage sends and loses is causal_stage.py's; where weights come from is causal_base.py's.
+
+The network is laid out on torch's "meta" device, which costs no memory; what other stages hold is
+taken out, and only what is left is given memory and weights. Names stay those of the whole model.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from xcloud.errors import ConfigError, DataError
+from xcloud.models.checkpoint import fetch, quiet
+from xcloud.models.seeding import seeded
+
+HEAD = "lm_head"
+Masks = Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parts of a model type are called. base, embeddings, blocks, norm: module names.
+
+    first: other modules that only the first stage runs (learned positions, their dropout).
+    by_type: its forward takes a mask for each type of layer. old_head: the head's name in files.
+    """
+
+    base: str = "model"
+    embeddings: str = "embed_tokens"
+    blocks: str = "layers"
+    norm: str = "norm"
+    first: Sequence[str] = ()
+    by_type: bool = False
+    old_head: str = HEAD
+
+
+LLAMA = Kind()
+QWEN = Kind(by_type=True)
+KINDS: Mapping[str, Kind] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "gemma": LLAMA,
+    "qwen2": QWEN,
+    "qwen3": QWEN,
+    "gemma2": QWEN,
+    "gemma3_text": QWEN,
+    "gpt2": Kind("transformer", "wte", "h", "ln_f", ("wpe", "drop")),
+    "gpt_neox": Kind(
+        "gpt_neox", "embed_in", norm="final_layer_norm", first=("emb_dropout",),
+        old_head="embed_out",
+    ),
+}  # fmt: skip
+
+
+class Elsewhere(nn.Module):
+    """Stands where another stage holds the module; hands on the rows."""
+
+    def forward(self, rows: Tensor, *others: object, **options: object) -> Tensor:
+        return rows
+
+
+class NoPositions(nn.Module):
+    """Stands where another stage has added the learned positions."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+def read_config(name_or_path: str) -> Any:
+    """The transformers config of a checkpoint. DataError if it is nowhere, ConfigError if it is
+    of no type in KINDS."""
+    from transformers import PreTrainedConfig
+
+    raw, _ = fetch(
+        name_or_path, lambda name, **where: PreTrainedConfig.get_config_dict(name, **where)
+    )
+    check_type(raw.get("model_type"), f"the checkpoint {name_or_path!r}")
+    return config_of(raw)
+
+
+def config_of(described: Mapping[str, Any]) -> Any:
+    """The transformers config that a config.json describes."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**described)
+
+
+def check_type(model_type: object, what: str) -> None:
+    """Raise ConfigError unless this is a causal language model that can be cut here."""
+    if model_type not in KINDS:
+        raise ConfigError(
+            f"{what} is of type {model_type!r}; causal language models that can be cut are "
+            f"{', '.join(KINDS)}"
+        )
+
+
+def depth(config: Any) -> int:
+    return int(config.num_hidden_layers)
+
+
+def ties_words(config: Any) -> bool:
+    """Whether the head's matrix is that of the embeddings."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage holds: some blocks, the embeddings (is_first), norm and head (is_last)."""
+
+    blocks: range
+    is_first: bool
+    is_last: bool
+
+
+def skeleton(config: Any) -> Any:
+    """The whole model without memory, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    # Only eager attention knows the soft cap of Gemma 2's scores.
+    way = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=way, dtype=torch.float32
+        )
+
+
+def network_of(config: Any, part: Part) -> Any:
+    """The part of the model, with memory and with buffers, its weights not set yet."""
+    network = skeleton(config)
+    kind, base = KINDS[config.model_type], base_of(network)
+    blocks = getattr(base, kind.blocks)
+    for number in range(depth(config)):
+        if number not in part.blocks:
+            blocks[number] = Elsewhere()
+    if not part.is_first:
+        setattr(base, kind.embeddings, Elsewhere())
+        for name in kind.first:
+            setattr(base, name, NoPositions() if name == "wpe" else Elsewhere())
+    if not part.is_last:
+        setattr(base, kind.norm, Elsewhere())
+        setattr(network, HEAD, Elsewhere())
+    network.to_empty(device="cpu")
+    for module in network.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            network._init_weights(module)  # computes rotation frequencies, embedding scales
+    if part.is_first and part.is_last and ties_words(config):
+        getattr(network, HEAD).weight = getattr(base, kind.embeddings).weight
+    network.config.use_cache = False
+    return network
+
+
+def base_of(network: Any) -> Any:
+    """The model without its head."""
+    return getattr(network, KINDS[network.config.model_type].base)
+
+
+def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
+    kind, base = KINDS[network.config.model_type], base_of(network)
+    for name in (kind.embeddings, *kind.first, kind.norm):
+        yield f"{kind.base}.{name}", getattr(base, name)
+    for number, block in enumerate(getattr(base, kind.blocks)):
+        yield f"{kind.base}.{kind.blocks}.{number}", block
+    yield HEAD, getattr(network, HEAD)
+
+
+def draw_weights(network: Any, seed: int) -> None:
+    """Start weights as the model type draws them, one stream for each block, so that the layout
+    does not change them."""
+    with torch.no_grad():
+        for name, module in held(network):
+            with seeded(seed, "causal", name):
+                for inner in module.modules():
+                    network._init_weights(inner)
+
+
+def load_weights(network: Any, name_or_path: str) -> None:
+    """Fill this part from a checkpoint's safetensors; only its own tensors are read. DataError
+    for one that is missing or of another shape."""
+    files = WeightFiles(name_or_path)
+    kind = KINDS[network.config.model_type]
+    words = f"{kind.base}.{kind.embeddings}.weight"
+
+    def found(name: str) -> str:
+        names = [name, name.removeprefix(f"{kind.base}.")]  # of a file of the headless model
+        names += [name.replace(HEAD, kind.old_head)]
+        if name == f"{HEAD}.weight" and ties_words(network.config):
+            names += [words, words.removeprefix(f"{kind.base}.")]
+        place = next((given for given in names if given in files), None)
+        if place is None:
+            raise DataError(f"checkpoint {name_or_path!r} has no weights {name}")
+        return place
+
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            place = found(name)
+            tensor = files.tensor(place)
+            if tensor.shape != parameter.shape:
+                raise DataError(
+                    f"checkpoint {name_or_path!r}: {place} is {list(tensor.shape)}, its "
+                    f"config.json says {list(parameter.shape)}"
+                )
+            parameter.copy_(tensor)
+
+
+def write_checkpoint(network: Any, folder: Path) -> None:
+    """A whole model as a folder that transformers loads. Its own save_pretrained writes on rank 0
+    of a process group only, and any cloud may make a base."""
+    kind = KINDS[network.config.model_type]
+    folder.mkdir(parents=True, exist_ok=True)
+    network.config.architectures = [type(network).__name__]
+    (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
+    tensors = {  # a tied matrix once
+        name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()
+        for name, parameter in network.named_parameters()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _file_of(name_or_path: str, file_name: str) -> Path:
+    from transformers.utils.hub import cached_file
+
+    return Path(
+        fetch(name_or_path, lambda name, **where: str(cached_file(name, file_name, **where)))
+    )
+
+
+class WeightFiles:
+    """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
+    looked for when something in it is asked for, so others' shards are not fetched."""
+
+    def __init__(self, name_or_path: str) -> None:
+        self._name = name_or_path
+        self._shards: dict[str, str] = {}
+        try:
+            index = _file_of(name_or_path, "model.safetensors.index.json")
+            self._shards = json.loads(index.read_text())["weight_map"]
+        except DataError:  # one file then
+            with safe_open(_file_of(name_or_path, "model.safetensors"), "pt") as file:
+                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(_file_of(self._name, self._shards[name]), "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
+
+
+def linear_names(config: Any) -> list[str]:
+    """Last names of the matrices in a block, which LoRA may adapt."""
+    from transformers.pytorch_utils import Conv1D
+
+    network = skeleton(config)
+    block = getattr(base_of(network), KINDS[config.model_type].blocks)[0]
+    linears = (name for name, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D))
+    return sorted({name.rsplit(".", 1)[-1] for name in linears})
+
+
+def block_number(config: Any, name: str) -> int | None:
+    """Of a parameter's name, the block that it lies in."""
+    kind = KINDS[config.model_type]
+    found = re.search(rf"{kind.base}\.{kind.blocks}\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def attention_masks(config: Any, places_BS: Tensor) -> Masks:
+    """What the model's forward takes as attention_mask, [B, 1, S, S]: bool, True where a token may
+    look; for eager attention float32, 0 there and else very low. A token sees itself and what
+    stands before it in its own document.
+
+    places_BS: position of each token in its document; 0 begins one.
+    """
+    documents_BS = (places_BS == 0).cumsum(1)
+    order_S = torch.arange(places_BS.shape[1], device=places_BS.device)
+    back_SS = order_S[:, None] - order_S
+    sees_BSS = (back_SS >= 0) & (documents_BS[:, :, None] == documents_BS[:, None])
+    window = getattr(config, "sliding_window", None)
+
+    def mask_of(sees: Tensor) -> Tensor:
+        sees = sees[:, None]
+        if config._attn_implementation != "eager":
+            return sees
+        mask = torch.zeros(sees.shape, device=sees.device)
+        return mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+
+    full = mask_of(sees_BSS)
+    near = full if window is None else mask_of(sees_BSS & (back_SS < window))
+    if KINDS[config.model_type].by_type:
+        return {"full_attention": full, "sliding_attention": near}
+    return near
+
+
+def run(network: Any, places_BS: Tensor, ids_BS: Tensor | None, rows_BSH: Tensor | None) -> Tensor:
+    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H]."""
+    masks = attention_masks(network.config, places_BS)
+    output = base_of(network)(
+        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
+        use_cache=False,
+    )  # fmt: skip
+    rows: Tensor = output.last_hidden_state
+    return rows

@@ -1,0 +1,133 @@
+"""A stage of a cut causal language model: token ids or rows in, rows or the loss out.
+Which blocks it holds and where they come from is causal.py's.
+
+Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN behind them; "types" which of the sample's
+documents a token belongs to, from 0; "label" the token to be guessed at each place, NO_LABEL where
+none is.
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.models.attention import Packing
+from xcloud.models.causal_network import HEAD, Part, run
+from xcloud.models.chunked_loss import chunked_cross_entropy
+from xcloud.models.lora import adapter_tensors
+from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
+
+TEXT, TYPES, LABEL = "text", "types", "label"
+
+
+class CausalStage(Stage):
+    """network: the part of the model that this stage holds. chunk: words of a piece in the loss.
+
+    architecture: JSON values from which the stage can be built again.
+    """
+
+    def __init__(
+        self, network: nn.Module, part: Part, chunk: int, architecture: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._part, self._chunk = part, chunk
+        self.architecture = dict(architecture)
+
+    def exported(self) -> dict[str, Tensor]:
+        """What training changes, under the names of peft or transformers: adapters, or all."""
+        if self.architecture["lora"]:
+            return dict(adapter_tensors(self.network))
+        return self.network.state_dict()
+
+    def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self.exported()
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())
+            raise RuntimeError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        packing, places_R, rows = self._rows(received, batch)
+        if not self._part.is_last:
+            return StageOutput(
+                {
+                    "counts": packing.counts.to(torch.int16),
+                    "places": places_R.to(torch.int16),
+                    "hidden": rows.float(),
+                }
+            )
+        losses, _ = self._losses(rows, packing, batch)
+        return StageOutput(loss=losses.sum())
+
+    @torch.no_grad()
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        """[millionths of a nat, tokens guessed] of each sample."""
+        packing, _, rows = self._rows(received, batch)
+        losses, owners = self._losses(rows, packing, batch)
+        nats_B = torch.zeros(packing.num_samples, dtype=torch.float64, device=losses.device)
+        nats_B.index_add_(0, owners, losses.double())
+        counts_B = owners.bincount(minlength=packing.num_samples)
+        return [
+            [round(1e6 * nats), count]
+            for nats, count in zip(nats_B.tolist(), counts_B.tolist(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def next_words(self, received: Message | None, batch: Batch) -> Tensor:
+        """Logits [B, V] of what follows each sample."""
+        packing, _, rows = self._rows(received, batch)
+        last_BH = rows[packing.counts.cumsum(0) - 1]
+        logits = self._head(last_BH)
+        softcap = self._softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def _rows(self, received: Message | None, batch: Batch) -> tuple[Packing, Tensor, Tensor]:
+        """Where tokens are, their positions [R] in their documents, and this part's rows."""
+        if received is None:
+            packing = Packing.of(batch[TEXT], NO_TOKEN)
+            places_R = packing.pack(_places(batch[TYPES]))
+            ids_BS = packing.unpack(packing.pack(batch[TEXT]))
+            rows = run(self.network, packing.unpack(places_R), ids_BS, None)
+        else:
+            packing = Packing(received["counts"])
+            places_R = received["places"].long()
+            hidden_BSH = packing.unpack(received["hidden"])
+            rows = run(self.network, packing.unpack(places_R), None, hidden_BSH)
+        return packing, places_R, packing.pack(rows)
+
+    def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Nats of each guessed token, and the sample that it belongs to. Other rows never reach
+        the head."""
+        labels_R = packing.pack(batch[LABEL])
+        guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
+        samples = torch.arange(packing.num_samples, device=rows.device)
+        owners = samples.repeat_interleave(packing.counts)[guessed]
+        losses = chunked_cross_entropy(
+            rows[guessed], self._head.weight, labels_R[guessed], self._chunk, self._softcap
+        )
+        return losses, owners
+
+    @property
+    def _head(self) -> nn.Linear:
+        return cast(nn.Linear, getattr(self.network, HEAD))
+
+    @property
+    def _softcap(self) -> float | None:
+        cap: float | None = getattr(self.network.config, "final_logit_softcapping", None)
+        return cap
+
+
+def _places(types_BS: Tensor) -> Tensor:
+    """Position of each token in its document, from 0."""
+    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
+    begins = torch.ones_like(types_BS, dtype=torch.bool)
+    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
+    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
+    return order_BS - starts_BS

@@ -1,0 +1,130 @@
+"""LoRA: low-rank adapters beside frozen matrices, by `peft`, in a part of a causal model.
+
+Hu et al., arXiv:2106.09685: y = W x + (alpha / r) B A x, A drawn, B zero at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from xcloud.checks import check_int, check_number
+from xcloud.errors import ConfigError
+from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
+from xcloud.models.seeding import seeded
+
+NAME = "default"  # what peft calls the only adapter of a network
+PREFIX = "base_model.model."  # of every tensor in a file of peft
+
+
+@dataclass(frozen=True)
+class Lora:
+    """r: rank. alpha: scale, of which alpha / r counts. dropout: in front of A.
+
+    targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
+        takes for this type of model. layers: blocks that get adapters, from 0; None: all. Below
+        the first of them nothing is trained, and no gradient comes back over a border there.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: Sequence[str] | None = None
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_int("model.lora.r", self.r, 1)
+        check_int("model.lora.alpha", self.alpha, 1)
+        check_number("model.lora.dropout", self.dropout, 0, 0.99)
+        for name, kind in (("targets", str), ("layers", int)):
+            given = getattr(self, name)
+            listed = isinstance(given, Sequence) and not isinstance(given, str) and given
+            if given is None or (listed and all(isinstance(entry, kind) for entry in given)):
+                continue
+            raise ConfigError(
+                f"model.lora.{name} must be a list such as "
+                f"{'[q_proj, v_proj]' if kind is str else '[6, 7]'}, or null; got {given!r}"
+            )
+
+    def describe(self) -> str:
+        return f"LoRA r={self.r}"
+
+    def check(self, config: Any) -> None:
+        """Raise ConfigError for a matrix or a block that the model has not."""
+        there = linear_names(config)
+        if unknown := sorted(set(self.targets_in(config)) - set(there)):
+            raise ConfigError(
+                f"model.lora.targets: a block of this {config.model_type} has no "
+                f"{', '.join(unknown)}; its matrices are {', '.join(there)}"
+            )
+        for layer in self.layers or ():
+            check_int("model.lora.layers", layer, 0, depth(config) - 1)
+
+    def targets_in(self, config: Any) -> list[str]:
+        if self.targets is not None:
+            return list(self.targets)
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
+
+        if config.model_type not in usual:
+            raise ConfigError(
+                f"peft names no usual matrices for {config.model_type}; set model.lora.targets to "
+                f"some of {', '.join(linear_names(config))}"
+            )
+        return sorted(usual[config.model_type])
+
+    def layers_in(self, config: Any) -> frozenset[int]:
+        return frozenset(range(depth(config)) if self.layers is None else self.layers)
+
+    def add_to(self, network: Any, seed: int) -> None:
+        """Freeze the network and put trained adapters beside its targets, in place. Their start
+        depends on the seed and their own name alone."""
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        config = network.config
+        targets = set(self.targets_in(config))
+        names = [
+            name
+            for name, _ in network.named_modules()
+            if name.rsplit(".", 1)[-1] in targets
+            and block_number(config, f"{name}.") in self.layers_in(config)
+        ]
+        network.requires_grad_(False)
+        if not names:  # a stage without adapted blocks
+            return
+        with seeded(seed, "replaced below"):
+            inject_adapter_in_model(self._settings(config, names), network, NAME)
+        for name, module in network.named_modules():
+            if isinstance(module, LoraLayer):
+                with seeded(seed, "lora", name):
+                    module.reset_lora_parameters(NAME, True)  # type: ignore[no-untyped-call]
+
+    def adapter_config(self, config: Any, base: str) -> Any:
+        """What peft writes beside the adapter's tensors. base: folder or hub id of the model."""
+        kind = KINDS[config.model_type]
+        settings = self._settings(config, self.targets_in(config))
+        if self.layers is not None:
+            settings.layers_to_transform = sorted(self.layers)
+            settings.layers_pattern = kind.blocks
+        settings.base_model_name_or_path = base
+        settings.inference_mode = True
+        return settings
+
+    def _settings(self, config: Any, targets: Sequence[str]) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout,
+            target_modules=list(targets), task_type="CAUSAL_LM",
+            fan_in_fan_out=config.model_type == "gpt2",  # its matrices are stored transposed
+        )  # fmt: skip
+
+
+def adapter_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' tensors under the names that peft gives them in a file."""
+    for name, tensor in network.state_dict().items():
+        if ".lora_" in name:
+            yield PREFIX + name.replace(f".{NAME}.", "."), tensor

@@ -1,0 +1,142 @@
+"""Documents and chats into token ids for a causal language model, and back. Packs nothing.
+
+Kept as a folder that transformers' AutoTokenizer loads, the chat template with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xcloud.errors import DataError
+from xcloud.parallel.stage import NO_TOKEN, TokenIds
+from xcloud.tasks.classification import public_tokenizer
+from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages, each with "role" (system, user, assistant …) and "content"."""
+
+
+class Document(NamedTuple):
+    """learned: for each token, whether a model is to guess it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class CausalTokenizer:
+    """A tokenizer of transformers with an end-of-text token. Padding it needs none."""
+
+    def __init__(self, pretrained: Any, name: str) -> None:
+        if getattr(pretrained, "backend_tokenizer", None) is None:
+            raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
+        if pretrained.eos_token_id is None:
+            raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
+        self._pretrained, self._name = pretrained, name
+        self._first = [] if pretrained.bos_token_id is None else [pretrained.bos_token_id]
+        self._eos = pretrained.eos_token_id
+
+    @staticmethod
+    def of(choice: TokenizerChoice, cache_dir: str) -> CausalTokenizer:
+        """A pretrained model's, or one trained on public sentences. Raises DataError."""
+        if isinstance(choice, PretrainedTokenizer):
+            return CausalTokenizer(choice.load(), choice.name_or_path)
+        from transformers import PreTrainedTokenizerFast
+
+        pad, bos, eos, _, unknown = SPECIAL_TOKENS
+        backend = public_tokenizer(choice, cache_dir).backend
+        made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos,
+            unk_token=unknown, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
+        return CausalTokenizer(made, repr(choice))
+
+    @staticmethod
+    def load(folder: Path) -> CausalTokenizer:
+        return CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+
+    def save(self, folder: Path) -> None:
+        self._pretrained.save_pretrained(folder)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        first = self._first[0] if self._first else self._eos
+        return TokenIds(len(self._pretrained), NO_TOKEN, first, self._eos, NO_TOKEN)
+
+    @cached_property
+    def digest(self) -> str:
+        described = f"{self._pretrained.backend_tokenizer.to_str()} {self._template}"
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def texts(self, texts: Sequence[str]) -> list[Document]:
+        """Begin token (where there is one), text, end token: all to be guessed."""
+        found = [[*self._first, *ids, self._eos] for ids in self._encode(texts)]
+        return [Document(ids, [True] * len(ids)) for ids in found]
+
+    def chat(self, messages: Chat, where: str) -> Document:
+        """Rendered by the tokenizer's own template; only the assistant's turns are to be guessed.
+        What follows the last of them is left out. where: for messages.
+
+        Prompt and answer are cut into tokens apart, as they are when a model is asked.
+        """
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self._render(messages[:number], True, where)
+            answered = self._render(messages[: number + 1], False, where)
+            if not (asked.startswith(done) and answered.startswith(asked)):
+                raise DataError(
+                    f"{where}: the chat template of {self._name} writes earlier turns anew when "
+                    "an answer is added, so it cannot be told what the answer is; give chats with "
+                    "one answer each, or a tokenizer whose template only appends"
+                )
+            pieces += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+            done = answered
+        if not pieces:
+            raise DataError(f"{where}: no message of the role assistant, so nothing to learn")
+        document = Document([], [])
+        encoded = self._encode([text for text, _ in pieces])
+        for ids, (_, learned) in zip(encoded, pieces, strict=True):
+            document.ids.extend(ids)
+            document.learned.extend([learned] * len(ids))
+        return document
+
+    def prompt(self, text: str) -> list[int]:
+        """What a model is given to go on from: a chat with one question where there is a chat
+        template, else the begin token and the text."""
+        if self._template is None:
+            return [*self._first, *self._encode([text])[0]] or [self._eos]
+        asked = self._render([{"role": "user", "content": text}], True, "prompt")
+        return self._encode([asked])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._pretrained.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def _template(self) -> str | None:
+        template: str | None = self._pretrained.chat_template
+        return template
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        backend = self._pretrained.backend_tokenizer
+        return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _render(self, messages: Chat, ask: bool, where: str) -> str:
+        if self._template is None:
+            raise DataError(
+                f"{where}: tokenizer {self._name} has no chat template; give plain text, or the "
+                "tokenizer of a model made for chats"
+            )
+        try:
+            text: str = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
+            )
+        except Exception as error:  # whatever the template raises
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
+        return text
