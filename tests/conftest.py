@@ -33,10 +33,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
-        num_cpus = os.cpu_count() or 1
-        # Slow tests mostly wait for processes that start or are told to sleep.
-        fast_only = option.markexpr == "not slow"
-        option.numprocesses = min(num_cpus if fast_only else 2 * num_cpus, MOST_PROCESSES)
+        option.numprocesses = min(os.cpu_count() or 1, MOST_PROCESSES)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below: slow tests first
