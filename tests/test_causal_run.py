@@ -161,5 +161,5 @@ def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_pa
         TrainedCausal(tmp_path / "half").export(tmp_path / "out")
     other = composed("+exp=abnet_iwslt")
     (tmp_path / "experiment.yaml").write_text(OmegaConf.to_yaml(other, resolve=True))
-    with pytest.raises(ConfigError, match="not of a causal language model"):
+    with pytest.raises(ConfigError, match="no run of a causal language model"):
         TrainedCausal(tmp_path)
