@@ -54,7 +54,7 @@ class GlooOutLink(SendingEnd):
         if not wait_for_peer(self._has_ended, self._settings.life, timeout_s):
             raise LinkTimeout(
                 f"{self.peer_name} did not take the last messages and gave no sign of life for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
+                f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
             )
         if self._failure is not None:
             raise self._failure
@@ -81,7 +81,7 @@ class GlooOutLink(SendingEnd):
                     raise LinkTimeout(
                         f"{self.peer_name} has taken none of the waiting messages for "
                         f"{time.monotonic() - started_s:.0f} s and gives no sign of life. Is that "
-                        "rank stopped, or its line down?"
+                        "rank stopped, or its link down?"
                     ) from None
 
     def _run(self) -> None:

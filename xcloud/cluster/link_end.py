@@ -176,7 +176,7 @@ class ReceivingEnd:
         if not wait_for_peer(self._over.wait, self._settings.life, timeout_s):
             raise LinkTimeout(
                 f"{self.peer_name} did not say goodbye and gave no sign of life for "
-                f"{timeout_s:.0f} s. Is that rank stopped, or its line down?"
+                f"{timeout_s:.0f} s. Is that rank stopped, or its link down?"
             )
 
     def _open(self, buffer: Tensor) -> Frame:
@@ -200,7 +200,7 @@ class ReceivingEnd:
             raise
         except Exception as error:
             raise FrameError(
-                f"{frame.key} from {self.peer_name} cannot be taken: {error!r}"
+                f"{frame.key} from {self.peer_name} cannot be handled: {error!r}"
             ) from error
 
     def _keep(self, frame: Frame) -> None:

@@ -124,7 +124,7 @@ class Control:
             raise LinkTimeout(
                 f"rank {peer} has not come to the meeting of all ranks after an evaluation or "
                 f"export, and gave no sign of life for {min(life.silent_s, now_s - started_s):.0f}"
-                " s. Is that rank stopped, or its line down?"
+                " s. Is that rank stopped, or its link down?"
             ) from None
         return True
 
