@@ -259,7 +259,7 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
-    from xcloud.models.checkpoint import _quiet
+    from xcloud.models.checkpoint import quiet
     from xcloud.models.encoder import Encoder
     from xcloud.models.split import BuildContext
 
@@ -274,7 +274,7 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
     reference.consumer.export(tmp_path / "other", 1)
     assert reference.consumer.evaluate(1) == {}
     folder = tmp_path / "model" / "discriminator"
-    with _quiet():
+    with quiet():
         theirs = AutoModel.from_pretrained(folder, local_files_only=True).eval()
         telling = ElectraForPreTraining.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
