@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from xcloud.cluster.frame import Kind
-from xcloud.cluster.layout import Cloud, ClusterLayout, Wan
+from xcloud.cluster.clouds import Wan
+from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.border import Border, BorderField, Message
