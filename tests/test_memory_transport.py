@@ -66,7 +66,7 @@ def test_what_a_handler_cannot_take_is_the_end_of_the_link_and_not_of_the_sender
     out = world.transport(0).out("x", 1, OutSettings("rank 1", 200))
     out.send(MessageKey(Kind.REPORT), ())
 
-    with pytest.raises(FrameError, match="from rank 0 cannot be taken: IndexError"):
+    with pytest.raises(FrameError, match="from rank 0 cannot be handled: IndexError"):
         incoming.recv(KEY, 1.0)
     assert not incoming.said_goodbye
 
