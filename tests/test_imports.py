@@ -15,6 +15,7 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"job", "report"},  # what is to run, and what is shown of it, know nothing of each other
     {"tasks", "models", "electra", "training", "plan"},
     {"demo_corpus", "hub", "parallel"},
+    {"contracts"},
     {"comm", "record"},
     {"security"},
     {"cluster"},
