@@ -3,12 +3,13 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.replicas import MemoryLinks, averagers, connected, exchange, same_bits
+from tests.replicas import MemoryLinks, averagers, connected, exchange, finished, same_bits
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
@@ -150,7 +151,7 @@ def test_restored_averagers_go_on_as_if_nothing_had_happened(compressor: Compres
         averager.start(3, drawn(r))
     for averager, other in zip(original, restored, strict=True):
         other.load_state_dict(copy.deepcopy(averager.state_dict()))
-    late = [[averager.finish(3) for averager in group] for group in (original, restored)]
+    late = [finished(group, 3) for group in (original, restored)]
 
     assert same_bits(late[0] + late[1])
     assert same_bits(run(original, range(4, 6)) + run(restored, range(4, 6)))
@@ -183,15 +184,26 @@ def test_a_merge_without_a_late_replica_has_the_others_and_loses_nothing() -> No
     tensors = [drawn(r) for r in range(3)]
     for averager, own in zip(replicas[:2], tensors[:2], strict=True):
         averager.start(1, own)
-    with pytest.raises(LinkTimeout, match="from replica 2"):
-        replicas[0].finish(1)
-    assert replicas[0].arrived(1, wait_s=0.0) == (0, 1)
+    assert replicas[1].arrived(1, wait_s=0.0) == (0, 1)
+    first = [averager.finish(1, [0, 1]) for averager in replicas[:2]]
     replicas[2].start(1, tensors[2])
-    assert replicas[0].arrived(1, wait_s=0.0) == (0, 1, 2)
-    found = [averager.finish(1, [1, 2]) for averager in replicas]  # 0 is left out
-    assert same_bits(found)
-    torch.testing.assert_close(found[0][0], tensors[1][0] + tensors[2][0], rtol=1e-2, atol=1e-2)
+    first.append(replicas[2].finish(1, [0, 1]))  # all it had to tell is told with the next one
+    assert same_bits(first)
+    torch.testing.assert_close(first[0][0], tensors[0][0] + tensors[1][0], rtol=1e-2, atol=1e-2)
 
-    residual = replicas[0].state_dict()["codec.0.residual"]
-    assert isinstance(residual, Tensor)
-    torch.testing.assert_close(residual, tensors[0][0], rtol=1e-6, atol=1e-6)
+    for averager in replicas:
+        averager.start(2, [torch.zeros(shape) for shape in SHAPES.values()])
+    assert replicas[0].arrived(2, wait_s=0.0) == (0, 1, 2)
+    second = finished(replicas, 2)
+    assert same_bits(second)
+    both = first[0][0] + second[0][0]
+    torch.testing.assert_close(both, sum(own[0] for own in tensors), rtol=3e-3, atol=3e-3)
+
+
+def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
+    links = replace(connected(2)[0], patience_s=0.01)
+    alone = AllToAll(links, codec(Nothing()))
+    alone.start(1, drawn(1))
+    assert alone.arrived(1, wait_s=0.0) == (0,)
+    with pytest.raises(LinkTimeout, match="from replica 1"):
+        alone.finish(1)

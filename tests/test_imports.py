@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_walk import FILES, MODULES, PACKAGE, imports, own_imports
+from tests.import_walk import (
+    FILES,
+    MODULES,
+    PACKAGE,
+    SCRIPTS,
+    imports,
+    missing_imports,
+    own_imports,
+)
 
 EVERYWHERE = {"errors", "checks", "project"}
 LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWHERE
@@ -15,6 +23,7 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"job", "report"},  # what is to run, and what is shown of it, know nothing of each other
     {"tasks", "models", "electra", "training", "plan"},
     {"demo_corpus", "hub", "parallel"},
+    {"contracts"},
     {"comm", "record"},
     {"security"},
     {"cluster"},
@@ -78,6 +87,24 @@ def check_libraries(path: Path) -> None:
 def test_a_layout_needs_no_torch() -> None:
     for name in ("clouds", "layout", "one_way_layout", "link_profile"):
         assert "torch" not in {n.split(".")[0] for n in imports(MODULES[f"cluster.{name}"])}
+
+
+def test_benchmarks_and_experiments_import_what_exists() -> None:
+    assert SCRIPTS
+    assert [name for path in SCRIPTS for name in missing_imports(path)] == []
+
+
+def test_an_import_of_what_does_not_exist_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import xcloud.gone\nfrom xcloud.comm import cast\nfrom xcloud.gone import a\n"
+        "def inside():\n    from xcloud.comm.cast import Cast, Gone\n"
+    )
+    assert missing_imports(script) == [
+        "script.py:1: xcloud.gone",
+        "script.py:3: xcloud.gone.a",
+        "script.py:5: xcloud.comm.cast.Gone",
+    ]
 
 
 def test_every_form_of_import_is_seen(tmp_path: Path) -> None:

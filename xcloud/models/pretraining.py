@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import DataError
 from xcloud.models.attention import Packing
 from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
-from xcloud.parallel.stage import TokenIds
 
 REPORT_EVERY_S = 5.0
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %

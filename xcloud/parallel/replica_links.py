@@ -1,5 +1,5 @@
-"""What joins one rank to its counterparts in the other replicas: same stage, same share of its
-values. Only the protocol; whoever wires a run makes them.
+"""One rank's links to its counterparts in the other replicas of the pipeline: the ranks that train
+the same share of the same stage there. What is averaged, and how, is up to others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from xcloud.cluster.tensor_spec import TensorSpec
 
 
 class ReplicaLinks(Protocol):
-    """replica: this rank's, in 0 .. num_replicas - 1."""
+    """A link each way to every other replica.
 
-    replica: int
-    num_replicas: int
+    Messages between two replicas arrive in the order in which they were sent; the receiver names
+    the one that it expects. Keys are of Kind.AVERAGING: the step, and in `micro_batch` whatever
+    tells the messages of one step apart.
+    """
+
+    @property
+    def replica(self) -> int:
+        """This rank's own."""
+
+    @property
+    def num_replicas(self) -> int: ...
 
     def send(
         self,
@@ -26,18 +35,20 @@ class ReplicaLinks(Protocol):
         carries: Sequence[str],
         raw_bytes: int,
     ) -> None:
-        """Returns before delivery. carries: what each part is, in words. raw_bytes: FP32 size of
-        what the message stands for. Raises LinkClosed if that replica is gone."""
+        """Returns before delivery. carries: what each part is, in words, for the record of what
+        left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
+        """
 
     def recv(
         self,
         from_replica: int,
         key: MessageKey,
-        specs: tuple[TensorSpec, ...] | None = None,
+        specs: Sequence[TensorSpec] | None,
         wait_s: float | None = None,
     ) -> Parts:
-        """The message `key`, whatever came before it from that replica.
+        """The next message, which must be `key`. specs: of its parts; None takes any.
 
-        specs: what it must be; FrameError otherwise. wait_s: None for as long as the link's own
-        limit. Raises LinkTimeout when it is late, LinkClosed when that replica is gone.
+        Raises FrameError for another message or other specs, LinkTimeout after wait_s seconds
+        (default: what the link's profile allows for a message of the largest size), LinkClosed if
+        that rank is gone. After a LinkTimeout the same message may be asked for again.
         """
