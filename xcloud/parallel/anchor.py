@@ -16,8 +16,8 @@ from xcloud.parallel.rank_group import RankGroup
 
 class Anchored:
     """parameters: the same values in every rank of `inside`. shares: positions of those that each
-    of these ranks carries across. anchor: of this rank's share, the values after the last merge,
-    the same bits in all replicas.
+    of these ranks carries across; the last ranks may have none. anchor: the values of this rank's
+    share after the last merge, the same bits in all replicas.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Anchored:
         outer: OuterOptimizer,
     ) -> None:
         self._shares = [[parameters[position] for position in share] for share in shares]
-        self._mine = self._shares[inside.lane]
+        self._mine = self._shares[inside.lane] if inside.lane < len(shares) else []
         self._inside, self._outer = inside, outer
         self.anchor: list[Tensor] = []
         self.velocity: list[Tensor] = []
@@ -97,7 +97,7 @@ class Anchored:
             joined = torch.cat([value.reshape(-1) for value in values])
             flat[: len(joined)] = joined
         gathered = self._inside.gather(flat)
-        for share, own_sizes, found in zip(self._shares, sizes, gathered, strict=True):
+        for share, own_sizes, found in zip(self._shares, sizes, gathered, strict=False):
             pieces = torch.split(found[: sum(own_sizes)], own_sizes)
             for parameter, piece in zip(share, pieces, strict=True):
                 parameter.copy_(piece.view_as(parameter))

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State, Stateful, join_states, split_state, whole_number
+from xcloud.comm.memory import (
+    State,
+    Stateful,
+    join_states,
+    load_states,
+    split_state,
+    states_of,
+    whole_number,
+)
 from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
@@ -83,7 +91,7 @@ class _Fragment:
     none."""
 
     values: Anchored
-    averager: Averager
+    averager: Averager | None
     offset: int
     weight: float = 0.0
     under_way: int = 0
@@ -94,7 +102,8 @@ class LocalRounds:
     which replicas keep nothing of their own: they end equal.
 
     parameters: trained ones of this rank's stages by name, in the same order in every rank that
-    holds them. inside: the ranks of this replica that hold the same. work: samples or tokens that
+    holds them. inside: the ranks of this replica that hold the same. num_shares: how many of them
+    carry something across. make_averager: not called in the others. work: samples or tokens that
     this replica trains on in a step.
     """
 
@@ -103,6 +112,7 @@ class LocalRounds:
         settings: LocalUpdates,
         parameters: Mapping[str, nn.Parameter],
         inside: RankGroup,
+        num_shares: int,
         make_averager: MakeAverager,
         last_step: int,
         work: Callable[[int], float],
@@ -116,10 +126,13 @@ class LocalRounds:
         starts = offsets(settings.every, len(runs))
         for number, (run, offset) in enumerate(zip(runs, starts, strict=True)):
             own = [trained[position] for position in run]
-            shares = dealt([p.numel() for p in own], inside.num_lanes)
-            shapes = {names[run[place]]: own[place].shape for place in shares[inside.lane]}
+            shares = dealt([p.numel() for p in own], num_shares)
             values = Anchored(own, shares, inside, settings.outer)
-            self._fragments.append(_Fragment(values, make_averager(shapes, number), offset))
+            averager = None
+            if inside.lane < num_shares:
+                shapes = {names[run[place]]: own[place].shape for place in shares[inside.lane]}
+                averager = make_averager(shapes, number)
+            self._fragments.append(_Fragment(values, averager, offset))
         self._is_anchored = False
 
     def is_idle(self, step: int) -> bool:
@@ -156,48 +169,41 @@ class LocalRounds:
 
     def _start(self, fragment: _Fragment, step: int) -> None:
         weight = 1.0 if self._settings.weigh == "equal" else fragment.weight
-        fragment.averager.start(step, fragment.values.gradient(), weight)
+        if fragment.averager is not None:
+            fragment.averager.start(step, fragment.values.gradient(), weight)
         fragment.under_way, fragment.weight = step, 0.0
 
     def _finish(self, fragment: _Fragment, mix: float) -> None:
-        fragment.values.move(fragment.averager.finish(fragment.under_way))
+        if fragment.averager is not None:
+            fragment.values.move(fragment.averager.finish(fragment.under_way))
         fragment.values.take(mix)
         fragment.under_way = 0
 
     def state_dict(self) -> State:
         if not self._is_anchored:
             return {}
-        states: dict[str, State] = {"pace": self._pace.state_dict()}
+        states = {name: states_of(parts) for name, parts in self._parts.items()}
         for number, fragment in enumerate(self._fragments):
-            states[str(number)] = {
-                **join_states(
-                    {
-                        "values": fragment.values.state_dict(),
-                        "averager": fragment.averager.state_dict(),
-                    }
-                ),
-                "under_way": fragment.under_way,
-                "weight": torch.tensor(fragment.weight, dtype=torch.float64),
-            }
+            states[str(number)]["under_way"] = fragment.under_way
+            states[str(number)]["weight"] = torch.tensor(fragment.weight, dtype=torch.float64)
         return join_states(states)
 
     def load_state_dict(self, state: State) -> None:
         """What was under way between replicas is sent again, by the averagers."""
         self._is_anchored = bool(state)
-        if not state:
-            return
-        numbered = {str(number): fragment for number, fragment in enumerate(self._fragments)}
-        states = split_state(state, ("pace", *numbered), "local updates")
-        self._pace.load_state_dict(states.pop("pace"))
-        for number, part in states.items():
-            fragment = numbered[number]
-            fragment.under_way = whole_number(part, "under_way")
-            weight = part.pop("weight")
-            del part["under_way"]
-            fragment.weight = float(weight)
-            parts: dict[str, Stateful] = {
-                "values": fragment.values,
-                "averager": fragment.averager,
-            }
-            for name, own in split_state(part, parts, f"fragment {number}").items():
-                parts[name].load_state_dict(own)
+        states = split_state(state, self._parts, "local updates") if state else {}
+        for name, own in states.items():
+            load_states(self._parts[name], own, f"local updates ({name})", ("under_way", "weight"))
+        for number, fragment in enumerate(self._fragments if state else ()):
+            own = states[str(number)]
+            fragment.under_way = whole_number(own, "under_way")
+            fragment.weight = float(own["weight"])
+
+    @property
+    def _parts(self) -> dict[str, dict[str, Stateful]]:
+        found: dict[str, dict[str, Stateful]] = {"rounds": {"pace": self._pace}}
+        for number, fragment in enumerate(self._fragments):
+            found[str(number)] = {"values": fragment.values}
+            if fragment.averager is not None:
+                found[str(number)]["averager"] = fragment.averager
+        return found
