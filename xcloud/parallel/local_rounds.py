@@ -34,6 +34,9 @@ MakeAverager = Callable[[Mapping[str, torch.Size], int], Averager]
 """Of the tensors that one rank carries across, by name, and of the fragment's number."""
 
 
+_NOTHING = 1e-12
+
+
 class Rounds(Stateful, Protocol):
     """What a rank's replica does at the border of two steps."""
 
@@ -168,7 +171,8 @@ class LocalRounds:
         return sorted(found, key=lambda fragment: fragment.under_way)
 
     def _start(self, fragment: _Fragment, step: int) -> None:
-        weight = 1.0 if self._settings.weigh == "equal" else fragment.weight
+        # Where no replica has done anything, their mean.
+        weight = max(self._settings.weight_of(fragment.weight), _NOTHING)
         if fragment.averager is not None:
             fragment.averager.start(step, fragment.values.gradient(), weight)
         fragment.under_way, fragment.weight = step, 0.0

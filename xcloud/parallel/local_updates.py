@@ -29,7 +29,14 @@ class LocalUpdates:
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next: so a slow cloud does fewer steps
         than `every` instead of being waited for, and counts for what it did.
-    wait_s: how long a merge waits for a replica.
+    wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
+    late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
+        without it; its change stays with it and is part of the next one.
+    leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
+        without it, and take it in when it comes back; it gets their values then.
+
+    With skip or go_on the first cloud merges for all (it must stay), each replica is in one cloud,
+    and merges are of all parameters at once.
     """
 
     every: int = 50
@@ -41,6 +48,8 @@ class LocalUpdates:
     most_s: float | None = None
     most_tokens: int | None = None
     wait_s: float = 600.0
+    late: Literal["wait", "skip"] = "wait"
+    leave: Literal["fail", "go_on"] = "fail"
 
     def __post_init__(self) -> None:
         check_int(f"{NAME}.every", self.every, 1)
@@ -64,6 +73,23 @@ class LocalUpdates:
                 "a merge must end before the next one of the same parameters begins"
             )
 
+        check_choice(f"{NAME}.late", self.late, ("wait", "skip"))
+        check_choice(f"{NAME}.leave", self.leave, ("fail", "go_on"))
+        if self.is_elastic and (self.fragments > 1 or self.overlap or self.mix):
+            raise ConfigError(
+                f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
+                f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a merge may be without some replica."""
+        return self.late == "skip" or self.leave == "go_on"
+
+    def weight_of(self, work: float) -> float:
+        """How much a replica counts that has done so much since the last merge."""
+        return float(work > 0) if self.weigh == "equal" else work
+
     @property
     def label(self) -> str:
         parts = [f"every {self.every}", self.outer.label]
@@ -73,4 +99,8 @@ class LocalUpdates:
             parts.append(f"overlap {self.overlap}")
         if self.mix:
             parts.append(f"mix {self.mix:g}")
+        if self.late == "skip":
+            parts.append("skips the late")
+        if self.leave == "go_on":
+            parts.append("goes on without the lost")
         return f"local updates ({', '.join(parts)})"
