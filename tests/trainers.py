@@ -65,7 +65,7 @@ def ranks(
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
             exchanges={stage: AllReduce(wiring.lanes[stage]) for stage in held.stages},
-            control=wiring.control,
+            sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
         )

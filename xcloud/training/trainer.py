@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.control import Control
+from xcloud.parallel.control import StageSums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
@@ -52,7 +52,7 @@ class Trainer:
     plan: BatchPlan
     lanes: Mapping[int, RankGroup]
     exchanges: Mapping[int, GradientExchange]
-    control: Control | None
+    sums: StageSums
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
     num_updates: int = 0  # made or skipped so far
@@ -145,7 +145,8 @@ class Trainer:
         return 0 in self.pipeline.stages
 
     def _is_mine(self, micro_batch: int) -> bool:
-        return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
+        turns = self.pipeline.turns.values()
+        return any(micro_batch % period == first for first, period in turns)
 
     def _exchange_gradients(self, step: int, loss: Tensor) -> float | None:
         """Returns the loss of the whole update in the last stage's leader."""
@@ -177,10 +178,8 @@ class Trainer:
             }
         with clock.during("wait"):
             total = math.nan
-            if self.control is None:
-                total = sum((squares[stage] for stage in sorted(squares)), 0.0)
-            elif squares:
-                total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
+            if squares:
+                total = self.sums.sum_over_stages(step, squares, self.pipeline.num_stages)
         with clock.during("average"):
             for lanes in self.lanes.values():
                 total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
