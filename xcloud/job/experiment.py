@@ -11,15 +11,15 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
-from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
-from xcloud.tasks.task import Task
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 
@@ -44,10 +44,10 @@ class Experiment(Job):
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
-            whose = "this cluster's replicas of a stage have" if self.cluster.num_replicas > 1 else "a stage of this cluster has"
             raise ConfigError(
-                f"schedule.num_micro_batches is {micro_batches}, but {whose} "
-                f"{fewest} ranks, and each needs a micro-batch; set it to at least {fewest}"
+                f"schedule.num_micro_batches is {micro_batches}, but {fewest} ranks of this "
+                "cluster hold the same stage, and each needs a micro-batch; set it to at least "
+                f"{fewest}"
             )
         pieces = micro_batches * self.training.accumulate_steps
         if self.training.batch_size < pieces:
@@ -57,6 +57,8 @@ class Experiment(Job):
                 f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
             )
         layout = self.cluster
+        if layout.num_replicas > 1:
+            _ = self.compression.averaging_label  # raises for one that cannot be
         if isinstance(self.compression, PerBorder):
             for border in self.compression.borders:
                 if border >= layout.num_stages - 1:
@@ -100,11 +102,13 @@ class Experiment(Job):
     def compression_in_force(self) -> str:
         """The compression's label: of borders that leave a cloud, of what replicas average; "off"
         where there is neither."""
-        if not self.cluster.crosses_clouds:
+        layout, compression = self.cluster, self.compression
+        if not layout.crosses_clouds:
             return "off"
-        if self.compression.is_identity:
-            return "none"
-        return self.compression.label
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            return "none" if compression.is_identity else compression.label
+        averaging = compression.averaging_label
+        return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
     def defences_in_force(self) -> str:

@@ -1,8 +1,8 @@
 """Replicas in several clouds that stay equal: one gradient for all of them in every update.
 
-Inside a cloud the gradients of a stage's ranks are summed; across clouds each rank carries its own
-share of the sum, so that what crosses is per cloud and not per rank; the merged shares are gathered
-inside again. All stages of a rank go in one message.
+Inside a cloud the gradients of a stage's ranks are summed; across clouds each rank carries its
+own share of the sum, so that what crosses is per cloud and not per rank; the merged shares are
+gathered inside again. All stages of a rank go in one message.
 
 (A reduce-scatter in place of the sum would do inside; gloo's takes longer than its all-reduce.)
 """
@@ -65,9 +65,7 @@ def shares(
                 last = rows if share == num_shares - 1 else min(rows, -(-ends_at // width))
                 last = max(last, first + 1)
                 shape = (last - first, *parameter.shape[1:]) if parameter.dim() else ()
-                piece = Piece(
-                    f"{stage}.{name}", stage, start + first * width, torch.Size(shape)
-                )
+                piece = Piece(f"{stage}.{name}", stage, start + first * width, torch.Size(shape))
                 found[share].append(piece)
                 first = last
             start += parameter.numel()
@@ -159,7 +157,9 @@ class AcrossClouds:
     def _send(self, step: int, loss: Tensor) -> None:
         if self._averager is None:
             return
-        tensors = [piece.of(self._buffers[piece.stage]) for piece in self._shares[self._group.lane]]
+        tensors = [
+            piece.of(self._buffers[piece.stage]) for piece in self._shares[self._group.lane]
+        ]
         if not all(buffer.is_finite() for buffer in self._buffers.values()):
             loss = torch.full_like(loss, math.nan)  # tells it; compressors need not bear it
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
@@ -193,7 +193,7 @@ class AcrossClouds:
             row[: len(flat)] = flat
         rows = self._group.gather(row)
         return [
-            row[: sum(own)].split(own) for row, own in zip(rows, sizes, strict=False)
+            torch.split(row[: sum(own)], own) for row, own in zip(rows, sizes, strict=False)
         ]  # ranks that carry nothing come last
 
 

@@ -1,9 +1,10 @@
-"""Whether replicas still hold the same parameters, bit for bit. Compares digests, repairs nothing."""
+"""Whether replicas hold the same parameters, bit for bit. Compares digests, repairs nothing."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,5 +79,5 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     hashed = hashlib.blake2b(digest_size=_BYTES)
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        hashed.update(flat.view(torch.uint8).numpy())
+        hashed.update(memoryview(cast(Any, flat.view(torch.uint8).numpy())))
     return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)

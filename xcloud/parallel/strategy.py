@@ -96,8 +96,8 @@ class Strategy:
         if len(layout.clouds) % number:
             raise ConfigError(
                 f"strategy.replicas={number} cannot be dealt evenly to the {len(layout.clouds)} "
-                f"clouds of cluster {layout.name!r}; use a divisor of {len(layout.clouds)}, or say "
-                "which cloud belongs to which replica (cluster.clouds.NAME.replica)"
+                f"clouds of cluster {layout.name!r}; use a divisor of {len(layout.clouds)}, or "
+                "say which cloud belongs to which replica (cluster.clouds.NAME.replica)"
             )
         per_replica = len(layout.clouds) // number
         by_position = _is_by_position(layout)
@@ -126,6 +126,17 @@ class Strategy:
                 f"strategy.replicas is {self.replicas}, but cluster.clouds.*.replica names "
                 f"{found} replicas; make them equal"
             )
+        together: dict[int, set[tuple[int, ...]]] = {}  # stages that share a rank, by replica
+        for rank in range(layout.num_ranks):
+            place = layout.placement(rank)
+            together.setdefault(place.replica, set()).add(tuple(sorted(place.stages)))
+        for replica, groups in together.items():
+            if groups != together[0]:
+                raise ConfigError(
+                    f"cluster.clouds: the ranks of replica {replica} hold stages "
+                    f"{sorted(groups)}, those of replica 0 {sorted(together[0])}; a rank averages "
+                    "with one that holds the same, so cut every replica alike"
+                )
         return layout
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from xcloud.comm.compressor import Compressor
 from xcloud.comm.cast import Nothing
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.across import LOSS, AcrossClouds

@@ -27,7 +27,11 @@ class ReplicaEnds:
     def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
         self._ends, self._layout, self._device = ends, layout, device
         own = layout.placement(ends.rank)
-        self.replica, self.num_replicas, self._stage = own.replica, layout.num_replicas, min(own.stages)
+        self.replica, self.num_replicas, self._stage = (
+            own.replica,
+            layout.num_replicas,
+            min(own.stages),
+        )
         self.num_shares = min(len(ranks) for ranks in layout.replicas_of(self._stage))
         lane = layout.ranks_of(self._stage, own.replica).index(ends.rank)
         self.peers: tuple[int, ...] = ()

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.models.split import BuildContext
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.stage import Batch, Stage
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges
 from xcloud.run.export import export_stage
@@ -24,7 +25,7 @@ from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
-from xcloud.tasks.task import TaskData
+from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 
@@ -112,16 +113,18 @@ class StageRank(Role[Experiment]):
             self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
+            self.placement.replica,
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
-        meter = WanMeter(self.wiring)
+        meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            report = trainer.update(step)
+            with memory.first_step():
+                report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and rank == 0:  # every rank knows
                 self.reporter.event("skipped_update", step=step)
@@ -136,6 +139,8 @@ class StageRank(Role[Experiment]):
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
+        moments = optimizer_bytes(trainer.optimizers)
+        self.reporter.event("memory", **memory.describe(stages.values(), moments))
         report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.

@@ -188,7 +188,9 @@ def _join_control(
 
 def _join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control) -> StageSums:
     """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
-    stars = {r: layout.leaders(r) for r in range(layout.num_replicas) if 0 not in layout.leaders(r)}
+    stars = {
+        r: layout.leaders(r) for r in range(layout.num_replicas) if 0 not in layout.leaders(r)
+    }
     for number, leaders in stars.items():
         if len(leaders) > 1:
             ends.line(f"norms.{number}", leaders)
