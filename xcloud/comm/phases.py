@@ -36,6 +36,10 @@ class Compression:
         """The compressor of a tensor that replicas average."""
         return self.backward if self.averaging is None else self.averaging
 
+    @property
+    def averaging_label(self) -> str:
+        return (self.backward if self.averaging is None else self.averaging).label
+
     def at(self, step: int) -> Compression:
         return self
 
@@ -112,6 +116,22 @@ class Phased:
 
     def at_border(self, stage: int) -> Phased:
         return self
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average, the same in all phases."""
+        last = list(self.phases.values())[-1].compression
+        return last.for_tensor(name, shape)
+
+    @property
+    def averaging_label(self) -> str:
+        """Raises ConfigError if it changes with the phase."""
+        labels = dict.fromkeys(p.compression.averaging_label for p in self.phases.values())
+        if len(labels) > 1:
+            raise ConfigError(
+                f"what replicas average cannot change its compressor during a run, but the phases "
+                f"of compression have {', '.join(labels)}; give every phase the same `averaging`"
+            )
+        return next(iter(labels))
 
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():

@@ -29,7 +29,7 @@ from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pre
 from xcloud.models.seeding import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 
 @dataclass(frozen=True)
