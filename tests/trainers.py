@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from xcloud.errors import TrainingDiverged
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.record.reporter import Reporter
 from xcloud.run.exchanges import join_exchanges
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.wiring import Wiring
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
@@ -39,6 +42,8 @@ class Rank:
 
     trainer: Trainer
     wiring: Wiring
+    reporter: Reporter
+    told: list[bytes]
 
     def state_dict(self) -> State:
         return states_of({"trainer": self.trainer, "channels": self.wiring})
@@ -61,6 +66,13 @@ def ranks(
     compression = compression or Compression(Chain(), Chain())
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
+        told: list[bytes] = []
+        cloud = layout.placement(held.rank).cloud
+        local = LocalTraining(
+            training.max_steps,
+            partial(layout.stage_cloud, 0),
+            Reporter(held.rank, cloud, told.append),
+        )
         trainer = Trainer(
             rank=held.rank,
             pipeline=held,
@@ -69,14 +81,17 @@ def ranks(
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
             exchanges=join_exchanges(
-                wiring, held.stages, strategy, compression.for_tensor, seed=7
+                wiring, held.stages, strategy, compression.for_tensor, 7, local
             ),
             sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
             replica=layout.placement(held.rank).replica,
+            apart=strategy.is_apart,
+            is_idle=lambda step: local.is_idle(step),
         )
-        return Rank(trainer, wiring)
+        local.work = lambda: trainer.work
+        return Rank(trainer, wiring, local.reporter, told)
 
     joined = wired(layout, borders, compression)
     held = [pipeline(one, layout) for one in joined]  # in turn: threads share torch's generator

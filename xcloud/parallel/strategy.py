@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError
+from xcloud.parallel.local_updates import LocalUpdates
 
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
@@ -56,14 +57,16 @@ class Strategy:
 
     name: str = "pipeline"
     replicas: int | None = 1
-    averaging: GradientAveraging | None = None
+    averaging: GradientAveraging | LocalUpdates | None = None
 
     def __post_init__(self) -> None:
         if self.replicas is not None:
             check_int("strategy.replicas", self.replicas, 1)
-        if self.averaging is not None and not isinstance(self.averaging, GradientAveraging):
+        kinds = (GradientAveraging, LocalUpdates, type(None))
+        if not isinstance(self.averaging, kinds):
             raise ConfigError(
-                f"strategy.averaging must be a GradientAveraging or null, got {self.averaging!r}"
+                "strategy.averaging must be a GradientAveraging, a LocalUpdates or null, got "
+                f"{self.averaging!r}"
             )
         if self.averaging is None and self.replicas != 1:
             raise ConfigError(
@@ -71,6 +74,11 @@ class Strategy:
                 "would bring the replicas together; choose strategy=data_parallel, hybrid or "
                 "local_updates"
             )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each replica makes updates of its own."""
+        return isinstance(self.averaging, LocalUpdates)
 
     @property
     def label(self) -> str:
@@ -86,6 +94,25 @@ class Strategy:
         return f"{self.label}, {layout.num_replicas} replicas"
 
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
+        """The clouds with their replicas and stages; see _arrange. Raises ConfigError for a
+        cluster that this strategy cannot use."""
+        arranged = self._arrange(layout)
+        if isinstance(self.averaging, LocalUpdates):
+            self._check_whole(arranged, self.averaging)
+        return arranged
+
+    def _check_whole(self, layout: ClusterLayout, settings: LocalUpdates) -> None:
+        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+        for name, cloud in layout.clouds.items():
+            is_whole = len(cloud.stages or ()) == layout.num_stages
+            if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
+                raise ConfigError(
+                    f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
+                    f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
+                    "one_stage_per_rank=false, or leave the setting out"
+                )
+
+    def _arrange(self, layout: ClusterLayout) -> ClusterLayout:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
         if layout.num_replicas > 1:

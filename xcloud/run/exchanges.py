@@ -14,8 +14,10 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import AllReduce, GradientExchange
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.wiring import Wiring
 
 Choose = Callable[[str, torch.Size], Compressor]
@@ -27,18 +29,22 @@ def join_exchanges(
     strategy: Strategy,
     choose: Choose,
     seed: int,
+    training: LocalTraining | None = None,
 ) -> dict[int, GradientExchange]:
     """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
     other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
 
-    choose: the compressor of each tensor that replicas average.
+    choose: the compressor of each tensor that replicas average. training: for local updates.
     """
     replicas = wiring.replicas
     if replicas is None:
         return {stage: AllReduce(wiring.lanes[stage]) for stage in stages}
-    assert isinstance(strategy.averaging, GradientAveraging)
     settings, first = strategy.averaging, min(stages)
     lanes = wiring.lanes[first]
+    if isinstance(settings, LocalUpdates):
+        assert training is not None
+        return join_local_updates(replicas, lanes, stages, settings, choose, seed, training)
+    assert isinstance(settings, GradientAveraging)
     trained = {stage: _trained(module) for stage, module in sorted(stages.items())}
     averagers: list[Averager] = []
 

@@ -20,6 +20,7 @@ from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
@@ -102,8 +103,9 @@ class StageRank(Role[Experiment]):
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
         )
 
         last = layout.num_stages - 1
@@ -113,8 +115,9 @@ class StageRank(Role[Experiment]):
             self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica,
+            self.placement.replica, job.strategy.is_apart, local.is_idle,
         )  # fmt: skip
+        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
