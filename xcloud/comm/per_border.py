@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError
 
@@ -42,6 +44,10 @@ class PerBorder:
     def at_border(self, stage: int) -> Compression | Phased:
         """Compression at the border after `stage`."""
         return self._borders.get(stage, self.default)
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average: of no border, so the default's."""
+        return self.default.for_tensor(name, shape)
 
     @property
     def label(self) -> str:

@@ -62,6 +62,7 @@ class AllToAll:
         channel: int = 0,
     ) -> None:
         self.links, self.codec, self.merge, self.channel = links, codec, merge, channel
+        codec.of_replica(links.replica)
         self._own: dict[int, tuple[Parts, Contribution]] = {}
         self._received: dict[int, dict[int, Contribution]] = {}  # step, replica
         # Links deliver in order: what was not waited for comes before what is wanted now.
