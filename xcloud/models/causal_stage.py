@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.models.attention import Packing
-from xcloud.models.causal_network import HEAD, Part, run
+from xcloud.models.causal_network import HEAD, Part, Past, run
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
@@ -56,13 +56,7 @@ class CausalStage(Stage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         packing, places_R, rows = self._rows(received, batch)
         if not self._part.is_last:
-            return StageOutput(
-                {
-                    "counts": packing.counts.to(torch.int16),
-                    "places": places_R.to(torch.int16),
-                    "hidden": rows.float(),
-                }
-            )
+            return StageOutput(_message(packing, places_R, rows))
         losses, _ = self._losses(rows, packing, batch)
         return StageOutput(loss=losses.sum())
 
@@ -80,26 +74,38 @@ class CausalStage(Stage):
         ]
 
     @torch.no_grad()
-    def next_words(self, received: Message | None, batch: Batch) -> Tensor:
+    def hand_on(self, received: Message | None, batch: Batch, past: Past | None) -> Message:
+        """What the next stage needs to write on. past: of the tokens before those of the batch,
+        which are added to it; None: the batch has all."""
+        return _message(*self._rows(received, batch, past))
+
+    @torch.no_grad()
+    def next_words(
+        self, received: Message | None, batch: Batch, past: Past | None = None
+    ) -> Tensor:
         """Logits [B, V] of what follows each sample."""
-        packing, _, rows = self._rows(received, batch)
+        packing, _, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
         logits = self._head(last_BH)
         softcap = self._softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def _rows(self, received: Message | None, batch: Batch) -> tuple[Packing, Tensor, Tensor]:
+    def _rows(
+        self, received: Message | None, batch: Batch, past: Past | None = None
+    ) -> tuple[Packing, Tensor, Tensor]:
         """Where tokens are, their positions [R] in their documents, and this part's rows."""
         if received is None:
             packing = Packing.of(batch[TEXT], NO_TOKEN)
             places_R = packing.pack(_places(batch[TYPES]))
+            if past is not None:
+                places_R = places_R + past.length
             ids_BS = packing.unpack(packing.pack(batch[TEXT]))
-            rows = run(self.network, packing.unpack(places_R), ids_BS, None)
+            rows = run(self.network, packing.unpack(places_R), ids_BS, None, past)
         else:
             packing = Packing(received["counts"])
             places_R = received["places"].long()
             hidden_BSH = packing.unpack(received["hidden"])
-            rows = run(self.network, packing.unpack(places_R), None, hidden_BSH)
+            rows = run(self.network, packing.unpack(places_R), None, hidden_BSH, past)
         return packing, places_R, packing.pack(rows)
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -122,6 +128,14 @@ class CausalStage(Stage):
     def _softcap(self) -> float | None:
         cap: float | None = getattr(self.network.config, "final_logit_softcapping", None)
         return cap
+
+
+def _message(packing: Packing, places_R: Tensor, rows: Tensor) -> Message:
+    return {
+        "counts": packing.counts.to(torch.int16),
+        "places": places_R.to(torch.int16),
+        "hidden": rows.float(),
+    }
 
 
 def _places(types_BS: Tensor) -> Tensor:
