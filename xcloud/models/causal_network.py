@@ -277,6 +277,15 @@ def block_number(config: Any, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def packed_places(types_BS: Tensor) -> Tensor:
+    """Position of each token in its document, from 0."""
+    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
+    begins = torch.ones_like(types_BS, dtype=torch.bool)
+    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
+    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
+    return order_BS - starts_BS
+
+
 def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
     """What the model's forward takes as attention_mask, [B, 1, S, S]: bool, True where a token may
     look; for eager attention float32, 0 there and else very low. A token sees itself and what
