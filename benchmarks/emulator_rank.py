@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xcloud.cluster.frame import Kind
 from xcloud.cluster.clouds import Wan
+from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.transport import GlooTransport
@@ -30,9 +30,9 @@ from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.stage import Batch, Stage, StageOutput
 from xcloud.run.wiring import wire
 from xcloud.training.batch_plan import cut
 

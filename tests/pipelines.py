@@ -21,9 +21,9 @@ from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.stage import Batch, Stage, StageOutput
 from xcloud.run.wiring import Wiring, wire
 from xcloud.security.defences import Defences
 

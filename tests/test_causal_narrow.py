@@ -20,14 +20,14 @@ from tests.causal_models import (
     words,
 )
 from tests.understanding_models import RandomText
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import NO_TOKEN, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.lora import Lora
 from xcloud.models.low_rank_cut import ProjectionTop
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split
-from xcloud.parallel.stage import NO_TOKEN, Stage, TokenIds
 
 LINES = [[words(9, 1), words(4, 2)], [words(5, 4)], [words(2, 6), words(1, 7), words(3, 8)]]
 IDS = TokenIds(24, NO_TOKEN, 1, 2, NO_TOKEN)

@@ -11,10 +11,10 @@ import torch
 from tests.one_way_toy import ToyFeed, ToyProducer
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.errors import LinkError, LinkTimeout
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.parallel.one_way.plan import Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.events import StepTotals

@@ -9,14 +9,14 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
-from xcloud.models.split import SplitModel
 from xcloud.parallel.schedule import Schedule
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
-from xcloud.tasks.task import Task
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 

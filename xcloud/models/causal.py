@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Border, BorderField, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
@@ -38,10 +40,8 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.lora import Lora
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_source import PublicTexts, check_public_text
-from xcloud.parallel.stage import Border, BorderField, Stage, TokenIds
 
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 WHOLE = Split(None)  # all features cross

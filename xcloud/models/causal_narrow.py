@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xcloud.contracts.split_model import BuildContext
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
@@ -28,7 +29,6 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, check_rank
 from xcloud.models.text_source import PublicTexts
 

@@ -15,13 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.causal_narrow import Cut, through
 from xcloud.models.causal_network import HEAD, Part, Past, packed_places, run
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
-from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 

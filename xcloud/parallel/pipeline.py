@@ -18,8 +18,8 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
+from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, rank_actions
-from xcloud.parallel.stage import Batch, Stage, StageOutput
 
 
 @dataclass

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.models.split import BuildContext
 from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.stage import Batch, Stage
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
@@ -24,7 +25,6 @@ from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
-from xcloud.tasks.task import TaskData
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer

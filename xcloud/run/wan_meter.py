@@ -57,7 +57,7 @@ class WanMeter:
         line_s: Counter[str] = Counter()
         for stats in self._wiring.wan_stats:
             for kind in Kind:  # other threads may add to what has been sent
-                if (name := kind.traffic) is not None:
+                if (name := kind.traffic) in sent:
                     sent[name] += stats.num_bytes[kind]
                     line_s[name] += stats.line_s[kind]
         for channel in self._wiring.wan_sends:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.stage import Batch
 from xcloud.parallel.control import Control
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.stage import Batch
 from xcloud.training.batch_plan import BatchPlan, cut
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training

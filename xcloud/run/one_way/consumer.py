@@ -17,11 +17,11 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
-from xcloud.parallel.one_way.parts import SUMS, Consumer
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.one_way_summary import COUNTS, precision_recall

@@ -12,10 +12,10 @@ import torch
 
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.errors import FrameError
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY
-from xcloud.parallel.one_way.parts import Fed, Producer
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.events import TIMES
 from xcloud.record.reporter import FLUSH_EVERY_S, Reporter

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.memory import Stateful
+from xcloud.contracts.one_way_parts import Consumer, OneWayContext
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.parallel.one_way.parts import Consumer, OneWayContext
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.run.export import exporting
 from xcloud.run.launch import ready_file
