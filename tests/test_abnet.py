@@ -27,13 +27,13 @@ from tests.translation_models import (
     train,
 )
 from xcloud.comm.border import BorderField
+from xcloud.contracts.split_model import SplitModel
 from xcloud.errors import ConfigError
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.decoding import Beam, Greedy, Search
 from xcloud.models.encoder_decoder import TargetStage
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.models.split import SplitModel
 
 QUICK = MaskedLanguageModelling(steps=2, batch_tokens=64, warmup_steps=1)
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.translation_models import IDS
 from tests.understanding_models import RandomText, backbone, where
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
@@ -19,7 +20,6 @@ from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.split_point import Split
-from xcloud.parallel.stage import TokenIds
 
 TEXT = RandomText(9)
 

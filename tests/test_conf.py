@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, composed
+from xcloud.cluster.liveness import Liveness
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
@@ -214,6 +215,12 @@ def test_the_line_may_be_chosen_whatever_the_cluster() -> None:
             if wan != "office_100m":
                 assert built.cluster.wan == wan
             assert built.cluster.crosses_clouds == (cluster == "two_clouds")
+
+
+def test_liveness_can_be_set_whatever_the_cluster() -> None:
+    for cluster in options("cluster"):
+        config = composed(f"cluster={cluster}", "cluster.liveness.lost_after_s=30")
+        assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
 
 
 def test_replicas_of_a_pipeline_are_refused_while_nothing_averages_over_clouds() -> None:

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.contracts.stage import Stage
 from xcloud.errors import RunFailed
 from xcloud.job import config as configs
-from xcloud.parallel.stage import Stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.run.export import export_stage

@@ -28,13 +28,13 @@ from tests.understanding_models import (
 )
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.contracts.stage import Batch, Head, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.split_point import Split
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
-from xcloud.parallel.stage import Batch, Head, TokenIds
 from xcloud.training.batch_plan import cut
 
 WAYS: dict[str, dict[str, Any]] = {

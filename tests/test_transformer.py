@@ -25,9 +25,9 @@ from tests.translation_models import (
     texts,
     train,
 )
+from xcloud.contracts.split_model import SplitModel
 from xcloud.errors import ConfigError
 from xcloud.models.decoding import Beam
-from xcloud.models.split import SplitModel
 from xcloud.models.transformer import Transformer, sinusoids
 
 MODEL = Transformer(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from xcloud.checks import check_int
 from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.parts import OneWayModel
 from xcloud.parallel.one_way.plan import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 
@@ -75,7 +75,7 @@ class OneWayExperiment(Job):
         if not hasattr(self.model, "max_payload_bytes"):
             raise ConfigError(
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
-                "OneWayModel (xcloud/parallel/one_way/parts.py)"
+                "OneWayModel (xcloud/contracts/one_way_parts.py)"
             )
         layout = self.cluster
         if self.feed.run_ahead is None:

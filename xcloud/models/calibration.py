@@ -19,17 +19,17 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis, largest_entry_sign
 from xcloud.models.seeding import seeded
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
 from xcloud.models.text_source import PublicTexts
-from xcloud.parallel.stage import Batch, TokenIds
 
 CODE_VERSION = 2  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32

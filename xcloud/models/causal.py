@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from xcloud.checks import check_choice, check_int
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Border, BorderField, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_network import (
@@ -36,8 +38,6 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.lora import Lora
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Border, BorderField, Stage, TokenIds
 
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 

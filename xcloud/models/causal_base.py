@@ -21,6 +21,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
 from xcloud.models.causal_network import (
     Part,
@@ -33,9 +35,7 @@ from xcloud.models.causal_network import (
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.encoder import check_heads
 from xcloud.models.seeding import seed_of
-from xcloud.models.split import BuildContext
 from xcloud.models.text_source import PublicTexts, check_public_text
-from xcloud.parallel.stage import TokenIds
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 1

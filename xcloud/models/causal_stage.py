@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.causal_network import HEAD, Part, run
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
-from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 

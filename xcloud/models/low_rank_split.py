@@ -7,7 +7,7 @@ Settings of the cut: split_point.py; its parts: low_rank_cut.py; the head: text_
 The network is the same either way. Source: Shi et al., arXiv:2211.16703; Pan et al., ZTE
 Technology Journal 2023(4), section 2.2.2.
 
-Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see parallel.stage.Head.
+Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see Head.
 Shapes: B samples, S positions, R rows (tokens that are not padding), H features, K = rank.
 """
 
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Border, BorderField, Head, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
 from xcloud.models.calibration import blank_basis, measured_basis, random_basis
@@ -36,12 +38,10 @@ from xcloud.models.low_rank_cut import (
 )
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seeded
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, check_rank, num_places
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
 from xcloud.models.text_source import PublicTexts, check_public_text
-from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import DataError
 from xcloud.models.attention import Packing
 from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
-from xcloud.parallel.stage import TokenIds
+from xcloud.training.optimizer import Optimizer
 
 REPORT_EVERY_S = 5.0
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
@@ -29,7 +30,8 @@ BATCHES_SORTED_TOGETHER = 50
 
 @dataclass(frozen=True)
 class MaskedLanguageModelling:
-    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero.
+    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero. Weight
+    decay spares biases and norms, as in training/optimizer.py.
 
     `mask_share` of the tokens are predicted; of these 80 % are replaced by the mask id, 10 % by a
     random id, 10 % are kept (Devlin et al., arXiv:1810.04805). Masking is dynamic (Liu et al.,
@@ -106,13 +108,8 @@ def pretrain(
     held_out = [texts[i] for i in order[:num_held_out]]
     train = [texts[i] for i in order[num_held_out:]]
 
-    optimizer = torch.optim.AdamW(
-        encoder.parameters(),
-        lr=settings.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    decayed = Optimizer(betas=(0.9, 0.98), weight_decay=settings.weight_decay)
+    optimizer = decayed.build(encoder.parameters())
     batches = _batches(train, settings.batch_tokens, draw)
     started_at_s = last_report_at_s = time.monotonic()
     devices = [device] if device.type == "cuda" else []

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Stage
 from xcloud.errors import ConfigError, DataError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
@@ -30,8 +32,6 @@ from xcloud.models.causal_network import (
     write_checkpoint,
 )
 from xcloud.models.causal_stage import TEXT
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR, project_root
 from xcloud.run.export import exporting, fill, read_stage
 from xcloud.tasks.causal_tokenizer import CausalTokenizer

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from xcloud.contracts.stage import Batch
+from xcloud.contracts.task import Split, TaskData
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.stage import Batch
 from xcloud.record.reporter import Reporter
-from xcloud.tasks.task import Split, TaskData
 from xcloud.training.settings import Training
 
 SAMPLES_FILE = "samples.txt"

@@ -15,10 +15,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from xcloud.contracts.stage import Stage
+from xcloud.contracts.task import TaskData
 from xcloud.errors import DataError, RunFailed
-from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR
-from xcloud.tasks.task import TaskData
 
 
 def export_stage(run_dir: Path, stage: int, module: Stage, data: TaskData) -> Path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from xcloud.contracts.task import TaskData
 from xcloud.errors import DataError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Control
 from xcloud.security.defences import LABEL
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.sizes import asks_for_sizes, told_sizes
-from xcloud.tasks.task import TaskData
 
 
 def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData:

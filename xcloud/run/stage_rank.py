@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.models.split import BuildContext
-from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.stage import Batch, Stage
 from xcloud.run.evaluation import Evaluator
+from xcloud.run.exchanges import join_exchanges
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.role import RankContext, Role
@@ -24,7 +25,7 @@ from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
-from xcloud.tasks.task import TaskData
+from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 
@@ -94,31 +95,36 @@ class StageRank(Role[Experiment]):
             self.wiring.observe(observer)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
-            {s: (self.wiring.lanes[s].lane, self.wiring.lanes[s].num_lanes) for s in stages},
+            {stage: layout.turn(stage, rank) for stage in stages},
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
-            observer.batch if observer is not None else None,
+            observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed
+        )
 
         last = layout.num_stages - 1
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, {stage: AllReduce(self.wiring.lanes[stage]) for stage in stages},
-            self.wiring.control,
+            self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
+            self.placement.replica,
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
-        meter = WanMeter(self.wiring)
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
+        meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            report = trainer.update(step)
+            with memory.first_step():
+                report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and rank == 0:  # every rank knows
                 self.reporter.event("skipped_update", step=step)
@@ -126,22 +132,26 @@ class StageRank(Role[Experiment]):
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
-                    evaluator.evaluate("dev", step)
+                    if is_first:
+                        evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
+        moments = optimizer_bytes(trainer.optimizers)
+        self.reporter.event("memory", **memory.describe(stages.values(), moments))
         report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if self.wiring.lanes[stage].leads:
+                if is_first and self.wiring.lanes[stage].leads:
                     export_stage(run_dir, stage, module, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
-            evaluator.evaluate("test", job.training.max_steps)
+            if is_first:
+                evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
         self.reporter.event("finish", num_steps=job.training.max_steps)
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_int
+from xcloud.contracts.stage import Head
+from xcloud.contracts.task import Answers, Split
 from xcloud.demo_corpus import public_sentences
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Head
 from xcloud.project import in_project
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
 from xcloud.tasks.corpus.demo_labelled import DemoReviews
@@ -27,7 +28,6 @@ from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.settings import COLUMNS, DEMO, FOLDER, HUB, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from xcloud.checks import check_int
+from xcloud.contracts.stage import NO_LABEL, Batch, TokenIds
+from xcloud.contracts.task import Split
 from xcloud.errors import DataError
-from xcloud.parallel.stage import NO_LABEL, Batch, TokenIds
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.classification import check_fields
 from xcloud.tasks.corpus.documents import (
@@ -33,7 +34,6 @@ from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.packing import PackedTable, pack, pieces_of
 from xcloud.tasks.settings import HUB, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.task import Split
 from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice, TrainedTokenizer
 

@@ -19,8 +19,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.corpus.monolingual import TextSource, languages_of
 from xcloud.tasks.token_table import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from xcloud.checks import check_int
+from xcloud.contracts.stage import Head
+from xcloud.contracts.task import Answers, Split
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Head
 from xcloud.tasks.answer_scores import exact_match, word_f1
 from xcloud.tasks.classification import check_fields, public_tokenizer
 from xcloud.tasks.corpus.folder import Folder
@@ -35,7 +36,6 @@ from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
 from xcloud.tasks.settings import DEMO, SAMPLES, Group, settings_of
 from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.task import Answers, Split
 from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xcloud.checks import check_int
+from xcloud.contracts.task import Split, Task
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.task import Split, Task
 
 Sizes = Mapping[Split, int] | None
 """task.sizes: samples of train, dev and test. A rank that sees no field opens no file: if sizes

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 from filelock import FileLock
 
 from xcloud.checks import check_choice, check_int
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
 from xcloud.hub.packaged_checkpoint import resolve
-from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.word_starts import begins_word
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.

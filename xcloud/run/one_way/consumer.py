@@ -17,11 +17,11 @@ from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
-from xcloud.parallel.one_way.parts import SUMS, Consumer
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.one_way_summary import COUNTS, precision_recall
@@ -29,6 +29,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.run.launch import failure_of
 from xcloud.run.one_way.producer import ProducerRun
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 GO_ON_FILE = "go_on"
 _POLL_S = 0.2
@@ -85,7 +86,9 @@ class ConsumerRun:
         num_lanes: int,
         reporter: Reporter,
         run_dir: Path,
+        memory: MemoryMeter,
     ) -> None:
+        self._memory = memory
         layout = experiment.cluster
         self.experiment, self.feed, self.layout = experiment, experiment.feed, layout
         self.plan = ConsumptionPlan(
@@ -187,7 +190,7 @@ class ConsumerRun:
         self._buffer.zero()
         sums: dict[str, float] = {}
         if found:
-            with self._clock.during("forward"):
+            with self._clock.during("forward"), self._memory.first_step():
                 sums = dict(self._part.consume([(a.source.producer, a.payload) for a in found]))
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")

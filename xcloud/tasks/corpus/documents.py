@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from xcloud.checks import check_choice, check_int
+from xcloud.contracts.task import Split
 from xcloud.demo_corpus import stories
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
@@ -20,7 +21,6 @@ from xcloud.tasks.corpus.folder import Folder, is_usual_name
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.source import Form
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
-from xcloud.tasks.task import Split
 
 TEXT, MESSAGES = "text", "messages"
 FORM = Form("train.txt (plain text) or train.jsonl (text or messages)", is_usual_name)

@@ -9,11 +9,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
 from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.task import Split
 
 Names = str | Sequence[str] | None
 LANGUAGE = re.compile(r"[a-z]{2,3}")

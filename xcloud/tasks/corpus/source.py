@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from xcloud.contracts.task import Split
 from xcloud.tasks.corpus.text import Rows
-from xcloud.tasks.task import Split
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
 OwnNames = Mapping[Split, Mapping[str, str]]
