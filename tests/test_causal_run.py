@@ -96,6 +96,11 @@ def test_perplexity_tokens_per_second_and_bytes_are_in_the_summary(two_clouds: P
     assert summary["quality"].keys() == {"perplexity", "loss"}
     assert summary["tokens_per_s"] > 0
     assert summary["wan_bytes_per_step"]["forward"] > 0
+    memory = summary["memory"]
+    assert [rank["cloud"] for rank in memory] == ["cloud_a", "cloud_b"]
+    for rank in memory:
+        assert rank["parameters"] > rank["gradients"] > 0 and rank["activations"] > 0
+        assert rank["optimizer"] >= 2 * rank["gradients"] and rank["peak"] > rank["parameters"]
     assert "perplexity" in (two_clouds / "samples.txt").read_text()
 
 

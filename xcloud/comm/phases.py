@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xcloud.checks import check_int
@@ -13,18 +14,27 @@ from xcloud.errors import ConfigError
 
 @dataclass(frozen=True)
 class Compression:
-    """forward: for activations. backward: for their gradients. A channel works on copies."""
+    """forward: for activations. backward: for their gradients. averaging: for what replicas tell
+    each other of their gradients or weight changes; None for that of backward. A channel works on
+    copies."""
 
     forward: Compressor = field(default_factory=Nothing)
     backward: Compressor = field(default_factory=Nothing)
     forward_memory: Memory = field(default_factory=NoMemory)
     backward_memory: Memory = field(default_factory=NoMemory)
+    averaging: Compressor | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             _check(name, getattr(self, name), Compressor, "xcloud.comm.chain.Chain")
             memory = f"{name}_memory"
             _check(memory, getattr(self, memory), Memory, "xcloud.comm.memory.NoMemory")
+        if self.averaging is not None:
+            _check("averaging", self.averaging, Compressor, "xcloud.comm.chain.Chain")
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average."""
+        return self.backward if self.averaging is None else self.averaging
 
     def at(self, step: int) -> Compression:
         return self
@@ -42,14 +52,19 @@ class Compression:
 
     @property
     def label(self) -> str:
-        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"."""
+        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; behind
+        them that of averaging, if it has its own."""
         forward = _with_memory(self.forward, self.forward_memory)
-        return f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+        borders = f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+        if self.averaging is None:
+            return borders
+        return f"{borders}, averaging {self.averaging.label}"
 
     @property
     def is_identity(self) -> bool:
         """Whether every tensor arrives unchanged."""
-        return self.forward.family == self.backward.family == "none" and not self.has_memory
+        used = (self.forward, self.backward, *([self.averaging] if self.averaging else []))
+        return all(c.family == "none" for c in used) and not self.has_memory
 
 
 @dataclass(frozen=True)

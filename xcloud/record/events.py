@@ -2,9 +2,9 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, timeline, quality, finish; in one-way jobs
-also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is
-complete when every rank has reported it.
+start, note, phase, step, skipped_update, lost_file, memory, timeline, quality, finish; in one-way
+jobs also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step
+is complete when every rank has reported it.
 """
 
 import json
@@ -24,6 +24,8 @@ Event = dict[str, Any]
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
+MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
+"""Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
 log = logging.getLogger(__name__)
 

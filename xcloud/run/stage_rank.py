@@ -25,6 +25,7 @@ from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 
@@ -115,10 +116,11 @@ class StageRank(Role[Experiment]):
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
-        meter = WanMeter(self.wiring)
+        meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            report = trainer.update(step)
+            with memory.first_step():
+                report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and rank == 0:  # every rank knows
                 self.reporter.event("skipped_update", step=step)
@@ -132,6 +134,8 @@ class StageRank(Role[Experiment]):
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
+        moments = optimizer_bytes(trainer.optimizers)
+        self.reporter.event("memory", **memory.describe(stages.values(), moments))
         report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.

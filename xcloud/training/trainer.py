@@ -133,6 +133,10 @@ class Trainer:
         load_states(self._stateful, state, f"the trainer of rank {self.rank}", ["num_updates"])
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._optimizers.values() if optimizer is not None]
+
+    @property
     def _stateful(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {"guard": self._guard}
         for stage, optimizer in self._optimizers.items():

@@ -25,6 +25,7 @@ from xcloud.run.launch import failure_of
 from xcloud.run.one_way.consumer_events import ConsumerEvents
 from xcloud.run.one_way.feeding import Feeding
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 GO_ON_FILE = "go_on"
 _POLL_S = 0.2
@@ -41,7 +42,9 @@ class ConsumerRun:
         num_lanes: int,
         reporter: Reporter,
         run_dir: Path,
+        memory: MemoryMeter,
     ) -> None:
+        self._memory = memory
         layout = experiment.cluster
         self.experiment, self.feed, self.layout = experiment, experiment.feed, layout
         self.plan = ConsumptionPlan(
@@ -145,7 +148,7 @@ class ConsumerRun:
         self._buffer.zero()
         sums: dict[str, float] = {}
         if found:
-            with self._clock.during("forward"):
+            with self._clock.during("forward"), self._memory.first_step():
                 sums = dict(self._part.consume([(a.source.producer, a.payload) for a in found]))
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")

@@ -1,0 +1,196 @@
+"""Named tensors of fixed shapes as one message, and back: what replicas tell each other of their
+gradients or weight changes. Compressors and residuals, no links.
+
+A compressor sees a tensor as a matrix: [rows, rest] for two axes and more, [1, n] for a vector.
+The parts of all tensors are joined by dtype, so that a message has a handful of parts, however
+many tensors it carries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.compressor import Compressor, Parts
+from xcloud.comm.draws import Randomized, seed_from
+from xcloud.comm.memory import State, Stateful, join_states, split_state
+from xcloud.errors import FrameError
+
+Choose = Callable[[str, torch.Size], Compressor]
+"""The compressor of a tensor, by its name and shape."""
+
+
+@dataclass
+class _Coded:
+    """One tensor: its compressor (a copy of its own) and what messages have not told so far."""
+
+    name: str
+    shape: torch.Size
+    spec: TensorSpec  # as a matrix
+    compressor: Compressor
+    residual: Tensor | None  # None: no feedback
+
+    def encode(self, tensor: Tensor) -> tuple[Parts, Tensor]:
+        matrix = tensor.detach().reshape(self.spec.shape)
+        meant = matrix if self.residual is None else matrix + self.residual
+        parts = self.compressor.compress(meant)
+        seen = self.compressor.decompress(parts, self.spec)
+        if self.residual is not None:
+            lost = meant - seen
+            # One bad update is skipped by every replica; it must not spoil those after it.
+            self.residual = lost if _is_finite(lost) else self.residual
+        elif seen.data_ptr() == tensor.data_ptr():
+            seen = seen.clone()  # the caller goes on using its tensor
+        return parts, seen.view(self.shape)
+
+    def state_dict(self) -> State:
+        state: State = {}
+        if isinstance(self.compressor, Stateful):
+            state |= join_states({"compressor": self.compressor.state_dict()})
+        if self.residual is not None:
+            state["residual"] = self.residual
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        rest = dict(state)
+        residual = rest.pop("residual", None)
+        fits = isinstance(residual, Tensor) and residual.shape == self.spec.shape
+        if (residual is not None or self.residual is not None) and not (
+            fits and self.residual is not None
+        ):
+            raise ValueError(
+                f"the state of {self.name!r} has {_named(residual)} for a residual, expected "
+                f"{_named(self.residual)}; it was saved with other settings"
+            )
+        if isinstance(residual, Tensor) and self.residual is not None:
+            self.residual = residual.to(self.residual)
+        parts = {"compressor"} if isinstance(self.compressor, Stateful) else set[str]()
+        split = split_state(rest, parts, f"the tensor {self.name!r}")
+        if isinstance(self.compressor, Stateful):
+            self.compressor.load_state_dict(split["compressor"])
+
+
+class TensorCodec:
+    """Encodes this replica's tensors and decodes those of any other with the same settings.
+
+    shapes: every tensor by name, in the order in which they are handed over.
+    choose: the compressor of each; the codec works on copies.
+    identity: random stream of the message, the same in all replicas.
+    feedback: add what a message lost to the next one.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        choose: Choose,
+        identity: int,
+        feedback: bool,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._coded: list[_Coded] = []
+        for number, (name, shape) in enumerate(shapes.items()):
+            rows = shape[0] if len(shape) > 1 else 1
+            spec = TensorSpec((rows, shape.numel() // rows if rows else 0), dtype)
+            compressor = copy.deepcopy(choose(name, shape))
+            if isinstance(compressor, Randomized):
+                compressor.use_stream(seed_from(identity, number))
+            residual = torch.zeros(spec.shape, dtype=dtype, device=device) if feedback else None
+            self._coded.append(_Coded(name, shape, spec, compressor, residual))
+        self._parts = [part for c in self._coded for part in c.compressor.wire_specs(c.spec)]
+        self._dtypes = list(dict.fromkeys(part.dtype for part in self._parts))
+
+    @property
+    def wire_specs(self) -> tuple[TensorSpec, ...]:
+        """One part for each dtype, all of one axis."""
+        return tuple(
+            TensorSpec((sum(part.numel for part in self._parts if part.dtype == dtype),), dtype)
+            for dtype in self._dtypes
+        )
+
+    @property
+    def max_bytes(self) -> int:
+        """Of every message, without its frame."""
+        return sum(part.num_bytes for part in self.wire_specs)
+
+    @property
+    def raw_bytes(self) -> int:
+        """FP32 bytes of what a message stands for."""
+        return 4 * sum(coded.spec.numel for coded in self._coded)
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """What each part is, in words."""
+        labels = dict.fromkeys(coded.compressor.label for coded in self._coded)
+        what = f"{len(self._coded)} tensors as {', '.join(labels)}"
+        return tuple(
+            f"{what}: {str(spec.dtype).removeprefix('torch.')} [{spec.numel}]"
+            for spec in self.wire_specs
+        )
+
+    def encode(self, tensors: Sequence[Tensor]) -> tuple[Parts, list[Tensor]]:
+        """(the message, what every receiver decodes from it). Keeps what was lost, with feedback;
+        after values that are not finite it keeps what it had."""
+        made: list[Tensor] = []
+        seen: list[Tensor] = []
+        for coded, tensor in zip(self._coded, tensors, strict=True):
+            assert tensor.shape == coded.shape, (coded.name, tensor.shape, coded.shape)
+            parts, decoded = coded.encode(tensor)
+            made += parts
+            seen.append(decoded)
+        joined = tuple(
+            torch.cat([part.reshape(-1) for part in made if part.dtype == dtype])
+            for dtype in self._dtypes
+        )
+        return joined, seen
+
+    def decode(self, parts: Parts) -> list[Tensor]:
+        """What `encode` of the sender returned, bit for bit. Raises FrameError for a message of
+        other settings."""
+        found = tuple(TensorSpec.of(part) for part in parts)
+        if found != self.wire_specs:
+            raise FrameError(
+                f"tensors to average came as {found}, expected {self.wire_specs}; do all clouds "
+                "run the same experiment file?"
+            )
+        rest = {
+            dtype: iter(torch.split(part, [p.numel for p in self._parts if p.dtype == dtype]))
+            for dtype, part in zip(self._dtypes, parts, strict=True)
+        }
+        decoded = []
+        for coded in self._coded:
+            specs = coded.compressor.wire_specs(coded.spec)
+            own = tuple(next(rest[spec.dtype]).view(spec.shape) for spec in specs)
+            decoded.append(coded.compressor.decompress(own, coded.spec).view(coded.shape))
+        return decoded
+
+    def take_back(self, seen: Sequence[Tensor]) -> None:
+        """A message was not used: with feedback, the next one tells it too."""
+        for coded, tensor in zip(self._coded, seen, strict=True):
+            if coded.residual is not None and _is_finite(tensor):
+                coded.residual = coded.residual + tensor.view(coded.spec.shape)
+
+    def state_dict(self) -> State:
+        """Residuals and what compressors carry on, by the number of the tensor."""
+        return join_states({str(i): coded.state_dict() for i, coded in enumerate(self._coded)})
+
+    def load_state_dict(self, state: State) -> None:
+        numbered = {str(i): coded for i, coded in enumerate(self._coded)}
+        for number, part in split_state(state, numbered, "tensors to average").items():
+            numbered[number].load_state_dict(part)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # one pass; NaN anywhere makes both NaN
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _named(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else "none"
