@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from xcloud.parallel.stage import Batch, Stage
 
 from tests.causal_models import WIDTH, WORDS, batch_of, loss_of, saved, words
 from tests.causal_models import build as build_causal
@@ -15,7 +16,6 @@ from tests.causal_models import where as where_causal
 from tests.understanding_models import build, model, question, where
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
-from xcloud.parallel.stage import Batch, Stage
 from xcloud.security.gradient_attacks import (
     attack_layers,
     changed_rows,
