@@ -5,8 +5,8 @@ has the same bits in every replica, on any processor.
 
 `Median`, `TrimmedMean` and `NormBound` bear bad replicas. They cost no bytes. What they cost is
 accuracy where all are honest: variance, against the mean of R equally noisy contributions, and
-bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution of
-weight zero counts for none.
+bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
+of weight zero counts for none.
 A contribution with a value that is not finite is left out by them (`Robust.bad` tells which); if
 these are no minority, the result is NaN. Sum and mean hide nothing.
 """
