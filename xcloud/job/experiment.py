@@ -49,8 +49,7 @@ class Experiment(Job):
                 "cluster hold the same stage, and each needs a micro-batch; set it to at least "
                 f"{fewest}"
             )
-        pieces = micro_batches * self.training.accumulate_steps
-        if self.training.batch_size < pieces:
+        if self.training.batch_size < self.num_pieces:
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
                 f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
@@ -192,8 +191,12 @@ class Experiment(Job):
     @property
     def max_micro_batch(self) -> int:
         """Samples of the largest micro-batch, in training or evaluation."""
-        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+        return max(-(-self.training.batch_size // self.num_pieces), self.training.eval_batch_size)
+
+    @property
+    def num_pieces(self) -> int:
+        """Micro-batches of an update, over all passes."""
+        return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
         """The batches of training. A sample keeps its lanes where a memory is kept for it: both
