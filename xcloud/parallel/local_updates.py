@@ -36,6 +36,9 @@ class LocalUpdates:
     leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
         without it, and take it in when it comes back; it gets their values then.
 
+    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
+        On several machines that is up to whoever runs them.
+
     With skip or go_on the first cloud merges for all (it must stay), each replica is in one cloud,
     and merges are of all parameters at once.
     """
@@ -52,6 +55,7 @@ class LocalUpdates:
     wait_s: float = 600.0
     late: Literal["wait", "skip"] = "wait"
     leave: Literal["fail", "go_on"] = "fail"
+    restart_s: float | None = None
 
     def __post_init__(self) -> None:
         check_int(f"{NAME}.every", self.every, 1)
@@ -78,24 +82,18 @@ class LocalUpdates:
 
         check_choice(f"{NAME}.late", self.late, ("wait", "skip"))
         check_choice(f"{NAME}.leave", self.leave, ("fail", "go_on"))
+        if self.restart_s is not None:
+            check_number(f"{NAME}.restart_s", self.restart_s, 0.0)
+            if self.leave == "fail":
+                raise ConfigError(
+                    f"{NAME}.restart_s needs {NAME}.leave=go_on: a run that ends with a lost "
+                    "cloud starts nothing again"
+                )
         if self.is_elastic and (self.fragments > 1 or self.overlap or self.mix):
             raise ConfigError(
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
                 f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
             )
-
-    @property
-    def needs_whole_replicas(self) -> str:
-        """The settings for which all ranks of a replica must be in one cloud and hold all stages;
-        empty if there are none."""
-        found = {
-            "late=skip": self.late == "skip",
-            "leave=go_on": self.leave == "go_on",
-            "most_s": self.most_s is not None,
-            "most_tokens": self.most_tokens is not None,
-            "weigh=tokens": self.weigh == "tokens",
-        }
-        return ", ".join(f"{NAME}.{name}" for name, is_set in found.items() if is_set)
 
     @property
     def is_elastic(self) -> bool:
@@ -119,4 +117,4 @@ class LocalUpdates:
             parts.append("skips the late")
         if self.leave == "go_on":
             parts.append("goes on without the lost")
-        return ", ".join(parts)
+        return f"local updates ({', '.join(parts)})"

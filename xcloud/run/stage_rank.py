@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
@@ -16,16 +17,18 @@ from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.run.elastic import StoreFacts, Teller, parameters_fact
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import Work, join_exchanges
 from xcloud.run.export import export_stage
+from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
-from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.training.batch_plan import cut, samples_of
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
@@ -43,13 +46,15 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
         )
         self.wiring = wire(
-            GlooTransport(self.rank), layout, job.borders, job.compression, job.max_micro_batch,
-            context.device, self.clock, context.run_dir,
+            context.transport or GlooTransport(self.rank), layout, job.borders, job.compression,
+            job.max_micro_batch, context.device, self.clock, context.run_dir,
             on_report=context.on_report,
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            is_elastic=job.is_elastic,
         )  # fmt: skip
+        self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
 
     def report(self, lines: bytes) -> None:
@@ -61,10 +66,16 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.rank, self.wiring.control)
+        data = load(self.job, self.rank, self.facts or self.wiring.control)
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
+
+    @property
+    def _tells_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them tells."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.updates_apart else 0)
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
@@ -100,36 +111,53 @@ class StageRank(Role[Experiment]):
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
             observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
-        if layout.num_ranks > 1:
+        if self.facts is not None:
+            self.facts.agree(parameters_fact(stages))
+        elif layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
-        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
-        exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
-        )
+        last, plan = layout.num_stages - 1, job.batch_plan(data.num_samples("train"))
+        replica, pieces = self.placement.replica, job.num_pieces
 
-        last = layout.num_stages - 1
+        def own_samples(step: int) -> Tensor:
+            ids = cut(plan.ids(step), pieces)
+            return samples_of(ids, job.schedule.num_micro_batches, replica, layout.num_replicas)
+
+        work = Work(
+            job.max_steps,
+            lambda step: len(own_samples(step)),
+            lambda step: data.weight(own_samples(step)),
+        )
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, work, job.seed,
+            Teller(self.reporter, partial(layout.stage_cloud, 0)),
+        )  # fmt: skip
+
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
-            job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, exchanges, self.wiring.sums,
+            plan, self.wiring.lanes, exchanges.by_stage, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica, job.strategy.is_apart, local.is_idle,
+            replica, job.strategy.updates_apart, exchanges.is_idle,
         )  # fmt: skip
-        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
-        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
+        is_first = replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
+        transport = self.context.transport
+        if transport is not None and rank not in job.essential_ranks:
+            ready_file(run_dir, rank).touch()
+        if transport is not None and transport.is_newcomer:
+            assert exchanges.rejoin is not None
+            trainer.num_updates = exchanges.rejoin()
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
-            if report.skipped is not None and rank == 0:  # every rank knows
+            if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
             every = job.training.evaluate_every
@@ -139,12 +167,15 @@ class StageRank(Role[Experiment]):
                         evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        if exchanges.check is not None:
+            exchanges.check.compare(job.max_steps)
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
-        report_typical_step(self.clock, layout.num_ranks, self.reporter)
+        if not job.is_elastic:  # it asks all ranks at once
+            report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
