@@ -121,6 +121,11 @@ class Experiment(Job):
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
+    def strategy_in_force(self) -> str:
+        """Its label; "" for a pipeline, which is what the cluster says."""
+        return "" if self.strategy.averaging is None else self.strategy.label
+
+    @property
     def defences_in_force(self) -> str:
         """The defences' label; "off" where no border is one that they act on, "none" if none."""
         defences = self.security.defences
@@ -137,7 +142,7 @@ class Experiment(Job):
 
     @property
     def variant(self) -> str:
-        return self.compression_in_force
+        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
 
     @property
     def headline(self) -> str:
@@ -151,7 +156,7 @@ class Experiment(Job):
             f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
             f"{self.cluster.describe()}; compression: {compression}"
         )
-        if self.strategy.averaging is not None:
+        if self.strategy_in_force:
             line += f"; strategy: {self.strategy.describe(self.cluster)}"
         if defences := self.security.defences.label:
             line += f"; defences: {defences}"

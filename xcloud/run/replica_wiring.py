@@ -37,6 +37,7 @@ class ReplicaEnds:
         self.peers: tuple[int, ...] = ()
         if lane < self.num_shares:
             self.peers = tuple(ranks[lane] for ranks in layout.replicas_of(self._stage))
+        self.num_lines = layout.num_averaging_lines
         self.raw_bytes = 0
         self._out: dict[int, OutLink] = {}
         self._in: dict[int, InLink] = {}

@@ -52,7 +52,8 @@ class WanMeter:
 
     def _read(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
         """Bytes sent, FP32 bytes of the tensors in them, seconds on the emulated line: each by the
-        name of the traffic, which for a border's tensors is the direction of their channel."""
+        name of the traffic, which for a border's tensors is the direction of their channel.
+        Seconds of averaging are a share of all the lines that it takes."""
         replicas = self._wiring.replicas
         more = () if replicas is None else (AVERAGING,)
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
@@ -67,4 +68,5 @@ class WanMeter:
             raw[channel.identity.direction] += channel.raw_bytes
         if replicas is not None:
             raw[AVERAGING] += replicas.raw_bytes
+            line_s[AVERAGING] /= replicas.num_lines  # type: ignore[assignment]
         return sent, raw, line_s
