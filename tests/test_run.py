@@ -240,10 +240,12 @@ def test_copies_of_the_model_in_two_clouds_average_in_eight_bits(
     assert ratio["total"] == ratio["averaging"]
     assert summary["strategy"] == "data_parallel" and summary["compression"] == "averaging int8"
     assert summary["quality"] and summary["tokens_per_s"]
-    audit = json.loads((tmp_path / "wire_audit.json").read_text())
-    kinds = {m["kind"]: m for m in audit["messages"] if m["from"] == "cloud_b"}
-    assert kinds["averaging"]["num_messages"] == 1 and "norm" not in kinds
-    assert set(kinds) <= {"averaging", "report", "agreement", "meeting", "alive"}
+    left = [m for m in json.loads((tmp_path / "wire_audit.json").read_text())["messages"]
+            if m["from"] == "cloud_b"]  # fmt: skip
+    gradients, digests = 8, 3
+    averaged = sorted(m["num_messages"] for m in left if m["kind"] == "averaging")
+    assert averaged == [digests, gradients]
+    assert {m["kind"] for m in left} <= {"averaging", "report", "agreement", "meeting", "alive"}
 
 
 INT8 = ["compression=int8", "strategy.averaging.check_every=4"]
