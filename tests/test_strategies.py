@@ -211,7 +211,9 @@ def test_local_updates_merge_every_so_often_and_end_equal() -> None:
         reports = [update([rank.trainer for rank in job], step) for step in (1, 2)]
         assert all(torch.isfinite(v).all() for v in values(job, 0))
         assert sent(job, Kind.AVERAGING) == begun  # nothing crosses between merges
-        by_replica = {r.trainer.replica: v for r, v in zip(holders(job, 0), values(job, 0), strict=True)}
+        by_replica = {
+            r.trainer.replica: v for r, v in zip(holders(job, 0), values(job, 0), strict=True)
+        }
         assert not torch.equal(by_replica[0], by_replica[1])
         train_apart = [update([rank.trainer for rank in job], step) for step in range(3, 10)]
         told = [r for r in (*reports[0], *train_apart[-1]) if not isinstance(r, str)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from xcloud.errors import TrainingDiverged
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.run.exchanges import Work, join_exchanges
+from xcloud.record.reporter import Reporter
+from xcloud.run.exchanges import join_exchanges
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.wiring import Wiring
-from xcloud.training.batch_plan import BatchPlan, cut, samples_of
+from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
@@ -39,6 +42,8 @@ class Rank:
 
     trainer: Trainer
     wiring: Wiring
+    reporter: Reporter
+    told: list[bytes]
 
     def state_dict(self) -> State:
         return states_of({"trainer": self.trainer, "channels": self.wiring})
@@ -60,37 +65,33 @@ def ranks(
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
 
-    plan = plan or BatchPlan(40, training.batch_size, 1)
-    num_pieces = schedule.num_micro_batches * training.accumulate_steps
-
     def made(wiring: Wiring, held: Pipeline) -> Rank:
-        replica = layout.placement(held.rank).replica
-
-        def work(step: int) -> float:
-            pieces = cut(plan.ids(step), num_pieces)
-            m = schedule.num_micro_batches
-            return len(samples_of(pieces, m, replica, layout.num_replicas))
-
-        exchanges = join_exchanges(
-            wiring, held.stages, strategy, compression.for_tensor,
-            Work(training.max_steps, work, work), seed=7,
-        )  # fmt: skip
+        told: list[bytes] = []
+        cloud = layout.placement(held.rank).cloud
+        local = LocalTraining(
+            training.max_steps,
+            partial(layout.stage_cloud, 0),
+            Reporter(held.rank, cloud, told.append),
+        )
         trainer = Trainer(
             rank=held.rank,
             pipeline=held,
             schedule=schedule,
             training=training,
-            plan=plan,
+            plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
-            exchanges=exchanges.by_stage,
+            exchanges=join_exchanges(
+                wiring, held.stages, strategy, compression.for_tensor, 7, local
+            ),
             sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
-            replica=replica,
-            apart=strategy.updates_apart,
-            is_idle=exchanges.is_idle,
+            replica=layout.placement(held.rank).replica,
+            apart=strategy.is_apart,
+            is_idle=lambda step: local.is_idle(step),
         )
-        return Rank(trainer, wiring)
+        local.work = lambda: trainer.work
+        return Rank(trainer, wiring, local.reporter, told)
 
     joined = wired(layout, borders, compression)
     held = [pipeline(one, layout) for one in joined]  # in turn: threads share torch's generator

@@ -62,11 +62,10 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.replicas is not None:
             check_int("strategy.replicas", self.replicas, 1)
-        if self.averaging is not None and not isinstance(
-            self.averaging, GradientAveraging | LocalUpdates
-        ):
+        kinds = (GradientAveraging, LocalUpdates, type(None))
+        if not isinstance(self.averaging, kinds):
             raise ConfigError(
-                "strategy.averaging must be a GradientAveraging, LocalUpdates or null, got "
+                "strategy.averaging must be a GradientAveraging, a LocalUpdates or null, got "
                 f"{self.averaging!r}"
             )
         if self.averaging is None and self.replicas != 1:
@@ -77,16 +76,14 @@ class Strategy:
             )
 
     @property
-    def label(self) -> str:
-        if isinstance(self.averaging, LocalUpdates):
-            return self.averaging.label
-        more = self.averaging.label if self.averaging is not None else ""
-        return f"{self.name} ({more})" if more else self.name
-
-    @property
-    def updates_apart(self) -> bool:
+    def is_apart(self) -> bool:
         """Whether each replica makes updates of its own."""
         return isinstance(self.averaging, LocalUpdates)
+
+    @property
+    def label(self) -> str:
+        more = self.averaging.label if self.averaging is not None else ""
+        return f"{self.name} ({more})" if more else self.name
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
@@ -97,14 +94,27 @@ class Strategy:
         return f"{self.label}, {layout.num_replicas} replicas"
 
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
-        """The clouds with their replicas and stages. Clouds that name their replicas themselves
-        stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
-        arranged = self._arranged(layout)
-        if isinstance(self.averaging, LocalUpdates) and arranged.num_replicas > 1:
-            _check_local(self.averaging, arranged)
+        """The clouds with their replicas and stages; see _arrange. Raises ConfigError for a
+        cluster that this strategy cannot use."""
+        arranged = self._arrange(layout)
+        if isinstance(self.averaging, LocalUpdates):
+            self._check_whole(arranged, self.averaging)
         return arranged
 
-    def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
+    def _check_whole(self, layout: ClusterLayout, settings: LocalUpdates) -> None:
+        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+        for name, cloud in layout.clouds.items():
+            is_whole = len(cloud.stages or ()) == layout.num_stages
+            if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
+                raise ConfigError(
+                    f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
+                    f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
+                    "one_stage_per_rank=false, or leave the setting out"
+                )
+
+    def _arrange(self, layout: ClusterLayout) -> ClusterLayout:
+        """The clouds with their replicas and stages. Clouds that name their replicas themselves
+        stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
         if layout.num_replicas > 1:
             return self._as_written(layout)
         number = len(layout.clouds) if self.replicas is None else self.replicas
@@ -155,30 +165,6 @@ class Strategy:
                     "with one that holds the same, so cut every replica alike"
                 )
         return layout
-
-
-def _check_local(settings: LocalUpdates, layout: ClusterLayout) -> None:
-    """What needs all of a replica in one rank or cloud."""
-    asks = {
-        "weigh=tokens": settings.weigh == "tokens",
-        "most_s": settings.most_s is not None,
-        "most_tokens": settings.most_tokens is not None,
-    }
-    asked = [f"strategy.averaging.{name}" for name, is_set in asks.items() if is_set]
-    whole = all(
-        len(layout.placement(r).stages) == layout.num_stages for r in range(layout.num_ranks)
-    )
-    if asked and not whole:
-        raise ConfigError(
-            f"{', '.join(asked)}: ranks that hold a part of the model do not know the tokens and "
-            "the pace of their replica; use weigh=samples without most_s and most_tokens, or one "
-            "cloud for each replica (strategy.replicas=null)"
-        )
-    if settings.is_elastic:
-        raise ConfigError(
-            "strategy.averaging.late=skip and leave=go_on do not work in runs yet; use wait and "
-            "fail"
-        )
 
 
 def _is_by_position(layout: ClusterLayout) -> bool:

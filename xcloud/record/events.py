@@ -121,7 +121,6 @@ class StepTotals:
             if report.get(name) is not None:
                 setattr(self, name, report[name])
 
-
     def _count_loss(self, loss: float, tokens: float) -> None:
         """One rank tells it, or, where replicas update apart, one of each: then their mean by
         token."""
