@@ -17,9 +17,9 @@ from xcloud.errors import TrainingDiverged
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import Work, join_exchanges
 from xcloud.run.wiring import Wiring
-from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer
@@ -60,21 +60,35 @@ def ranks(
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
 
+    plan = plan or BatchPlan(40, training.batch_size, 1)
+    num_pieces = schedule.num_micro_batches * training.accumulate_steps
+
     def made(wiring: Wiring, held: Pipeline) -> Rank:
+        replica = layout.placement(held.rank).replica
+
+        def work(step: int) -> float:
+            pieces = cut(plan.ids(step), num_pieces)
+            m = schedule.num_micro_batches
+            return len(samples_of(pieces, m, replica, layout.num_replicas))
+
+        exchanges = join_exchanges(
+            wiring, held.stages, strategy, compression.for_tensor,
+            Work(training.max_steps, work, work), seed=7,
+        )  # fmt: skip
         trainer = Trainer(
             rank=held.rank,
             pipeline=held,
             schedule=schedule,
             training=training,
-            plan=plan or BatchPlan(40, training.batch_size, 1),
+            plan=plan,
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
-            exchanges=join_exchanges(
-                wiring, held.stages, strategy, compression.for_tensor, seed=7
-            ),
+            exchanges=exchanges.by_stage,
             sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
-            replica=layout.placement(held.rank).replica,
+            replica=replica,
+            apart=strategy.updates_apart,
+            is_idle=exchanges.is_idle,
         )
         return Rank(trainer, wiring)
 

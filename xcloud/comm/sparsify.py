@@ -318,11 +318,13 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
     if num_kept == 0:
         return torch.zeros(0, dtype=torch.int64, device=values_N.device)
     bits_N = values_N.view(torch.int32) & 0x7FFFFFFF
-    bins_N = bits_N >> 16
-    num_from = torch.bincount(bins_N, minlength=1 << 15).flip(0).cumsum(0)  # from the top down
-    last = int(torch.searchsorted(num_from, num_kept))
-    num_above = int(num_from[last - 1]) if last else 0
-    in_bin = bits_N[bins_N == (1 << 15) - 1 - last]
+    in_bin, num_above = bits_N, 0
+    if len(bits_N) > 1 << 14:  # below, counting 32,768 bins would take longer than the search
+        bins_N = bits_N >> 16
+        num_from = torch.bincount(bins_N, minlength=1 << 15).flip(0).cumsum(0)  # from the top down
+        last = int(torch.searchsorted(num_from, num_kept))
+        num_above = int(num_from[last - 1]) if last else 0
+        in_bin = bits_N[bins_N == (1 << 15) - 1 - last]
     threshold = in_bin.kthvalue(len(in_bin) - (num_kept - num_above) + 1).values
     positions = (bits_N >= threshold).nonzero().view(-1)
     surplus = len(positions) - num_kept

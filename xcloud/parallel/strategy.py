@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError
+from xcloud.parallel.local_updates import LocalUpdates
 
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
@@ -56,14 +57,17 @@ class Strategy:
 
     name: str = "pipeline"
     replicas: int | None = 1
-    averaging: GradientAveraging | None = None
+    averaging: GradientAveraging | LocalUpdates | None = None
 
     def __post_init__(self) -> None:
         if self.replicas is not None:
             check_int("strategy.replicas", self.replicas, 1)
-        if self.averaging is not None and not isinstance(self.averaging, GradientAveraging):
+        if self.averaging is not None and not isinstance(
+            self.averaging, GradientAveraging | LocalUpdates
+        ):
             raise ConfigError(
-                f"strategy.averaging must be a GradientAveraging or null, got {self.averaging!r}"
+                "strategy.averaging must be a GradientAveraging, LocalUpdates or null, got "
+                f"{self.averaging!r}"
             )
         if self.averaging is None and self.replicas != 1:
             raise ConfigError(
@@ -74,8 +78,15 @@ class Strategy:
 
     @property
     def label(self) -> str:
+        if isinstance(self.averaging, LocalUpdates):
+            return self.averaging.label
         more = self.averaging.label if self.averaging is not None else ""
         return f"{self.name} ({more})" if more else self.name
+
+    @property
+    def updates_apart(self) -> bool:
+        """Whether each replica makes updates of its own."""
+        return isinstance(self.averaging, LocalUpdates)
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
@@ -88,6 +99,12 @@ class Strategy:
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
+        arranged = self._arranged(layout)
+        if isinstance(self.averaging, LocalUpdates) and arranged.num_replicas > 1:
+            _check_local(self.averaging, arranged)
+        return arranged
+
+    def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
         if layout.num_replicas > 1:
             return self._as_written(layout)
         number = len(layout.clouds) if self.replicas is None else self.replicas
@@ -138,6 +155,30 @@ class Strategy:
                     "with one that holds the same, so cut every replica alike"
                 )
         return layout
+
+
+def _check_local(settings: LocalUpdates, layout: ClusterLayout) -> None:
+    """What needs all of a replica in one rank or cloud."""
+    asks = {
+        "weigh=tokens": settings.weigh == "tokens",
+        "most_s": settings.most_s is not None,
+        "most_tokens": settings.most_tokens is not None,
+    }
+    asked = [f"strategy.averaging.{name}" for name, is_set in asks.items() if is_set]
+    whole = all(
+        len(layout.placement(r).stages) == layout.num_stages for r in range(layout.num_ranks)
+    )
+    if asked and not whole:
+        raise ConfigError(
+            f"{', '.join(asked)}: ranks that hold a part of the model do not know the tokens and "
+            "the pace of their replica; use weigh=samples without most_s and most_tokens, or one "
+            "cloud for each replica (strategy.replicas=null)"
+        )
+    if settings.is_elastic:
+        raise ConfigError(
+            "strategy.averaging.late=skip and leave=go_on do not work in runs yet; use wait and "
+            "fail"
+        )
 
 
 def _is_by_position(layout: ClusterLayout) -> bool:

@@ -51,9 +51,9 @@ class ReplicaEnds:
             for way in ("up", "down"):  # so that both flow at once
                 ends.line(_line(stage, way), everyone)
 
-    def open(self, capacity_bytes: int) -> None:
+    def open(self, capacity_bytes: int, wait_s: float = 0.0) -> None:
         """Make the ends. capacity_bytes: of the longest message, frame included; the same in all
-        replicas."""
+        replicas. wait_s: how long another replica may take, if that is longer than its link."""
         capacity = capacity_bytes + FRAME_SLACK_BYTES
         window = self._ends.window(_AHEAD, capacity)
         for replica, peer in enumerate(self.peers):
@@ -70,7 +70,7 @@ class ReplicaEnds:
                 incoming, peer, capacity, window, border=self._stage,
                 advice=layout.overdue_advice(rank, peer),
             )  # fmt: skip
-            self._overdue_s[replica] = overdue_s
+            self._overdue_s[replica] = max(overdue_s, wait_s)
 
     def name_of(self, replica: int) -> str:
         """The counterpart there, in words."""

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
@@ -17,7 +18,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import Work, join_exchanges
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.role import RankContext, Role
@@ -25,6 +26,7 @@ from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.training.batch_plan import cut, samples_of
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
@@ -65,6 +67,12 @@ class StageRank(Role[Experiment]):
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
 
+    @property
+    def _tells_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them tells."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.updates_apart else 0)
+
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
         stages = {}
@@ -102,31 +110,41 @@ class StageRank(Role[Experiment]):
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        last, plan = layout.num_stages - 1, job.batch_plan(data.num_samples("train"))
+        replica, pieces = self.placement.replica, job.num_pieces
+
+        def own_samples(step: int) -> Tensor:
+            ids = cut(plan.ids(step), pieces)
+            return samples_of(ids, job.schedule.num_micro_batches, replica, layout.num_replicas)
+
+        work = Work(
+            job.max_steps,
+            lambda step: len(own_samples(step)),
+            lambda step: data.weight(own_samples(step)),
+        )
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed
+            self.wiring, stages, job.strategy, job.compression.for_tensor, work, job.seed
         )
 
-        last = layout.num_stages - 1
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
-            job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, exchanges, self.wiring.sums,
+            plan, self.wiring.lanes, exchanges.by_stage, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica,
+            replica, job.strategy.updates_apart, exchanges.is_idle,
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
-        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
+        is_first = replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
-            if report.skipped is not None and rank == 0:  # every rank knows
+            if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
             every = job.training.evaluate_every
@@ -136,6 +154,8 @@ class StageRank(Role[Experiment]):
                         evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        if exchanges.check is not None:
+            exchanges.check.compare(job.max_steps)
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)

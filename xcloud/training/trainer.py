@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
-from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
@@ -45,7 +45,7 @@ class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
-    own, from its own micro-batches."""
+    own, from its own micro-batches. is_idle: whether it leaves out a step."""
 
     rank: int
     pipeline: Pipeline
@@ -59,6 +59,7 @@ class Trainer:
     weight: Callable[[Tensor], float] | None
     replica: int = 0
     apart: bool = False
+    is_idle: Callable[[int], bool] = lambda step: False
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -77,13 +78,19 @@ class Trainer:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
         clock = self.pipeline.clock
         clock.begin_step(step)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+        if self.is_idle(step):
+            self._after_update(step)
+            return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
         for buffer in self._buffers.values():
             buffer.zero()
 
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
         pieces = cut(self.plan.ids(step), num_passes * m)
-        weight = self.weight(self._updates_from(pieces)) if self.weight else 1.0
+        apart = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
+        ids = samples_of(pieces, m, *apart)
+        weight = self.weight(ids) if self.weight else 1.0
         loss = torch.zeros((), device=self.pipeline.device)
         num_samples = 0
         for number in range(num_passes):
@@ -102,7 +109,6 @@ class Trainer:
         what = f"the loss or gradient of step {step}"
         is_skipped = self._guard.skips(what, math.isfinite(total))
         grad_norm = None if is_skipped else self._clip(total)
-        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
         if not is_skipped:
             with clock.during("optimizer"):
                 for optimizer in self._optimizers.values():
@@ -110,10 +116,7 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
-        with clock.during("average"):
-            for stage, buffer in self._buffers.items():
-                self.exchanges[stage].after_update(step, buffer)
-        self.num_updates = step
+        self._after_update(step)
         return StepReport(
             step,
             clock.end_step(),
@@ -153,13 +156,11 @@ class Trainer:
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
-    def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
-        if not self.apart:
-            return torch.cat(list(pieces))
-        m, num_replicas = self.schedule.num_micro_batches, self.pipeline.num_replicas
-        own = [p for i, p in enumerate(pieces) if i % m % num_replicas == self.replica]
-        return torch.cat(own)
+    def _after_update(self, step: int) -> None:
+        with self.pipeline.clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
 
     def _is_mine(self, micro_batch: int) -> bool:
         turns = self.pipeline.turns.values()
