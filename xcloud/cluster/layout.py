@@ -165,14 +165,12 @@ class ClusterLayout(Layout[Cloud]):
             for replica, ranks in enumerate(self.replicas_of(stage))
         )
 
-    def describe(self) -> str:
-        clouds = ", ".join(
+    @property
+    def _described(self) -> str:
+        return ", ".join(
             f"{name}: {num_ranks_in_words(cloud.num_ranks)}, "
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
             + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
             + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
             for name, cloud in self.clouds.items()
         )
-        if not self.crosses_clouds:
-            return f"one cloud ({clouds}), no link between clouds"
-        return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"

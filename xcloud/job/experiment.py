@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -140,30 +141,22 @@ class Experiment(Job):
         return self.compression_in_force
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
+    def _described(self) -> Sequence[str]:
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        line = (
-            f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
-            f"{self.cluster.describe()}; compression: {compression}"
-        )
+        parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
+        parts.append(f"compression: {compression}")
         if self.strategy.averaging is not None:
-            line += f"; strategy: {self.strategy.describe(self.cluster)}"
+            parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
-            line += f"; defences: {defences}"
-            if self.defences_in_force == "off":
-                line += " (off: nothing they protect leaves its cloud)"
+            off = " (off: nothing they protect leaves its cloud)"
+            parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
         if self.security.meter is not None and not self.cluster.crosses_clouds:
-            line += "; leak meter: off (one cloud)"
-        return line
-
-    @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
+            parts.append("leak meter: off (one cloud)")
+        return parts
 
     @property
     def schedule_label(self) -> str:
