@@ -163,7 +163,10 @@ class CausalLM:
         trains = self._trains_up_to(config, part.blocks.stop, stage)
         return Border(fields, max_length, trains, start)
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+    def build_stage(
+        self, stage: int, num_stages: int, context: BuildContext, measures: bool = True
+    ) -> Stage:
+        """measures: False leaves the projections of a split at zero, for whoever fills them."""
         config = self._config(context.max_length)  # is checked before anything is made
         self._part(config, stage, num_stages)
         name = self.checkpoint
@@ -182,7 +185,9 @@ class CausalLM:
         part = self._part(config, stage, num_stages)
         network = network_of(config, part)
         load_weights(network, name)
-        basis = basis_of(self._cut, stage, name, config, self._public_text, context)
+        basis = None
+        if measures:
+            basis = basis_of(self._cut, stage, name, config, self._public_text, context)
         cut = make_cut(self._cut, stage, config, context.max_length, basis)
         handed: tuple[Tensor, ...] = ()
         if basis is not None and stage == 0 and self._cut.hands_over:
