@@ -140,10 +140,11 @@ def pipeline(
     rank = one.wiring.ends.rank
     held = layout.placement(rank).stages
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
-    lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in held}
+    turns = {s: layout.turn(s, rank) for s in held}
     return Pipeline(
-        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, lanes, CPU, 7, one.clock
-    )
+        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, turns, CPU, 7, one.clock,
+        num_replicas=layout.num_replicas,
+    )  # fmt: skip
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -14,8 +14,10 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import TrainingDiverged
-from xcloud.parallel.exchange import AllReduce
+from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.parallel.strategy import Strategy
+from xcloud.run.exchanges import join_exchanges
 from xcloud.run.wiring import Wiring
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
@@ -51,12 +53,14 @@ def ranks(
     compression: Compression | Phased | None = None,
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
+    strategy: Strategy = Strategy(),  # noqa: B008
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given."""
+    layout = strategy.arrange(layout)
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
-    made = []
-    for one in wired(layout, borders, compression or Compression(Chain(), Chain())):
-        held, wiring = pipeline(one, layout), one.wiring
+    compression = compression or Compression(Chain(), Chain())
+
+    def made(wiring: Wiring, held: Pipeline) -> Rank:
         trainer = Trainer(
             rank=held.rank,
             pipeline=held,
@@ -64,13 +68,20 @@ def ranks(
             training=training,
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
-            exchanges={stage: AllReduce(wiring.lanes[stage]) for stage in held.stages},
-            control=wiring.control,
+            exchanges=join_exchanges(
+                wiring, held.stages, strategy, compression.for_tensor, seed=7
+            ),
+            sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
+            replica=layout.placement(held.rank).replica,
         )
-        made.append(Rank(trainer, wiring))
-    return made
+        return Rank(trainer, wiring)
+
+    joined = wired(layout, borders, compression)
+    held = [pipeline(one, layout) for one in joined]  # in turn: threads share torch's generator
+    both = zip(joined, held, strict=True)
+    return in_threads([lambda one=one, own=own: made(one.wiring, own) for one, own in both])
 
 
 def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:

@@ -128,8 +128,22 @@ class ClusterLayout(Layout[Cloud]):
         ranks = self.ranks_of(stage, replica)
         return ranks[turn % len(ranks)]
 
+    def turn(self, stage: int, rank: int) -> tuple[int, int]:
+        """(first, period): of this stage, micro-batches first, first + period, ... are computed
+        by `rank`, which holds it."""
+        replica = self.placement(rank).replica
+        ranks = self.ranks_of(stage, replica)
+        return replica + self.num_replicas * ranks.index(rank), self.num_replicas * len(ranks)
+
     def stage_cloud(self, stage: int, replica: int = 0) -> str:
         return self.cloud_of(self.ranks_of(stage, replica)[0])
+
+    def leaves_cloud(self, stage: int) -> bool:
+        """Whether the border after `stage` joins two clouds in any replica."""
+        return any(
+            self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
+            for replica in range(self.num_replicas)
+        )
 
     def lane_period(self, stage: int) -> int:
         """Micro-batches i and i + lane_period meet the same lanes on both sides of the border
@@ -137,11 +151,11 @@ class ClusterLayout(Layout[Cloud]):
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """Lane 0 of every stage: the ranks that speak for their stages across clouds."""
+    def leaders(self, replica: int = 0) -> tuple[int, ...]:
+        """Lane 0 of every stage of a replica: the ranks that speak for their stages across clouds.
+        The first of them is that of the replica's first cloud."""
         stages = range(self.num_stages)
-        return tuple(sorted({ranks[0] for stage in stages for ranks in self.replicas_of(stage)}))
+        return tuple(sorted({self.ranks_of(stage, replica)[0] for stage in stages}))
 
     def min_micro_batches(self) -> int:
         """Fewer micro-batches than this leave a rank without work."""

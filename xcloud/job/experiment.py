@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
@@ -14,7 +16,8 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.schedule import Schedule
-from xcloud.security.defences import LABEL
+from xcloud.parallel.strategy import Strategy
+from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
@@ -24,7 +27,7 @@ from xcloud.training.settings import Training
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Job):
     """What runs where, how it trains and what is written down. Raises ConfigError for settings
-    that do not fit together."""
+    that do not fit together. cluster: once built, with the replicas that the strategy makes."""
 
     task: Task
     model: SplitModel
@@ -33,20 +36,18 @@ class Experiment(Job):
     compression: Compression | Phased | PerBorder
     training: Training
     security: Visibility = field(default_factory=Visibility)
+    strategy: Strategy = field(default_factory=Strategy)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster.num_replicas > 1:
-            raise ConfigError(
-                f"cluster.clouds holds {self.cluster.num_replicas} replicas of the pipeline, but "
-                "nothing averages their gradients over clouds yet; set replica: 0 everywhere"
-            )
+        object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
             raise ConfigError(
-                f"schedule.num_micro_batches is {micro_batches}, but a stage of this cluster has "
-                f"{fewest} ranks, and each needs a micro-batch; set it to at least {fewest}"
+                f"schedule.num_micro_batches is {micro_batches}, but {fewest} ranks of this "
+                "cluster hold the same stage, and each needs a micro-batch; set it to at least "
+                f"{fewest}"
             )
         pieces = micro_batches * self.training.accumulate_steps
         if self.training.batch_size < pieces:
@@ -56,6 +57,8 @@ class Experiment(Job):
                 f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
             )
         layout = self.cluster
+        if layout.num_replicas > 1:
+            _ = self.compression.averaging_label  # raises for one that cannot be
         if isinstance(self.compression, PerBorder):
             for border in self.compression.borders:
                 if border >= layout.num_stages - 1:
@@ -65,22 +68,24 @@ class Experiment(Job):
                     )
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
-        stage_cloud = {stage: layout.stage_cloud(stage) for stage in stages}
-        self.security.check(tuple(layout.clouds), fields, stage_cloud)
-        if self.security.weights:
-            parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
-            self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
-        self._check_defences(fields[layout.num_stages - 1])
+        for replica in range(layout.num_replicas):
+            stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in stages}
+            self.security.check(tuple(layout.clouds), fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
+                self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
+        self.security.defences.check(fields[layout.num_stages - 1])
+        for replica in range(layout.num_replicas):
+            self._check_defences(replica)
 
-    def _check_defences(self, last_reads: frozenset[str]) -> None:
+    def _check_defences(self, replica: int) -> None:
         """A defence that reads labels must act in ranks that load them."""
-        defences, layout = self.security.defences, self.cluster
-        defences.check(last_reads)
+        layout = self.cluster
         for stage in range(layout.num_stages - 1):
-            acting = defences.at(stage, layout.stage_cloud, layout.num_stages - 1).get("backward")
+            acting = self._defences_at(stage, replica).get("backward")
             if acting is None or not acting.needs_labels:
                 continue
-            for rank in layout.ranks_of(stage + 1):
+            for rank in layout.ranks_of(stage + 1, replica):
                 if LABEL not in self.fields_of(rank):
                     raise ConfigError(
                         f"security.defences.backward: {acting.label} needs labels in rank {rank} "
@@ -89,12 +94,21 @@ class Experiment(Job):
                         "(one_stage_per_rank: false)"
                     )
 
+    def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
+        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
+        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+
     @property
     def compression_in_force(self) -> str:
-        """The compression's label; "off" where no border leaves a cloud, for there it acts."""
-        if not self.cluster.crosses_clouds:
+        """The compression's label: of borders that leave a cloud, of what replicas average; "off"
+        where there is neither."""
+        layout, compression = self.cluster, self.compression
+        if not layout.crosses_clouds:
             return "off"
-        return "none" if self.compression.is_identity else self.compression.label
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            return "none" if compression.is_identity else compression.label
+        averaging = compression.averaging_label
+        return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
     def defences_in_force(self) -> str:
@@ -102,8 +116,8 @@ class Experiment(Job):
         defences = self.security.defences
         if not defences.label:
             return "none"
-        last = self.cluster.num_stages - 1
-        acts = any(defences.at(stage, self.cluster.stage_cloud, last) for stage in range(last))
+        borders = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
+        acts = any(self._defences_at(stage, replica) for stage, replica in borders)
         return defences.label if acts else "off"
 
     @property
@@ -127,6 +141,8 @@ class Experiment(Job):
             f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
             f"{self.cluster.describe()}; compression: {compression}"
         )
+        if self.strategy.averaging is not None:
+            line += f"; strategy: {self.strategy.describe(self.cluster)}"
         if defences := self.security.defences.label:
             line += f"; defences: {defences}"
             if self.defences_in_force == "off":
@@ -175,8 +191,7 @@ class Experiment(Job):
         periods = [
             layout.lane_period(stage)
             for stage in range(layout.num_stages - 1)
-            if layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
-            and self.compression.at_border(stage).has_memory
+            if layout.leaves_cloud(stage) and self.compression.at_border(stage).has_memory
         ]
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:

@@ -62,8 +62,11 @@ class AllToAll:
         channel: int = 0,
     ) -> None:
         self.links, self.codec, self.merge, self.channel = links, codec, merge, channel
+        codec.of_replica(links.replica)
         self._own: dict[int, tuple[Parts, Contribution]] = {}
         self._received: dict[int, dict[int, Contribution]] = {}  # step, replica
+        # Links deliver in order: what was not waited for comes before what is wanted now.
+        self._owed: dict[int, list[int]] = {replica: [] for replica in self._others}
 
     @property
     def max_bytes(self) -> int:
@@ -111,7 +114,8 @@ class AllToAll:
         states = split_state(state, ("codec", "sent"), "an averager")
         self.codec.load_state_dict(states["codec"])
         steps = sorted({name.partition(".")[0] for name in states["sent"]}, key=int)
-        self._own = {}
+        self._own, self._received = {}, {}
+        self._owed = {replica: [] for replica in self._others}
         for step, sent in split_state(states["sent"], steps, "messages under way").items():
             weight, *parts = (sent[str(i)] for i in range(len(sent)))
             assert isinstance(weight, Tensor)
@@ -121,20 +125,25 @@ class AllToAll:
             self._send(int(step))
 
     def _send(self, step: int) -> None:
+        """Also notes what the others owe."""
         parts, own = self._own[step]
         message = (torch.tensor([own.weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *self.codec.carries)
         for replica in self._others:
             self.links.send(replica, self._key(step), message, carries, self.codec.raw_bytes)
+            self._owed[replica].append(step)
 
     def _receive(self, replica: int, step: int, wait_s: float | None = None) -> Contribution:
-        received = self._received.setdefault(step, {})
-        if replica not in received:
-            specs = (_WEIGHT, *self.codec.wire_specs)
-            weight, *parts = self.links.recv(replica, self._key(step), specs, wait_s)
+        received, owed = self._received.setdefault(step, {}), self._owed[replica]
+        specs = (_WEIGHT, *self.codec.wire_specs)
+        while replica not in received:
+            weight, *parts = self.links.recv(replica, self._key(owed[0]), specs, wait_s)
             if not 0 <= float(weight) < math.inf:
                 raise FrameError(f"replica {replica} sent a weight of {float(weight)}")
-            received[replica] = Contribution(self.codec.decode(tuple(parts)), float(weight))
+            told = owed.pop(0)
+            if told in self._own:  # otherwise finished without it
+                contribution = Contribution(self.codec.decode(tuple(parts)), float(weight))
+                self._received.setdefault(told, {})[replica] = contribution
         return received[replica]
 
     @property

@@ -20,10 +20,12 @@ LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 Event = dict[str, Any]
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
-# which some carry tensors. A job may count more, under the names of its channels' directions.
+# which some carry tensors. A job may count more, under the names of its channels' directions, and
+# AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
+AVERAGING = "averaging"
 MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 

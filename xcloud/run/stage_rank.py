@@ -15,9 +15,9 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.run.evaluation import Evaluator
+from xcloud.run.exchanges import join_exchanges
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.role import RankContext, Role
@@ -95,27 +95,31 @@ class StageRank(Role[Experiment]):
             self.wiring.observe(observer)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
-            {s: (self.wiring.lanes[s].lane, self.wiring.lanes[s].num_lanes) for s in stages},
+            {stage: layout.turn(stage, rank) for stage in stages},
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
-            observer.batch if observer is not None else None,
+            observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed
+        )
 
         last = layout.num_stages - 1
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, {stage: AllReduce(self.wiring.lanes[stage]) for stage in stages},
-            self.wiring.control,
+            self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
+            self.placement.replica,
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
@@ -128,7 +132,8 @@ class StageRank(Role[Experiment]):
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
-                    evaluator.evaluate("dev", step)
+                    if is_first:
+                        evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         if observer is not None:
@@ -141,11 +146,12 @@ class StageRank(Role[Experiment]):
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if self.wiring.lanes[stage].leads:
+                if is_first and self.wiring.lanes[stage].leads:
                     export_stage(run_dir, stage, module, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
-            evaluator.evaluate("test", job.training.max_steps)
+            if is_first:
+                evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
         self.reporter.event("finish", num_steps=job.training.max_steps)
 

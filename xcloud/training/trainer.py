@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import Control
+from xcloud.parallel.control import StageSums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
@@ -25,8 +25,9 @@ from xcloud.training.trained_module import TrainedModule
 
 @dataclass
 class StepReport:
-    """What one rank has to say of one update. loss is None but in one rank per job, and None there
-    too if the update was skipped: `skipped` then says why, for the user."""
+    """What one rank has to say of one update. loss is None but in one rank per job (replicas that
+    update apart: per replica), and None there too if the update was skipped: `skipped` then says
+    why, for the user."""
 
     step: int
     step_s: float
@@ -43,7 +44,8 @@ class StepReport:
 class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
-    stage."""
+    stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
+    own, from its own micro-batches."""
 
     rank: int
     pipeline: Pipeline
@@ -52,9 +54,11 @@ class Trainer:
     plan: BatchPlan
     lanes: Mapping[int, RankGroup]
     exchanges: Mapping[int, GradientExchange]
-    control: Control | None
+    sums: StageSums
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
+    replica: int = 0
+    apart: bool = False
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -76,11 +80,10 @@ class Trainer:
         for buffer in self._buffers.values():
             buffer.zero()
 
-        ids = self.plan.ids(step)
-        weight = self.weight(ids) if self.weight else 1.0
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
-        pieces = cut(ids, num_passes * m)
+        pieces = cut(self.plan.ids(step), num_passes * m)
+        weight = self.weight(self._updates_from(pieces)) if self.weight else 1.0
         loss = torch.zeros((), device=self.pipeline.device)
         num_samples = 0
         for number in range(num_passes):
@@ -92,6 +95,8 @@ class Trainer:
                 num_samples += sum(len(batch["ids"]) for batch in batches.values())
 
         total_loss = self._exchange_gradients(step, loss)
+        if self.replica and not self.apart:
+            total_loss = None  # replica 0 tells the loss of all
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -148,8 +153,17 @@ class Trainer:
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
+    def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
+        if not self.apart:
+            return torch.cat(list(pieces))
+        m, num_replicas = self.schedule.num_micro_batches, self.pipeline.num_replicas
+        own = [p for i, p in enumerate(pieces) if i % m % num_replicas == self.replica]
+        return torch.cat(own)
+
     def _is_mine(self, micro_batch: int) -> bool:
-        return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
+        turns = self.pipeline.turns.values()
+        return any(micro_batch % period == first for first, period in turns)
 
     def _exchange_gradients(self, step: int, loss: Tensor) -> float | None:
         """Returns the loss of the whole update in the last stage's leader."""
@@ -181,10 +195,8 @@ class Trainer:
             }
         with clock.during("wait"):
             total = math.nan
-            if self.control is None:
-                total = sum((squares[stage] for stage in sorted(squares)), 0.0)
-            elif squares:
-                total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
+            if squares:
+                total = self.sums.sum_over_stages(step, squares, self.pipeline.num_stages)
         with clock.during("average"):
             for lanes in self.lanes.values():
                 total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
