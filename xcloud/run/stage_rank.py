@@ -17,7 +17,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.role import RankContext, Role
@@ -48,6 +48,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
         )  # fmt: skip
         self.records = self.wiring.wan_records
 
@@ -114,6 +115,7 @@ class StageRank(Role[Experiment]):
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
             self.placement.replica,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,

@@ -17,6 +17,7 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.tied import TiedGradients
 from xcloud.training.batch_plan import BatchPlan, cut
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
@@ -45,7 +46,8 @@ class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
-    own, from its own micro-batches."""
+    own, from its own micro-batches. tied: for ranks at the ends of a pipeline that share a matrix.
+    """
 
     rank: int
     pipeline: Pipeline
@@ -59,6 +61,7 @@ class Trainer:
     weight: Callable[[Tensor], float] | None
     replica: int = 0
     apart: bool = False
+    tied: TiedGradients | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -147,6 +150,8 @@ class Trainer:
         for stage, optimizer in self._optimizers.items():
             found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
             found[f"exchange {stage}"] = self.exchanges[stage]
+        if self.tied is not None:
+            found["tied"] = self.tied
         return found
 
     @property
@@ -175,6 +180,8 @@ class Trainer:
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
+            if self.tied is not None:
+                self.tied.sum(step, self._buffers)
         return total
 
     def _agree(self, step: int) -> float:
