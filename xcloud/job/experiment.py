@@ -17,7 +17,7 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
@@ -70,6 +70,8 @@ class Experiment(Job):
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
             self._check_visibility(replica, fields)
+        if self.ties_ends:
+            self._check_tied()
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
@@ -88,6 +90,33 @@ class Experiment(Job):
             raise ConfigError(
                 f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
             ) from error
+
+    @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last stage train a matrix in common (tied embeddings)."""
+        ties = getattr(self.model, "ties_ends", None)
+        return ties is not None and bool(ties(self.cluster.num_stages))
+
+    def _check_tied(self) -> None:
+        """The gradient of the embeddings tells which words are in a batch, and that of the head
+        which are to be guessed: neither may go where these may not be."""
+        layout = self.cluster
+        if not isinstance(self.strategy.averaging, GradientAveraging | None):
+            raise ConfigError(
+                f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
+                "brings replicas together from time to time: take untie or freeze"
+            )
+        for replica in range(layout.num_replicas):
+            first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+            for name, cloud in (("text", last), (LABEL, first)):
+                holders = self.security.holders.get(name)
+                if first != last and holders is not None and cloud not in holders:
+                    raise ConfigError(
+                        f"model.embeddings=tie sends cloud {cloud!r} gradients that tell which "
+                        f"words are in {name!r}, and security.holders.{name} keeps these in "
+                        f"{', '.join(holders)}: take untie or freeze, or put both ends of the "
+                        "model into one cloud (cluster=u_shape)"
+                    )
 
     def _check_defences(self, replica: int) -> None:
         """A defence that reads labels must act in ranks that load them."""

@@ -25,7 +25,10 @@ class FlatBuffer:
     """Trained parameters as one vector: their gradients always, their values where asked for.
 
     flat: [N + 1], every `.grad` is a view of it; the last place is for the loss.
+    squares_elsewhere: added to the squared norm; negative for what another stage counts too.
     """
+
+    squares_elsewhere = 0.0
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -66,7 +69,7 @@ class FlatBuffer:
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
         norm = torch.linalg.vector_norm(self.gradients, dtype=torch.float64)
-        return float(norm) ** 2
+        return float(norm) ** 2 + self.squares_elsewhere
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""

@@ -11,6 +11,7 @@ from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.contracts.stage import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import Aggregators, AllToAll, Averager
 from xcloud.parallel.exchange import AllReduce, GradientExchange
@@ -18,6 +19,7 @@ from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.tied import TiedGradients
 from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.wiring import Wiring
 
@@ -79,6 +81,30 @@ def join_exchanges(
         replicas.open(sum(averager.max_bytes for averager in averagers))
     check.compare(0)
     return across.exchanges
+
+
+def join_tied(
+    wiring: Wiring, stages: Mapping[int, Stage], choose: Choose, seed: int
+) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        codec = TensorCodec(
+            {"tied": parameter.shape},
+            lambda name, shape: Nothing() if within else choose(name, shape),
+            seed_from(seed, "tied"),
+            True,
+            parameter.dtype,
+            parameter.device,
+        )
+        averager = AllToAll(links, codec)
+        links.open(averager.max_bytes)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager)
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

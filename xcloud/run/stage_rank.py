@@ -17,7 +17,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.local_exchanges import LocalTraining
@@ -49,6 +49,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
         )  # fmt: skip
         self.records = self.wiring.wan_records
 
@@ -122,6 +123,7 @@ class StageRank(Role[Experiment]):
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
             self.placement.replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
