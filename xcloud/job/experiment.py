@@ -151,6 +151,11 @@ class Experiment(Job):
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
+    def strategy_in_force(self) -> str:
+        """Its label; "" for a pipeline, which is what the cluster says."""
+        return "" if self.strategy.averaging is None else self.strategy.label
+
+    @property
     def defences_in_force(self) -> str:
         """The defences' label; "off" where no border is one that they act on, "none" if none."""
         defences = self.security.defences
@@ -167,7 +172,7 @@ class Experiment(Job):
 
     @property
     def variant(self) -> str:
-        return self.compression_in_force
+        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
 
     @property
     def _described(self) -> Sequence[str]:
@@ -178,7 +183,7 @@ class Experiment(Job):
             )
         parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
         parts.append(f"compression: {compression}")
-        if self.strategy.averaging is not None:
+        if self.strategy_in_force:
             parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
             off = " (off: nothing they protect leaves its cloud)"

@@ -73,6 +73,11 @@ class Job(ABC):
         """Its label; "off" where nothing crosses between clouds."""
 
     @property
+    def strategy_in_force(self) -> str:
+        """How several clouds are used; "" where there is one way only."""
+        return ""
+
+    @property
     def defences_in_force(self) -> str:
         return "none"
 
@@ -98,6 +103,7 @@ class Job(ABC):
             "schedule": self.schedule_label,
             "link": self.cluster.describe_link(),
             "compression": self.compression_in_force,
+            **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
     @property

@@ -103,6 +103,7 @@ class ReplicaEnds(PeerEnds):
         own = layout.placement(ends.rank)
         stage = min(own.stages)
         self.num_shares = min(len(ranks) for ranks in layout.replicas_of(stage))
+        self.num_lines = layout.num_averaging_lines
         lane = layout.ranks_of(stage, own.replica).index(ends.rank)
         peers: tuple[int, ...] = ()
         if lane < self.num_shares:
