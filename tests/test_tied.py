@@ -85,7 +85,6 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
             message = output.send
         (output.loss / len(ids)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
-        optimizer.param_groups[0]["lr"] = CLIPPED.optimizer.learning_rate_at(step, 9)
         for group in optimizer.param_groups:
             group["lr"] = CLIPPED.optimizer.learning_rate_at(step, 9)
         optimizer.step()
@@ -148,7 +147,7 @@ def test_a_causal_model_ties_its_embeddings_and_its_head(tmp_path: Path, kind: s
     expected = network.get_input_embeddings().weight.grad
     torch.testing.assert_close(held[0].grad + held[2].grad, expected, rtol=1e-3, atol=1e-4)
     saved(kind, tmp_path / "two", tie_word_embeddings=False)
-    with pytest.raises(ConfigError, match="embeddings=tie.*two matrices already"):
+    with pytest.raises(ConfigError, match=r"embeddings=tie.*two matrices already"):
         CausalLM(checkpoint=str(tmp_path / "two"), embeddings="tie").border(0, 2, 16)
 
 

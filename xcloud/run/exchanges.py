@@ -16,6 +16,7 @@ from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.sharding import Sharded, is_sharded
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.parallel.tied import TiedGradients
 from xcloud.run.wiring import Wiring
@@ -37,7 +38,10 @@ def join_exchanges(
     """
     replicas = wiring.replicas
     if replicas is None:
-        return {stage: AllReduce(wiring.lanes[stage]) for stage in stages}
+        return {
+            stage: (Sharded if is_sharded(module) else AllReduce)(wiring.lanes[stage])
+            for stage, module in stages.items()
+        }
     assert isinstance(strategy.averaging, GradientAveraging)
     settings, first = strategy.averaging, min(stages)
     lanes = wiring.lanes[first]
