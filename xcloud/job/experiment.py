@@ -17,6 +17,7 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
@@ -72,6 +73,7 @@ class Experiment(Job):
             self._check_visibility(replica, fields)
         if self.ties_ends:
             self._check_tied()
+        self._check_sharded()
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
@@ -96,6 +98,31 @@ class Experiment(Job):
         """Whether the first and the last stage train a matrix in common (tied embeddings)."""
         ties = getattr(self.model, "ties_ends", None)
         return ties is not None and bool(ties(self.cluster.num_stages))
+
+    def _check_sharded(self) -> None:
+        layout = self.cluster
+        for name, cloud in layout.clouds.items():
+            if not cloud.shard:
+                continue
+            what = f"cluster.clouds.{name}"
+            if self.strategy.averaging is not None or self.ties_ends:
+                other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
+                raise ConfigError(
+                    f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
+                    "with other clouds: leave one of the two out"
+                )
+            turns = [
+                {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            for stage in cloud.stages or ():
+                if len(layout.ranks_of(stage, cloud.replica)) < 2:
+                    raise ConfigError(
+                        f"{what}.shard: stage {stage} is held by one rank; give the cloud more "
+                        "(num_ranks), or leave shard out"
+                    )
+                holders = [own for own in turns if stage in own]
+                check_in_step(self.schedule, layout.num_stages, holders, what)
 
     def _check_tied(self) -> None:
         """The gradient of the embeddings tells which words are in a batch, and that of the head

@@ -18,6 +18,7 @@ from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.sharding import Sharded, is_sharded
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.parallel.tied import TiedGradients
 from xcloud.run.local_exchanges import LocalTraining, join_local_updates
@@ -41,7 +42,10 @@ def join_exchanges(
     """
     replicas = wiring.replicas
     if replicas is None:
-        return {stage: AllReduce(wiring.lanes[stage]) for stage in stages}
+        return {
+            stage: (Sharded if is_sharded(module) else AllReduce)(wiring.lanes[stage])
+            for stage, module in stages.items()
+        }
     settings, first = strategy.averaging, min(stages)
     lanes = wiring.lanes[first]
     if isinstance(settings, LocalUpdates):

@@ -16,6 +16,7 @@ from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.sharding import shard, whole
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
@@ -110,6 +111,9 @@ class StageRank(Role[Experiment]):
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
         local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
         exchanges = join_exchanges(
             self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
@@ -129,6 +133,7 @@ class StageRank(Role[Experiment]):
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
@@ -157,8 +162,10 @@ class StageRank(Role[Experiment]):
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if is_first and self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:
