@@ -1,4 +1,4 @@
-"""How the stages of one rank exchange gradients or weight changes, from the strategy."""
+"""How the stages of one rank exchange gradients, from the strategy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch import nn
 from xcloud.comm.cast import Nothing
 from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.contracts.stage import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
-from xcloud.parallel.averaging import Averager, averager_for
+from xcloud.parallel.averaging import AllToAll, Averager, averager_for
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_sum
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.sharding import Sharded, is_sharded
 from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.tied import TiedGradients
 from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.run.wiring import Wiring
@@ -29,8 +32,8 @@ def join_exchanges(
     stages: Mapping[int, nn.Module],
     strategy: Strategy,
     choose: Choose,
-    training: LocalTraining,
     seed: int,
+    training: LocalTraining,
 ) -> dict[int, GradientExchange]:
     """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
     other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
@@ -41,7 +44,10 @@ def join_exchanges(
     lanes = wiring.lanes[min(stages)]  # the same ranks hold all stages of this one
     settings = strategy.averaging
     if replicas is None or settings is None:
-        return {stage: AllReduce(wiring.lanes[stage]) for stage in stages}
+        return {
+            stage: (Sharded if is_sharded(module) else AllReduce)(wiring.lanes[stage])
+            for stage, module in stages.items()
+        }
     if isinstance(settings, LocalUpdates):
         return join_local_updates(replicas, lanes, stages, settings, choose, seed, training)
     return _join_averaging(replicas, lanes, stages, settings, choose, seed, training.last_step)
@@ -81,3 +87,27 @@ def _join_averaging(
     replicas.open(across.max_bytes)
     check.compare(0)
     return across.exchanges
+
+
+def join_tied(
+    wiring: Wiring, stages: Mapping[int, Stage], choose: Choose, seed: int
+) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        codec = TensorCodec(
+            {"tied": parameter.shape},
+            lambda name, shape: Nothing() if within else choose(name, shape),
+            seed_from(seed, "tied"),
+            True,
+            parameter.dtype,
+            parameter.device,
+        )
+        averager = AllToAll(links, codec)
+        links.open(averager.max_bytes)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager)

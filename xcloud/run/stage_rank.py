@@ -16,8 +16,9 @@ from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.sharding import shard, whole
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
 from xcloud.run.local_exchanges import LocalTraining
@@ -49,6 +50,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
         )  # fmt: skip
         self.records = self.wiring.wan_records
 
@@ -109,9 +111,12 @@ class StageRank(Role[Experiment]):
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
         local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, local, job.seed
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
         )
 
         last, replica = layout.num_stages - 1, self.placement.replica
@@ -122,13 +127,15 @@ class StageRank(Role[Experiment]):
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
             replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
-        is_first = replica == 0  # evaluates and exports; all end equal
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
@@ -155,8 +162,10 @@ class StageRank(Role[Experiment]):
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if is_first and self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:

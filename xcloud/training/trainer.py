@@ -18,7 +18,8 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
-from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.parallel.tied import TiedGradients
+from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
@@ -55,7 +56,8 @@ class Trainer:
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
     own, from its own micro-batches. is_idle(step): whether this replica leaves that update out;
-    its exchanges hear of it all the same."""
+    its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
+    matrix."""
 
     rank: int
     pipeline: Pipeline
@@ -71,6 +73,7 @@ class Trainer:
     apart: bool = False
     is_idle: Callable[[int], bool] = lambda step: False
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
+    tied: TiedGradients | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -173,6 +176,8 @@ class Trainer:
         for stage, optimizer in self._optimizers.items():
             found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
             found[f"exchange {stage}"] = self.exchanges[stage]
+        if self.tied is not None:
+            found["tied"] = self.tied
         return found
 
     @property
@@ -181,11 +186,8 @@ class Trainer:
 
     def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
         """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
-        if not self.apart:
-            return torch.cat(list(pieces))
-        m, num_replicas = self.schedule.num_micro_batches, self.pipeline.num_replicas
-        own = [p for i, p in enumerate(pieces) if i % m % num_replicas == self.replica]
-        return torch.cat(own)
+        replica = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
+        return samples_of(pieces, self.schedule.num_micro_batches, *replica)
 
     def _is_mine(self, micro_batch: int) -> bool:
         turns = self.pipeline.turns.values()
@@ -201,6 +203,8 @@ class Trainer:
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
+            if self.tied is not None:
+                self.tied.sum(step, self._buffers)
         return total
 
     def _agree(self, step: int) -> float:
