@@ -79,7 +79,6 @@ class LocalUpdates:
                 f"{NAME}.overlap ({self.overlap}) must be less than {NAME}.every ({self.every}): "
                 "a merge must end before the next one of the same parameters begins"
             )
-
         check_choice(f"{NAME}.late", self.late, ("wait", "skip"))
         check_choice(f"{NAME}.leave", self.leave, ("fail", "go_on"))
         if self.restart_s is not None:
@@ -94,6 +93,19 @@ class LocalUpdates:
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
                 f"{NAME}.fragments=1, {NAME}.overlap=0 and {NAME}.mix=0"
             )
+
+    @property
+    def needs_whole_replicas(self) -> str:
+        """The settings for which all ranks of a replica must be in one cloud and hold all stages;
+        empty if there are none."""
+        found = {
+            "late=skip": self.late == "skip",
+            "leave=go_on": self.leave == "go_on",
+            "most_s": self.most_s is not None,
+            "most_tokens": self.most_tokens is not None,
+            "weigh=tokens": self.weigh == "tokens",
+        }
+        return ", ".join(f"{NAME}.{name}" for name, is_set in found.items() if is_set)
 
     @property
     def is_elastic(self) -> bool:
@@ -117,4 +129,4 @@ class LocalUpdates:
             parts.append("skips the late")
         if self.leave == "go_on":
             parts.append("goes on without the lost")
-        return f"local updates ({', '.join(parts)})"
+        return ", ".join(parts)

@@ -78,13 +78,11 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        if isinstance(self.averaging, LocalUpdates):
-            return self.averaging.label
         more = self.averaging.label if self.averaging is not None else ""
         return f"{self.name} ({more})" if more else self.name
 
     @property
-    def updates_apart(self) -> bool:
+    def is_apart(self) -> bool:
         """Whether each replica makes updates of its own."""
         return isinstance(self.averaging, LocalUpdates)
 
@@ -105,8 +103,8 @@ class Strategy:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
         arranged = self._arranged(layout)
-        if isinstance(self.averaging, LocalUpdates) and arranged.num_replicas > 1:
-            _check_local(self.averaging, arranged)
+        if isinstance(self.averaging, LocalUpdates):
+            _check_whole(arranged, self.averaging)
         return arranged
 
     def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
@@ -162,25 +160,16 @@ class Strategy:
         return layout
 
 
-def _check_local(settings: LocalUpdates, layout: ClusterLayout) -> None:
-    """What needs all of a replica in one rank or cloud."""
-    asks = {
-        "weigh=tokens": settings.weigh == "tokens",
-        "most_s": settings.most_s is not None,
-        "most_tokens": settings.most_tokens is not None,
-        "late=skip": settings.late == "skip",
-        "leave=go_on": settings.leave == "go_on",
-    }
-    asked = [f"strategy.averaging.{name}" for name, is_set in asks.items() if is_set]
-    whole = all(
-        len(layout.placement(r).stages) == layout.num_stages for r in range(layout.num_ranks)
-    )
-    if asked and not whole:
-        raise ConfigError(
-            f"{', '.join(asked)}: each rank must hold the whole model, as one that holds a part "
-            "knows neither the tokens nor the pace of its replica; leave that out, or use one "
-            "cloud for each replica (strategy.replicas=null)"
-        )
+def _check_whole(layout: ClusterLayout, settings: LocalUpdates) -> None:
+    """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+    for name, cloud in layout.clouds.items():
+        is_whole = len(cloud.stages or ()) == layout.num_stages
+        if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
+            raise ConfigError(
+                f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
+                f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
+                "one_stage_per_rank=false, or leave the setting out"
+            )
 
 
 def _is_by_position(layout: ClusterLayout) -> bool:

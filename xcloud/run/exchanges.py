@@ -1,59 +1,30 @@
-"""How the stages of one rank exchange gradients or weight changes, from the strategy."""
+"""How the stages of one rank exchange gradients, from the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from xcloud.comm.cast import Nothing
-from xcloud.comm.compressor import Compressor
 from xcloud.comm.draws import seed_from
-from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.contracts.stage import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
-from xcloud.parallel.averaging import Aggregators, AllToAll, Averager
-from xcloud.parallel.elastic_rounds import ElasticRounds
+from xcloud.parallel.averaging import AllToAll, Averager, averager_for
 from xcloud.parallel.exchange import AllReduce, GradientExchange
-from xcloud.parallel.local_rounds import LocalRounds, local_exchanges
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
-from xcloud.parallel.merging import Merge, weighted_mean, weighted_sum
-from xcloud.parallel.pace import Pace
+from xcloud.parallel.merging import weighted_sum
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.sharding import Sharded, is_sharded
 from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.run.elastic import Teller, make_end
+from xcloud.parallel.tied import TiedGradients
+from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.run.wiring import Wiring
-
-Choose = Callable[[str, torch.Size], Compressor]
-
-
-@dataclass(frozen=True)
-class Work:
-    """Of one replica. last_step: of training. samples, tokens: that it trains on in a step; tokens
-    only in ranks that hold the last stage."""
-
-    last_step: int
-    samples: Callable[[int], float]
-    tokens: Callable[[int], float]
-
-    def of(self, settings: LocalUpdates) -> Callable[[int], float]:
-        """By which replicas count."""
-        return self.tokens if settings.weigh == "tokens" else self.samples
-
-
-@dataclass(frozen=True)
-class Exchanges:
-    """by_stage: what the trainer calls. is_idle: whether this replica leaves out a step.
-    check: None where nothing is compared. rejoin: in a cloud that begins again, takes the values
-    of the others and returns the step at which they are."""
-
-    by_stage: Mapping[int, GradientExchange]
-    is_idle: Callable[[int], bool] = field(default=lambda step: False)
-    check: ReplicaCheck | None = None
-    rejoin: Callable[[], int] | None = None
 
 
 def join_exchanges(
@@ -61,137 +32,82 @@ def join_exchanges(
     stages: Mapping[int, nn.Module],
     strategy: Strategy,
     choose: Choose,
-    work: Work,
     seed: int,
-    tell: Teller | None = None,
-) -> Exchanges:
-    """Every rank calls it at the same time: it opens the links to other replicas and checks that
-    all of them begin with the same parameters (ReplicasDiffer).
+    training: LocalTraining,
+) -> dict[int, GradientExchange]:
+    """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
+    other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
 
-    choose: the compressor of each tensor that replicas average. tell: for a strategy that goes on
-    without clouds that are late or lost; it compares nothing, as ranks may begin at any time.
+    choose: the compressor of each tensor that replicas average.
     """
-    inside = {stage: AllReduce(wiring.lanes[stage]) for stage in sorted(stages)}
-    if wiring.replicas is None or strategy.averaging is None:
-        return Exchanges(inside)
-    return _Joining(wiring, wiring.replicas, dict(sorted(stages.items())), choose, seed).join(
-        strategy.averaging, inside, work, tell
-    )
-
-
-class _Joining:
-    """What the kinds of averaging share."""
-
-    def __init__(
-        self,
-        wiring: Wiring,
-        replicas: ReplicaEnds,
-        stages: Mapping[int, nn.Module],
-        choose: Choose,
-        seed: int,
-    ) -> None:
-        self._replicas, self._stages, self._choose = replicas, stages, choose
-        self._first = min(stages)
-        self._lanes = wiring.lanes[self._first]
-        self._stream = seed_from(seed, "averaging", self._first, self._lanes.lane)
-        self._mail = Mailbox(replicas) if replicas.peers else None
-        self._num_bytes = 0
-        self._trained = {
-            stage: {name: p for name, p in module.named_parameters() if p.requires_grad}
+    stages, replicas = dict(sorted(stages.items())), wiring.replicas
+    lanes = wiring.lanes[min(stages)]  # the same ranks hold all stages of this one
+    settings = strategy.averaging
+    if replicas is None or settings is None:
+        return {
+            stage: (Sharded if is_sharded(module) else AllReduce)(wiring.lanes[stage])
             for stage, module in stages.items()
         }
+    if isinstance(settings, LocalUpdates):
+        return join_local_updates(replicas, lanes, stages, settings, choose, seed, training)
+    return _join_averaging(replicas, lanes, stages, settings, choose, seed, training.last_step)
 
-    def join(
-        self,
-        settings: GradientAveraging | LocalUpdates,
-        inside: Mapping[int, GradientExchange],
-        work: Work,
-        tell: Teller | None,
-    ) -> Exchanges:
-        if isinstance(settings, LocalUpdates) and settings.is_elastic:
-            assert tell is not None
-            return self._elastic(settings, inside, work, tell)
-        every = 0 if isinstance(settings, LocalUpdates) else settings.check_every
-        check = ReplicaCheck(self._mail, self._lanes, self._stages, self._replicas.name_of, every)
-        if isinstance(settings, LocalUpdates):
-            rounds = self._rounds(settings, work)
-            found = Exchanges(local_exchanges(inside, rounds), rounds.is_idle, check)
-        else:
-            across = AcrossClouds(
-                self._trained, self._lanes, self._replicas.num_shares,
-                self._replicas.num_replicas,
-                lambda shapes: self._averager(shapes, weighted_sum, settings.feedback, 0),
-                settings.delay, check,
-            )  # fmt: skip
-            found = Exchanges(across.exchanges, check=check)
-        wait_s = settings.wait_s if isinstance(settings, LocalUpdates) else 0.0
-        self._replicas.open(self._num_bytes, wait_s)
-        check.compare(0)
-        return found
 
-    def _rounds(self, settings: LocalUpdates, work: Work) -> LocalRounds:
-        return LocalRounds(
-            settings, self._named, self._lanes, self._replicas.num_shares,
-            lambda shapes, number: self._averager(
-                shapes, weighted_mean, settings.feedback, number
-            ),
-            work.last_step, work.of(settings), self._pace(settings, work),
-        )  # fmt: skip
+def _join_averaging(
+    replicas: ReplicaEnds,
+    lanes: RankGroup,
+    stages: Mapping[int, nn.Module],
+    settings: GradientAveraging,
+    choose: Choose,
+    seed: int,
+    last_step: int,
+) -> dict[int, GradientExchange]:
+    trained = {
+        stage: {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for stage, module in stages.items()
+    }
+    some = next((p for named in trained.values() for p in named.values()), torch.zeros(0))
+    stream = seed_from(seed, "averaging", min(stages), lanes.lane)
+    mail = Mailbox(replicas) if replicas.peers else None
+    check = ReplicaCheck(mail, lanes, stages, replicas.name_of, settings.check_every, last_step)
 
-    def _elastic(
-        self,
-        settings: LocalUpdates,
-        inside: Mapping[int, GradientExchange],
-        work: Work,
-        tell: Teller,
-    ) -> Exchanges:
-        """The first rank of each cloud alone has links to the others."""
-        end = None
-        if self._lanes.leads:
-            end, longest = make_end(
-                settings, self._named,
-                lambda shapes, name: self._codec(shapes, settings.feedback, name),
-                self._replicas, tell,
-            )  # fmt: skip
-            self._replicas.open(longest)
-        rounds = ElasticRounds(
-            settings, [*self._named.values()], self._lanes, end, work.last_step,
-            work.of(settings), self._pace(settings, work),
-        )  # fmt: skip
-        return Exchanges(local_exchanges(inside, rounds), rounds.is_idle, rejoin=rounds.join)
-
-    @property
-    def _named(self) -> dict[str, nn.Parameter]:
-        return {f"{s}.{name}": p for s, own in self._trained.items() for name, p in own.items()}
-
-    def _pace(self, settings: LocalUpdates, work: Work) -> Pace:
-        return Pace(
-            settings.every, self._lanes, settings.most_s, settings.most_tokens, work.tokens
-        )
-
-    def _averager(
-        self, shapes: Mapping[str, torch.Size], merge: Merge, feedback: bool, channel: int
-    ) -> Averager:
-        def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
-            return self._codec(shapes, feedback, channel)
-
-        assert self._mail is not None, "a rank that carries nothing across averages nothing"
-        averager: Averager
-        if self._replicas.num_replicas == 2:
-            averager = AllToAll(self._mail, new_codec(shapes), merge, channel)
-        else:
-            averager = Aggregators(self._mail, shapes, new_codec, merge, channel)
-        self._num_bytes = max(self._num_bytes, averager.max_bytes)
-        return averager
-
-    def _codec(
-        self, shapes: Mapping[str, torch.Size], feedback: bool, channel: int | str
-    ) -> TensorCodec:
-        some = next((p for named in self._trained.values() for p in named.values()), None)
+    def codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
         return TensorCodec(
-            shapes,
-            lambda name, shape: Nothing() if name == LOSS else self._choose(name, shape),
-            seed_from(self._stream, channel), feedback,
-            torch.float32 if some is None else some.dtype,
-            torch.device("cpu") if some is None else some.device,
+            shapes, lambda name, shape: Nothing() if name == LOSS else choose(name, shape),
+            stream, settings.feedback, some.dtype, some.device,
         )  # fmt: skip
+
+    def averager(shapes: Mapping[str, torch.Size]) -> Averager:
+        assert mail is not None, "a rank that carries nothing across averages nothing"
+        return averager_for(mail, shapes, codec, weighted_sum)
+
+    across = AcrossClouds(
+        trained, lanes, replicas.num_shares, replicas.num_replicas, averager, settings.delay, check
+    )
+    replicas.open(across.max_bytes)
+    check.compare(0)
+    return across.exchanges
+
+
+def join_tied(
+    wiring: Wiring, stages: Mapping[int, Stage], choose: Choose, seed: int
+) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        codec = TensorCodec(
+            {"tied": parameter.shape},
+            lambda name, shape: Nothing() if within else choose(name, shape),
+            seed_from(seed, "tied"),
+            True,
+            parameter.dtype,
+            parameter.device,
+        )
+        averager = AllToAll(links, codec)
+        links.open(averager.max_bytes)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager)

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
@@ -17,18 +16,19 @@ from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.run.elastic import StoreFacts, Teller, parameters_fact
+from xcloud.parallel.sharding import shard, whole
+from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import Work, join_exchanges
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
-from xcloud.training.batch_plan import cut, samples_of
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
@@ -52,6 +52,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
             is_elastic=job.is_elastic,
         )  # fmt: skip
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
@@ -75,7 +76,7 @@ class StageRank(Role[Experiment]):
     def _tells_skips(self) -> bool:
         """Every rank that shares an update knows; the first of them tells."""
         leaders = self.job.cluster.leaders(self.placement.replica)
-        return self.rank == (leaders[0] if self.job.strategy.updates_apart else 0)
+        return self.rank == (leaders[0] if self.job.strategy.is_apart else 0)
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
@@ -116,43 +117,38 @@ class StageRank(Role[Experiment]):
         elif layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
-        last, plan = layout.num_stages - 1, job.batch_plan(data.num_samples("train"))
-        replica, pieces = self.placement.replica, job.num_pieces
-
-        def own_samples(step: int) -> Tensor:
-            ids = cut(plan.ids(step), pieces)
-            return samples_of(ids, job.schedule.num_micro_batches, replica, layout.num_replicas)
-
-        work = Work(
-            job.max_steps,
-            lambda step: len(own_samples(step)),
-            lambda step: data.weight(own_samples(step)),
-        )
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
+        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, work, job.seed,
-            Teller(self.reporter, partial(layout.stage_cloud, 0)),
-        )  # fmt: skip
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
+        )
 
+        last, replica = layout.num_stages - 1, self.placement.replica
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
-            plan, self.wiring.lanes, exchanges.by_stage, self.wiring.sums,
+            job.batch_plan(data.num_samples("train")),
+            self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            replica, job.strategy.updates_apart, exchanges.is_idle,
+            replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
+        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
-        is_first = replica == 0  # evaluates and exports; all end equal
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         transport = self.context.transport
         if transport is not None and rank not in job.essential_ranks:
             ready_file(run_dir, rank).touch()
         if transport is not None and transport.is_newcomer:
-            assert exchanges.rejoin is not None
-            trainer.num_updates = exchanges.rejoin()
+            trainer.num_updates = local.rejoin()
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
@@ -167,8 +163,6 @@ class StageRank(Role[Experiment]):
                         evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
-        if exchanges.check is not None:
-            exchanges.check.compare(job.max_steps)
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
@@ -180,8 +174,10 @@ class StageRank(Role[Experiment]):
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if is_first and self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:

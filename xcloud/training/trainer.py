@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.tied import TiedGradients
 from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
@@ -40,12 +42,22 @@ class StepReport:
     skipped: str | None = None
 
 
+class Work(NamedTuple):
+    """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
+    last stage."""
+
+    num_samples: int
+    weight: float
+
+
 @dataclass
 class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
-    own, from its own micro-batches. is_idle: whether it leaves out a step."""
+    own, from its own micro-batches. is_idle(step): whether this replica leaves that update out;
+    its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
+    matrix."""
 
     rank: int
     pipeline: Pipeline
@@ -60,6 +72,8 @@ class Trainer:
     replica: int = 0
     apart: bool = False
     is_idle: Callable[[int], bool] = lambda step: False
+    work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
+    tied: TiedGradients | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -76,21 +90,19 @@ class Trainer:
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        if self.is_idle(step):
+            return self._leave_out(step)
         clock = self.pipeline.clock
         clock.begin_step(step)
-        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
-        if self.is_idle(step):
-            self._after_update(step)
-            return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
         for buffer in self._buffers.values():
             buffer.zero()
 
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
         pieces = cut(self.plan.ids(step), num_passes * m)
-        apart = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
-        ids = samples_of(pieces, m, *apart)
-        weight = self.weight(ids) if self.weight else 1.0
+        update_from = self._updates_from(pieces)
+        weight = self.weight(update_from) if self.weight else 1.0
+        self.work = Work(len(update_from), weight)
         loss = torch.zeros((), device=self.pipeline.device)
         num_samples = 0
         for number in range(num_passes):
@@ -109,6 +121,7 @@ class Trainer:
         what = f"the loss or gradient of step {step}"
         is_skipped = self._guard.skips(what, math.isfinite(total))
         grad_norm = None if is_skipped else self._clip(total)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
         if not is_skipped:
             with clock.during("optimizer"):
                 for optimizer in self._optimizers.values():
@@ -116,7 +129,7 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
-        self._after_update(step)
+        self._end(step)
         return StepReport(
             step,
             clock.end_step(),
@@ -128,6 +141,19 @@ class Trainer:
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
         )
+
+    def _leave_out(self, step: int) -> StepReport:
+        clock = self.pipeline.clock
+        clock.begin_step(step)
+        self._end(step)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+        return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
+
+    def _end(self, step: int) -> None:
+        with self.pipeline.clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
 
     def state_dict(self) -> State:
         """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
@@ -150,17 +176,18 @@ class Trainer:
         for stage, optimizer in self._optimizers.items():
             found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
             found[f"exchange {stage}"] = self.exchanges[stage]
+        if self.tied is not None:
+            found["tied"] = self.tied
         return found
 
     @property
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
-    def _after_update(self, step: int) -> None:
-        with self.pipeline.clock.during("average"):
-            for stage, buffer in self._buffers.items():
-                self.exchanges[stage].after_update(step, buffer)
-        self.num_updates = step
+    def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
+        replica = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
+        return samples_of(pieces, self.schedule.num_micro_batches, *replica)
 
     def _is_mine(self, micro_batch: int) -> bool:
         turns = self.pipeline.turns.values()
@@ -176,6 +203,8 @@ class Trainer:
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
+            if self.tied is not None:
+                self.tied.sum(step, self._buffers)
         return total
 
     def _agree(self, step: int) -> float:
