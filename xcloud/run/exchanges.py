@@ -79,11 +79,12 @@ def _join_averaging(
 
     def averager(shapes: Mapping[str, torch.Size]) -> Averager:
         assert mail is not None, "a rank that carries nothing across averages nothing"
-        return averager_for(mail, shapes, codec, weighted_sum)
+        return averager_for(mail, shapes, codec, settings.merge or weighted_sum)
 
     across = AcrossClouds(
-        trained, lanes, replicas.num_shares, replicas.num_replicas, averager, settings.delay, check
-    )
+        trained, lanes, replicas.num_shares, replicas.num_replicas, averager,
+        settings.merge is not None, settings.delay, check,
+    )  # fmt: skip
     replicas.open(across.max_bytes)
     check.compare(0)
     return across.exchanges

@@ -75,7 +75,7 @@ def join_local_updates(
         settings.every, lanes, settings.most_s, settings.most_tokens,
         lambda step: training.work().weight,
     )  # fmt: skip
-    last_step = training.last_step
+    last_step, merge = training.last_step, settings.merge or weighted_mean
     mail = Mailbox(replicas) if replicas.peers else None
     check = ReplicaCheck(mail, lanes, stages, replicas.name_of, 0, last_step)
     longest = 0
@@ -91,7 +91,7 @@ def join_local_updates(
             if replicas.replica == HUB:
                 teller = _Teller(training.reporter, training.cloud_of)
                 end = Hub(
-                    ends, weighted_mean, settings.late, settings.leave, settings.wait_s,
+                    ends, merge, settings.late, settings.leave, settings.wait_s,
                     teller.merge, teller.absence,
                 )  # fmt: skip
             num_bytes = sum(p.numel() * p.element_size() for p in trained.values())
@@ -102,9 +102,7 @@ def join_local_updates(
 
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
-            averagers.append(
-                averager_for(mail, shapes, lambda s: codec(s, number), weighted_mean, number)
-            )
+            averagers.append(averager_for(mail, shapes, lambda s: codec(s, number), merge, number))
             return averagers[-1]
 
         rounds = LocalRounds(
