@@ -302,5 +302,18 @@ class Aggregators(_Averager):
         return str(replica)
 
 
+def averager_for(
+    links: ReplicaLinks | Mailbox,
+    shapes: Mapping[str, torch.Size],
+    new_codec: MakeCodec,
+    merge: Merge = weighted_sum,
+    channel: int = 0,
+) -> Averager:
+    """The one that sends least: all to all between two replicas, aggregators among more."""
+    if links.num_replicas == 2:
+        return AllToAll(links, new_codec(shapes), merge, channel)
+    return Aggregators(links, shapes, new_codec, merge, channel)
+
+
 def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:
     return (_WEIGHT, *codec.wire_specs)

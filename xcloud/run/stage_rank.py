@@ -119,14 +119,14 @@ class StageRank(Role[Experiment]):
             self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
         )
 
-        last = layout.num_stages - 1
+        last, replica = layout.num_stages - 1, self.placement.replica
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
             self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica, job.strategy.is_apart, local.is_idle,
+            replica, job.strategy.is_apart, local.is_idle,
             tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
         local.work = lambda: trainer.work
