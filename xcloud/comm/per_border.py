@@ -46,8 +46,12 @@ class PerBorder:
         return self._borders.get(stage, self.default)
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that replicas average: of no border, so the default's."""
+        """The compressor of a tensor that replicas average: that of `default`."""
         return self.default.for_tensor(name, shape)
+
+    @property
+    def averaging_label(self) -> str:
+        return self.default.averaging_label
 
     @property
     def label(self) -> str:

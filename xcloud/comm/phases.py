@@ -41,6 +41,10 @@ class Compression:
             return self.averaging.for_tensor(name, shape)
         return self.averaging or self.backward
 
+    @property
+    def averaging_label(self) -> str:
+        return (self.backward if self.averaging is None else self.averaging).label
+
     def at(self, step: int) -> Compression:
         return self
 
@@ -130,6 +134,17 @@ class Phased:
                     f"phases have {first} and {other}; give every phase the same `averaging`"
                 )
         return first
+
+    @property
+    def averaging_label(self) -> str:
+        """Raises ConfigError if it changes with the phase."""
+        labels = dict.fromkeys(p.compression.averaging_label for p in self.phases.values())
+        if len(labels) > 1:
+            raise ConfigError(
+                f"what replicas average cannot change its compressor during a run, but the phases "
+                f"of compression have {', '.join(labels)}; give every phase the same `averaging`"
+            )
+        return next(iter(labels))
 
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():

@@ -1,13 +1,15 @@
 """Small messages between clouds besides the pipeline: norms, agreement, meetings, reports.
 
-A star around rank 0. One rank of each stage (its leader) speaks for the stage. Everything here is
-framed, delayed and counted like the rest, under "other".
+A star around rank 0; for norms, one in each replica of the pipeline around the first of its
+leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
+delayed and counted like the rest, under "other".
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,29 +20,23 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.errors import ConfigError, FrameError, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
+REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
-class Control:
-    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: signs of life of every other rank, by rank.
-    """
+@dataclass(frozen=True)
+class StageSums:
+    """leaders: of the stages of this rank's replica. out, incoming: links to and from the first of
+    them, or, in that one, to and from every other."""
 
-    def __init__(
-        self,
-        rank: int,
-        leaders: tuple[int, ...],
-        out: Mapping[int, OutLink],
-        incoming: Mapping[int, InLink],
-        overdue_s: float,
-        lives: Mapping[int, PeerLife],
-    ) -> None:
-        self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
-        self.out, self.incoming, self.lives = out, incoming, lives
-        self._num_meetings = 0
+    rank: int
+    leaders: tuple[int, ...]
+    out: Mapping[int, OutLink] = field(default_factory=dict)
+    incoming: Mapping[int, InLink] = field(default_factory=dict)
+    overdue_s: float = 0.0
 
     def sum_over_stages(self, step: int, values: Mapping[int, float], num_stages: int) -> float:
         """Sum of one number per stage, the same bits in every leader. Leaders only.
@@ -48,15 +44,15 @@ class Control:
         values: stage -> number, for the stages that this leader speaks for.
         """
         key = MessageKey(Kind.NORM, step)
-        others = [leader for leader in self.leaders if leader != 0]
-        if self.rank != 0:
+        first, *others = self.leaders
+        if self.rank != first:
             mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 mine[stage] = value
-            self.out[0].send(
+            self.out[first].send(
                 key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
             )
-            return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
+            return float(self.incoming[first].recv(key, self.overdue_s)[0][0])
         collected = dict(values)
         for leader in others:
             theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
@@ -68,6 +64,24 @@ class Control:
             summed = torch.tensor([total], dtype=torch.float64)
             self.out[leader].send(key, (summed,), ("sum of the squared gradient norms",))
         return total
+
+
+class Control:
+    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
+    lives: signs of life of every other rank, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        out: Mapping[int, OutLink],
+        incoming: Mapping[int, InLink],
+        overdue_s: float,
+        lives: Mapping[int, PeerLife],
+    ) -> None:
+        self.rank, self.overdue_s = rank, overdue_s
+        self.out, self.incoming, self.lives = out, incoming, lives
+        self._num_meetings = 0
 
     def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
         """Rank 0 tells ranks that read no data how many samples there are."""
@@ -137,10 +151,15 @@ class Control:
             out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def report(self, lines: bytes) -> None:
-        """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
-        assert len(lines) <= REPORT_CAPACITY_BYTES
-        data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-        self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
+        """To rank 0."""
+        send_report(self.out[0], lines)
+
+
+def send_report(link: OutLink, lines: bytes) -> None:
+    """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:

@@ -2,9 +2,9 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, timeline, quality, finish; in one-way jobs
-also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is
-complete when every rank has reported it.
+start, note, phase, step, skipped_update, lost_file, memory, timeline, quality, finish; in one-way
+jobs also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step
+is complete when every rank has reported it.
 """
 
 import json
@@ -20,10 +20,14 @@ LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 Event = dict[str, Any]
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
-# which some carry tensors. A job may count more, under the names of its channels' directions.
+# which some carry tensors. A job may count more, under the names of its channels' directions, and
+# AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
+AVERAGING = "averaging"
+MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
+"""Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +113,20 @@ class StepTotals:
         add_to(self.raw, report.get("raw", {}))
         add_to(self.link_busy_s, report.get("link_busy_s") or {})
         self.samples += report.get("samples", 0)
+        if report.get("loss") is not None:
+            self._count_loss(report["loss"], report.get("tokens", 0))
         self.tokens += report.get("tokens", 0)
         self.values.update(report.get("values", {}))
-        for name in ("loss", "grad_norm", "learning_rate"):
+        for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
                 setattr(self, name, report[name])
+
+    def _count_loss(self, loss: float, tokens: float) -> None:
+        """One rank tells it, or, where replicas update apart, one of each: then their mean by
+        token."""
+        if self.loss is not None and self.tokens + tokens:
+            loss = (self.loss * self.tokens + loss * tokens) / (self.tokens + tokens)
+        self.loss = loss
 
 
 class StepCollector:

@@ -16,6 +16,7 @@ How the figures are made:
   are counted separately under `wan_bytes_per_step.other`.
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
+- `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
   that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
@@ -33,7 +34,16 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.project import commit as project_commit
-from xcloud.record.events import TENSORS, TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.record.events import (
+    MEMORY,
+    TENSORS,
+    TIMES,
+    TRAFFIC,
+    Event,
+    StepCollector,
+    StepTotals,
+    add_to,
+)
 from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
@@ -57,6 +67,7 @@ class RunStatistics:
         self._first: list[_Sums] = []
         self._rest = _Sums()
         self._quality: dict[str, Event] = {}  # the latest of each split
+        self._memory: dict[int, dict[str, Any]] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
@@ -76,6 +87,9 @@ class RunStatistics:
             self.lost_files.append(str(event["name"]))
         if event["event"] == "quality":
             self._quality[event["split"]] = event
+        if event["event"] == "memory":
+            known = ("rank", "cloud", *MEMORY)
+            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)
@@ -122,6 +136,7 @@ class RunStatistics:
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from xcloud.record.events import MEMORY
 from xcloud.record.scores import score_name, score_text
 from xcloud.report.progress import human_duration
 
@@ -72,6 +73,25 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
             times = [summary.get(kind, {}).get(cloud) for kind in kinds]
             clouds.add_row(Text(cloud), *(human_seconds(value) for value in times))
         console.print(clouds)
+
+    if summary.get("memory"):
+        memory = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+        memory.title = "memory in training, of the rank of each cloud that takes most"
+        memory.add_column("cloud")
+        shown = [kind for kind in MEMORY if any(kind in rank for rank in summary["memory"])]
+        for heading in shown:
+            memory.add_column(heading.replace("_", " "), justify="right")
+        fullest: dict[str, Mapping[str, Any]] = {}
+        for rank in sorted(summary["memory"], key=_in_use):
+            fullest[rank["cloud"]] = rank
+        for cloud in sorted(fullest, key=lambda name: fullest[name]["rank"]):
+            cells = (human_bytes(fullest[cloud].get(kind)) for kind in shown)
+            memory.add_row(Text(cloud), *cells)
+        console.print(memory)
+
+
+def _in_use(memory: Mapping[str, Any]) -> int:
+    return int(memory.get("gpu_peak", memory["peak"]))
 
 
 def human_bytes(num_bytes: float | None) -> str:

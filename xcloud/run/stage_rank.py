@@ -15,16 +15,19 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.sharding import shard, whole
 from xcloud.run.evaluation import Evaluator
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 
@@ -47,6 +50,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
         )  # fmt: skip
         self.records = self.wiring.wan_records
 
@@ -63,6 +67,12 @@ class StageRank(Role[Experiment]):
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
+
+    @property
+    def _tells_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them tells."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.is_apart else 0)
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
@@ -94,54 +104,72 @@ class StageRank(Role[Experiment]):
             self.wiring.observe(observer)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
-            {s: (self.wiring.lanes[s].lane, self.wiring.lanes[s].num_lanes) for s in stages},
+            {stage: layout.turn(stage, rank) for stage in stages},
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
-            observer.batch if observer is not None else None,
+            observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
+        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
+        )
 
         last = layout.num_stages - 1
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, {stage: AllReduce(self.wiring.lanes[stage]) for stage in stages},
-            self.wiring.control,
+            self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
+            self.placement.replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
         )  # fmt: skip
+        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
-        meter = WanMeter(self.wiring)
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
+        meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            report = trainer.update(step)
+            with memory.first_step():
+                report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
-            if report.skipped is not None and rank == 0:  # every rank knows
+            if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
-                    evaluator.evaluate("dev", step)
+                    if is_first:
+                        evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
+        moments = optimizer_bytes(trainer.optimizers)
+        self.reporter.event("memory", **memory.describe(stages.values(), moments))
         report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
-            evaluator.evaluate("test", job.training.max_steps)
+            if is_first:
+                evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
         self.reporter.event("finish", num_steps=job.training.max_steps)
 

@@ -21,6 +21,7 @@ from xcloud.record.events import TIMES
 from xcloud.record.reporter import FLUSH_EVERY_S, Reporter
 from xcloud.run.one_way.wiring import ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 
 class ProducerRun:
@@ -34,8 +35,9 @@ class ProducerRun:
         name: str,
         reporter: Reporter,
         guard: DivergenceGuard,
+        memory: MemoryMeter,
     ) -> None:
-        self._guard = guard
+        self._guard, self._memory = guard, memory
         self.part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
@@ -81,7 +83,7 @@ class ProducerRun:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
         if self._buffer is not None:
             self._buffer.zero()
-        with self.clock.during("forward"):
+        with self.clock.during("forward"), self._memory.first_step():
             fed = self.part.produce(number)
         if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
             raise FrameError(
