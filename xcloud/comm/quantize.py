@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class BlockInt(Draws):
     inf makes values of its own block NaN (or inf), so that divergence stays visible.
     """
 
+    family: ClassVar[Family] = "precision"
     bits: int = 8
     block: int = 64
     stochastic: bool = False
@@ -68,10 +70,6 @@ class BlockInt(Draws):
         check_int("BlockInt.block", self.block, 1)
         check_choice("BlockInt.stochastic", self.stochastic, (True, False))
         check_int("BlockInt.seed", self.seed, 0, 2**31 - 1)
-
-    @property
-    def family(self) -> Family:
-        return "precision"
 
     @property
     def feedback(self) -> Feedback:

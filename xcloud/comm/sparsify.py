@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,18 +33,12 @@ class TopK:
     9 bits per value sent at rate 0.01, 5.3 at 0.1, 2 at 0.5.
     """
 
+    family: ClassVar[Family] = "sparse"
+    feedback: ClassVar[Feedback] = "needed"
     rate: float
 
     def __post_init__(self) -> None:
         check_number("TopK.rate", self.rate, 0, 1, above=True)
-
-    @property
-    def family(self) -> Family:
-        return "sparse"
-
-    @property
-    def feedback(self) -> Feedback:
-        return "needed"
 
     @property
     def label(self) -> str:
@@ -80,18 +75,12 @@ class TopRows:
     2 to 8 bits for each row sent.
     """
 
+    family: ClassVar[Family] = "sparse"
+    feedback: ClassVar[Feedback] = "needed"
     rate: float
 
     def __post_init__(self) -> None:
         check_number("TopRows.rate", self.rate, 0, 1, above=True)
-
-    @property
-    def family(self) -> Family:
-        return "sparse"
-
-    @property
-    def feedback(self) -> Feedback:
-        return "needed"
 
     @property
     def label(self) -> str:
@@ -140,6 +129,7 @@ class RandomK(Draws):
     Wire, for N values: values [k] in the tensor's dtype; seed int64 [1] (8 bytes).
     """
 
+    family: ClassVar[Family] = "sparse"
     rate: float
     seed: int = 0  # combined with the channel's
     unbiased: bool = False
@@ -148,10 +138,6 @@ class RandomK(Draws):
         check_number("RandomK.rate", self.rate, 0, 1, above=True)
         check_int("RandomK.seed", self.seed, 0, 2**31 - 1)
         check_choice("RandomK.unbiased", self.unbiased, (True, False))
-
-    @property
-    def family(self) -> Family:
-        return "sparse"
 
     @property
     def feedback(self) -> Feedback:
@@ -199,6 +185,8 @@ class RandomTopK(Draws):
     5.3 bits per value at top = 0.1; seed int64 [1] (8 bytes).
     """
 
+    family: ClassVar[Family] = "sparse"
+    feedback: ClassVar[Feedback] = "needed"
     random: float
     top: float
     seed: int = 0  # combined with the channel's
@@ -207,14 +195,6 @@ class RandomTopK(Draws):
         check_number("RandomTopK.random", self.random, 0, 1, above=True)
         check_number("RandomTopK.top", self.top, 0, 1, above=True)
         check_int("RandomTopK.seed", self.seed, 0, 2**31 - 1)
-
-    @property
-    def family(self) -> Family:
-        return "sparse"
-
-    @property
-    def feedback(self) -> Feedback:
-        return "needed"
 
     @property
     def label(self) -> str:
