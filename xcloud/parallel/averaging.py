@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -52,7 +52,10 @@ class AllToAll:
 
     A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
     channel: tells averagers apart that use the same links (fragments of a model).
+    watch: told of what a merge is made of, if set: its step, and by replica the decoded tensors.
     """
+
+    watch: Callable[[int, Mapping[int, Sequence[Tensor]]], None] | None = None
 
     def __init__(
         self,
@@ -97,6 +100,9 @@ class AllToAll:
         self._received.pop(step, None)
         if self.links.replica not in chosen:
             self.codec.take_back(own.tensors)
+        if self.watch is not None:
+            tensors = [contribution.tensors for contribution in contributions]
+            self.watch(step, dict(zip(chosen, tensors, strict=True)))
         return self.merge(contributions)
 
     def state_dict(self) -> State:

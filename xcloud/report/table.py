@@ -145,6 +145,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if summary.get("token_recovery") is not None:
         remark = f"{100 * summary['token_recovery_baseline']:.1f} % without looking"
         yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
+    if (averaged := summary.get("averaging_token_recovery")) is not None:
+        remark = f"{100 * summary['averaging_token_recovery_baseline']:.1f} % without looking"
+        if (order := summary.get("averaging_order_recovery")) is not None:
+            remark += f", word order {100 * order:.1f} %"
+        yield "tokens read in averages", f"{100 * averaged:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
         yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor
@@ -18,6 +18,8 @@ from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.run.wiring import Wiring
 
+Watch = Callable[[int, int, Mapping[str, Tensor]], None]
+"""Told of every contribution of another replica: step, replica, tensors as "stage.name"."""
 Choose = Callable[[str, torch.Size], Compressor]
 
 
@@ -27,6 +29,7 @@ def join_exchanges(
     strategy: Strategy,
     choose: Choose,
     seed: int,
+    watch: Watch | None = None,
 ) -> dict[int, GradientExchange]:
     """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
     other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
@@ -52,8 +55,11 @@ def join_exchanges(
             own.dtype,
             own.device,
         )
-        averagers.append(AllToAll(replicas, codec))
-        return averagers[-1]
+        averager = AllToAll(replicas, codec)
+        if watch is not None:
+            averager.watch = _of_others(watch, list(shapes), replicas.replica)
+        averagers.append(averager)
+        return averager
 
     links = replicas if replicas.peers else None
     check = ReplicaCheck(links, lanes, dict(sorted(stages.items())), replicas.name_of,
@@ -65,6 +71,17 @@ def join_exchanges(
         replicas.open(sum(averager.max_bytes for averager in averagers))
     check.compare(0)
     return across.exchanges
+
+
+def _of_others(
+    watch: Watch, names: Sequence[str], own: int
+) -> Callable[[int, Mapping[int, Sequence[Tensor]]], None]:
+    def told(step: int, contributions: Mapping[int, Sequence[Tensor]]) -> None:
+        for replica, tensors in contributions.items():
+            if replica != own:
+                watch(step, replica, dict(zip(names, tensors, strict=True)))
+
+    return told
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

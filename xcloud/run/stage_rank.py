@@ -4,15 +4,17 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
@@ -24,6 +26,8 @@ from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
+from xcloud.security.averaging_leaks import AveragingObserver, Victim
+from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
@@ -91,8 +95,10 @@ class StageRank(Role[Experiment]):
         job, layout, rank = self.job, self.job.cluster, self.rank
         device, run_dir = self.context.device, self.context.run_dir
         observer = _observer(job, rank, data)
+        averaged = None
         if observer is not None:
             self.wiring.observe(observer)
+            averaged = _averaging_observer(job, observer, stages, data)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
             {stage: layout.turn(stage, rank) for stage in stages},
@@ -103,8 +109,9 @@ class StageRank(Role[Experiment]):
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed
-        )
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed,
+            averaged.received if averaged is not None else None,
+        )  # fmt: skip
 
         last = layout.num_stages - 1
         trainer = Trainer(
@@ -137,7 +144,9 @@ class StageRank(Role[Experiment]):
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         if observer is not None:
-            with self.reporter.may_lose(OBSERVATIONS_DIR):
+            with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
+                if averaged is not None:
+                    averaged.attack()
                 observer.write(run_dir)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
@@ -166,8 +175,29 @@ def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     return Observer(
         rank, cloud, layout.num_ranks, meter, job.training.max_steps, token_fields,
-        job.fields_of_cloud(cloud),
+        job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
+
+
+def _averaging_observer(
+    job: Experiment, observer: Observer, stages: Mapping[int, Stage], data: TaskData
+) -> AveragingObserver | None:
+    """None where nothing is averaged over clouds, or no stage of this rank reads one text."""
+    layout = job.cluster
+    texts = data.text_fields & job.model.fields(0, layout.num_stages)
+    if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
+        return None
+    (text,) = texts
+    stage, ids = stages[0], data.vocabulary(text)
+
+    def run(ids_NS: Tensor) -> None:
+        ids_NS = ids_NS.to(next(stage.parameters()).device)
+        zeros = torch.zeros_like(ids_NS)
+        stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
+
+    words = torch.arange(ids.size)
+    victim = Victim(stage, run, words[words != ids.pad], job.task.max_length)
+    return AveragingObserver(observer, victim, layout.num_replicas - 1)
 
 
 def _spread(data: TaskData, count: int) -> Batch:
