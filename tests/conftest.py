@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
+
+from tests import warm_ranks
+from xcloud.run import launch
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -24,6 +30,16 @@ MOST_PROCESSES = 8
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_start_warm() -> Iterator[None]:
+    if sys.platform != "linux":
+        yield
+        return
+    with mock.patch.object(launch, "start_process", warm_ranks.start):
+        yield
+    warm_ranks.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads these options

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,15 +19,24 @@ from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.averaging import Averager
 
 
+class _Lines:
+    """What is on its way, by (sender, receiver)."""
+
+    def __init__(self) -> None:
+        self.mail = defaultdict[tuple[int, int], list[tuple[MessageKey, Parts]]](list)
+        self.changed = threading.Condition()
+
+
 @dataclass
 class MemoryLinks:
-    """One replica's ReplicaLinks; `mail` is shared by all. num_bytes: of the parts it sent."""
+    """One replica's ReplicaLinks, in order. num_bytes: of the parts that it sent."""
 
     replica: int
     num_replicas: int
-    mail: dict[tuple[int, int, MessageKey], Parts] = field(default_factory=dict)
+    lines: _Lines
     num_bytes: int = 0
     raw_bytes: int = 0
+    patience_s: float = 5.0
 
     def send(
         self,
@@ -35,29 +47,33 @@ class MemoryLinks:
         raw_bytes: int,
     ) -> None:
         assert len(carries) == len(parts)
-        assert (self.replica, to_replica, key) not in self.mail
-        self.mail[self.replica, to_replica, key] = copy.deepcopy(parts)
         self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
         self.raw_bytes += raw_bytes
+        with self.lines.changed:
+            self.lines.mail[self.replica, to_replica].append((key, copy.deepcopy(parts)))
+            self.lines.changed.notify_all()
 
     def recv(
         self,
         from_replica: int,
         key: MessageKey,
-        specs: tuple[TensorSpec, ...] | None = None,
+        specs: Sequence[TensorSpec] | None,
         wait_s: float | None = None,
     ) -> Parts:
-        if (from_replica, self.replica, key) not in self.mail:
-            raise LinkTimeout(f"no {key} from replica {from_replica}")
-        parts = self.mail.pop((from_replica, self.replica, key))
-        if specs is not None and tuple(map(TensorSpec.of, parts)) != specs:
-            raise FrameError(f"{key}: {[TensorSpec.of(part) for part in parts]}")
+        mail = self.lines.mail[from_replica, self.replica]
+        wait_s = self.patience_s if wait_s is None else wait_s
+        with self.lines.changed:
+            if not self.lines.changed.wait_for(lambda: mail, wait_s):
+                raise LinkTimeout(f"no {key} from replica {from_replica}")
+            found, parts = mail.pop(0)
+        if found != key or (specs is not None and list(map(TensorSpec.of, parts)) != list(specs)):
+            raise FrameError(f"expected {key} {specs}, got {found}")
         return parts
 
 
 def connected(num_replicas: int) -> list[MemoryLinks]:
-    mail: dict[tuple[int, int, MessageKey], Parts] = {}
-    return [MemoryLinks(replica, num_replicas, mail) for replica in range(num_replicas)]
+    lines = _Lines()
+    return [MemoryLinks(replica, num_replicas, lines) for replica in range(num_replicas)]
 
 
 def averagers(num_replicas: int, make: Callable[[MemoryLinks], Averager]) -> list[Averager]:
@@ -73,7 +89,13 @@ def exchange(
     """What each replica has after step `step`; `tensors` by replica."""
     for replica, averager in enumerate(replicas):
         averager.start(step, tensors[replica], 1.0 if weights is None else weights[replica])
-    return [averager.finish(step) for averager in replicas]
+    return finished(replicas, step)
+
+
+def finished(replicas: Sequence[Averager], step: int) -> list[list[Tensor]]:
+    """All at once: some wait for others."""
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        return list(pool.map(lambda averager: averager.finish(step), replicas))
 
 
 def same_bits(found: Sequence[Sequence[Tensor]]) -> bool:

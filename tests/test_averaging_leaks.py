@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.pipelines import in_threads
+from tests.replicas import linked
 from tests.test_gradient_attacks import TEXTS, as_batch, causal, gradients, run
 from tests.test_gradient_attacks import WORDS as NUM_WORDS
 from xcloud.comm.cast import Nothing
@@ -16,6 +17,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.stage import NO_TOKEN
 from xcloud.models.lora import Lora
 from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.security.averaging_leaks import AveragingObserver, Victim, score
 from xcloud.security.leak_meter import FIGURES, measure
 from xcloud.security.observer import LeakMeter, Observer
@@ -74,27 +76,22 @@ def test_only_the_last_averagings_are_kept_and_only_where_their_texts_are_known(
     assert set(guessed) == {4, 5}
 
 
-def test_a_merge_tells_what_it_is_made_of_once() -> None:
-    told: list[tuple[int, dict[int, list[list[float]]]]] = []
+def test_an_averager_tells_what_others_contribute() -> None:
+    told: list[tuple[int, int, dict[str, list[float]]]] = []
 
-    class Links:
-        replica, num_replicas = 0, 2
+    def take(links: ReplicaLinks) -> None:
+        codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Nothing(), 1, False)
+        averager = AllToAll(links, codec)
+        if links.replica == 0:
+            averager.watch = lambda step, replica, tensors: told.append(
+                (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
+            )
+        averager.start(7, [torch.full((2,), float(links.replica))])
+        averager.finish(7)
 
-        def send(self, *arguments: object) -> None: ...
+    in_threads([lambda own=own: take(own) for own in linked(3)])
 
-        def recv(self, *arguments: object) -> tuple[Tensor, ...]:
-            return (torch.ones(1, dtype=torch.float64), torch.full((2,), 5.0))
-
-    averager = AllToAll(
-        Links(), TensorCodec({"a": torch.Size([2])}, lambda n, s: Nothing(), 1, False)
-    )
-    averager.watch = lambda step, by_replica: told.append(
-        (step, {r: [t.tolist() for t in tensors] for r, tensors in by_replica.items()})
-    )
-    averager.start(7, [torch.tensor([1.0, 2.0])])
-    averager.finish(7)
-
-    assert told == [(7, {0: [[1.0, 2.0]], 1: [[5.0, 5.0]]})]
+    assert told == [(7, 1, {"a": [1.0, 1.0]}), (7, 2, {"a": [2.0, 2.0]})]
 
 
 def test_scores_are_means_over_the_steps_that_can_be_judged() -> None:

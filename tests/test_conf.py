@@ -223,11 +223,64 @@ def test_liveness_can_be_set_whatever_the_cluster() -> None:
         assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
 
 
-def test_replicas_of_a_pipeline_are_refused_while_nothing_averages_over_clouds() -> None:
-    copies = [f"+cluster.clouds.{c}.{k}={v}" for c in ("c", "d") for k, v in
-              (("_target_", "xcloud.cluster.layout.Cloud"), ("replica", 1))]  # fmt: skip
-    with pytest.raises(ConfigError, match="2 replicas of the pipeline, but nothing averages"):
-        build("+exp=abnet_iwslt", *copies)
+FOUR = [f"+cluster.clouds.{c}._target_=xcloud.cluster.layout.Cloud" for c in ("c", "d")]
+
+
+def test_a_strategy_deals_the_clouds_to_replicas() -> None:
+    found = {
+        arguments: {
+            name: (cloud.replica, cloud.stages)
+            for name, cloud in build("+exp=abnet_iwslt", *arguments).cluster.clouds.items()
+        }
+        for arguments in (
+            ("strategy=data_parallel",),
+            ("strategy=data_parallel", "cluster=one_cloud"),
+            ("strategy=hybrid", "strategy.replicas=1"),
+            ("strategy=hybrid", *FOUR),
+        )
+    }
+    whole = (0, 1)
+    assert list(found.values()) == [
+        {"cloud_a": (0, whole), "cloud_b": (1, whole)},
+        {"cloud": (0, whole)},
+        {"cloud_a": (0, (0,)), "cloud_b": (0, (1,))},
+        {"cloud_a": (0, (0,)), "cloud_b": (0, (1,)), "c": (1, (0,)), "d": (1, (1,))},
+    ]
+
+
+def test_the_headline_says_what_a_strategy_does() -> None:
+    said = {
+        cluster: build("+exp=abnet_iwslt", "strategy=data_parallel", f"cluster={cluster}").headline
+        for cluster in ("two_clouds", "local")
+    }
+    assert said["two_clouds"].endswith("strategy: data_parallel, 2 replicas")
+    assert "compression: averaging int8;" in said["two_clouds"]
+    assert said["local"].endswith("strategy: data_parallel (one replica, so nothing is averaged)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be dealt evenly to the 4"),
+        (["strategy=hybrid", "cluster=u_shape", "+cluster.clouds.c._target_="
+          "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
+          "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
+          "cluster.clouds.owner.stages=[0,4]", "cluster.clouds.other.stages=[1]"],
+         "they name their stages"),
+        (["+cluster.clouds.cloud_b.replica=1", "+cluster.clouds.cloud_b.stages=[0]"],
+         "strategy=pipeline never averages"),
+        (["strategy=data_parallel", "+security.holders.source=[cloud_a]"],
+         r"in cloud 'cloud_b'.*strategy=data_parallel puts stages"),
+        (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
+        (["strategy=data_parallel", "compression=phased_example",
+          "+compression.rest.compression.averaging._target_=xcloud.comm.cast.Nothing"],
+         "the same `averaging`"),
+        (["strategy=pipeline", "strategy.replicas=null"], "nothing would bring the replicas"),
+    ],
+)  # fmt: skip
+def test_strategies_that_do_not_fit_are_refused_in_words(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build("+exp=abnet_iwslt", *arguments)
 
 
 def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:

@@ -4,11 +4,11 @@ import json
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from xcloud.errors import FrameError, LinkClosed, RunFailed
+from xcloud.run import launch
 from xcloud.run.launch import LocalRanks, failure_of, ready_file
 from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
 
@@ -18,10 +18,9 @@ def test_memory_settings_reach_the_ranks_and_the_users_own_win(
 ) -> None:
     started: list[dict[str, str]] = []
 
-    def popen(command: list[str], *, env: dict[str, str], **_: Any) -> None:
-        started.append(env)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(
+        launch, "start_process", lambda command, environment, log: started.append(environment)
+    )
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "5")
     LocalRanks(tmp_path, ["a", "b"]).start()

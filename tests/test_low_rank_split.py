@@ -304,7 +304,7 @@ def test_the_head_must_be_that_of_the_task(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split.layer must be 0\.\.2 or null.*got 3"):
         model(layer=3)
-    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the model has 16"):
         model(rank=17)
     with pytest.raises(ConfigError, match=r"split\.head_rank is 17"):
         model(head_rank=17)
@@ -315,7 +315,7 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
         made.border(0, 2, 16)  # what is checked before a rank starts
     wide = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, rank=17))
-    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the model has 16"):
         wide.border(0, 2, 16)
     # Where only the width is known, the rank alone can be checked.
     told = PretrainedBackbone("nowhere", hidden=16)

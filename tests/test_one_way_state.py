@@ -23,7 +23,8 @@ from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, Round, So
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.run.one_way.consumer import ConsumerRun, LocalFeeding
+from xcloud.run.one_way.consumer import ConsumerRun
+from xcloud.run.one_way.feeding import LocalFeeding
 from xcloud.run.one_way.producer import ProducerRun
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter

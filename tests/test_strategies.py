@@ -16,7 +16,7 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.errors import ConfigError, ReplicasDiffer
+from xcloud.errors import ReplicasDiffer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.training.batch_plan import BatchPlan

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xcloud.checks import check_choice
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
+from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -24,6 +24,10 @@ class Nothing:
     @property
     def family(self) -> Family:
         return "none"
+
+    @property
+    def feedback(self) -> Feedback:
+        return "needless"
 
     @property
     def label(self) -> str:
@@ -62,6 +66,10 @@ class Cast:
     @property
     def family(self) -> Family:
         return "precision"
+
+    @property
+    def feedback(self) -> Feedback:
+        return "useful"
 
     @property
     def label(self) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 
 from xcloud.checks import check_int
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
+from xcloud.comm.per_tensor import PerTensor
 from xcloud.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ class Compression:
     backward: Compressor = field(default_factory=Nothing)
     forward_memory: Memory = field(default_factory=NoMemory)
     backward_memory: Memory = field(default_factory=NoMemory)
-    averaging: Compressor | None = None
+    averaging: Compressor | PerTensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -30,11 +32,14 @@ class Compression:
             memory = f"{name}_memory"
             _check(memory, getattr(self, memory), Memory, "xcloud.comm.memory.NoMemory")
         if self.averaging is not None:
-            _check("averaging", self.averaging, Compressor, "xcloud.comm.chain.Chain")
+            kinds = Compressor | PerTensor
+            _check("averaging", self.averaging, kinds, "xcloud.comm.per_tensor.PerTensor")
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         """The compressor of a tensor that replicas average."""
-        return self.backward if self.averaging is None else self.averaging
+        if isinstance(self.averaging, PerTensor):
+            return self.averaging.for_tensor(name, shape)
+        return self.averaging or self.backward
 
     @property
     def averaging_label(self) -> str:
@@ -67,8 +72,10 @@ class Compression:
     @property
     def is_identity(self) -> bool:
         """Whether every tensor arrives unchanged."""
-        used = (self.forward, self.backward, *([self.averaging] if self.averaging else []))
-        return all(c.family == "none" for c in used) and not self.has_memory
+        if isinstance(self.averaging, PerTensor) and not self.averaging.is_identity:
+            return False
+        borders = self.forward.family == self.backward.family == "none" and not self.has_memory
+        return borders and (self.averaging is None or self.for_tensor("", ()).family == "none")
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,15 @@ class Phased:
         return self
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that replicas average, the same in all phases."""
-        last = list(self.phases.values())[-1].compression
-        return last.for_tensor(name, shape)
+        """Raises ConfigError unless it is the same in all phases."""
+        first, *others = (p.compression.for_tensor(name, shape) for p in self.phases.values())
+        for other in others:
+            if repr(other) != repr(first):
+                raise ConfigError(
+                    "Phased: replicas average with one compressor for the whole run, but its "
+                    f"phases have {first} and {other}; give every phase the same `averaging`"
+                )
+        return first
 
     @property
     def averaging_label(self) -> str:
@@ -165,9 +178,9 @@ def _with_memory(compressor: Compressor, memory: Memory) -> str:
     return f"{memory.label}({compressor.label})" if memory.label else compressor.label
 
 
-def _check(name: str, value: object, kind: type, example: str) -> None:
+def _check(name: str, value: object, kind: type | UnionType, example: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(
-            f"{name} must be a {kind.__name__}, got {value!r}; in YAML give it a _target_, such "
-            f"as {example}"
+            f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}; in YAML give it "
+            f"a _target_, such as {example}"
         )

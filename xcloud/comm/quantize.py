@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Parts, refuse_integers
+from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers
 from xcloud.comm.draws import Draws
 
 _TIGHTER = {2: 0.75, 3: 0.85, 4: 0.9}
@@ -72,6 +72,12 @@ class BlockInt(Draws):
     @property
     def family(self) -> Family:
         return "precision"
+
+    @property
+    def feedback(self) -> Feedback:
+        if self.bits > 2:
+            return "useful"
+        return "harmful" if self.stochastic else "needed"
 
     @property
     def label(self) -> str:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts
 from xcloud.comm.draws import Randomized, seed_from
 from xcloud.comm.memory import State, Stateful, join_states, split_state
-from xcloud.errors import FrameError
+from xcloud.errors import ConfigError, FrameError
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""
@@ -80,8 +81,9 @@ class TensorCodec:
 
     shapes: every tensor by name, in the order in which they are handed over.
     choose: the compressor of each; the codec works on copies.
-    identity: random stream of the message, the same in all replicas.
-    feedback: add what a message lost to the next one.
+    identity: random stream of the messages, the same in all replicas.
+    feedback: add what a message lost to the next one, where that does good (Compressor.feedback).
+        Without it, ConfigError for a compressor that needs it.
     """
 
     def __init__(
@@ -94,16 +96,40 @@ class TensorCodec:
         device: torch.device | str = "cpu",
     ) -> None:
         self._coded: list[_Coded] = []
-        for number, (name, shape) in enumerate(shapes.items()):
+        for name, shape in shapes.items():
             rows = shape[0] if len(shape) > 1 else 1
             spec = TensorSpec((rows, shape.numel() // rows if rows else 0), dtype)
             compressor = copy.deepcopy(choose(name, shape))
-            if isinstance(compressor, Randomized):
-                compressor.use_stream(seed_from(identity, number))
-            residual = torch.zeros(spec.shape, dtype=dtype, device=device) if feedback else None
+            if compressor.feedback == "needed" and not feedback:
+                raise ConfigError(
+                    f"{compressor.label}, chosen for {name!r}, leaves out the same part of an "
+                    "average again and again unless what it left out is added to the next one: "
+                    "set feedback to true, or choose a compressor that needs none (docs/"
+                    "averaging.md lists them)"
+                )
+            kept = feedback and compressor.feedback in ("useful", "needed")
+            residual = torch.zeros(spec.shape, dtype=dtype, device=device) if kept else None
             self._coded.append(_Coded(name, shape, spec, compressor, residual))
+        self._identity = identity
+        self.of_replica(0)
         self._parts = [part for c in self._coded for part in c.compressor.wire_specs(c.spec)]
         self._dtypes = list(dict.fromkeys(part.dtype for part in self._parts))
+
+    def of_replica(self, replica: int) -> None:
+        """Begin the random streams of this replica. All draw the same positions, so that what one
+        sends of a sum of others is what these have sent; their rounding is independent, so that
+        its errors average out."""
+        for number, coded in enumerate(self._coded):
+            made = coded.compressor
+            for name, member in made.members.items() if isinstance(made, Chain) else [("", made)]:
+                if isinstance(member, Randomized):
+                    whose = "all" if member.family == "sparse" else replica
+                    member.use_stream(seed_from(self._identity, number, name, whose))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [coded.name for coded in self._coded]
 
     @property
     def wire_specs(self) -> tuple[TensorSpec, ...]:

@@ -69,14 +69,25 @@ class Experiment(Job):
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
-            stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in stages}
-            self.security.check(tuple(layout.clouds), fields, stage_cloud)
-            if self.security.weights:
-                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
-                self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
+            self._check_visibility(replica, fields)
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
+
+    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
+        layout, clouds = self.cluster, tuple(self.cluster.clouds)
+        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
+        try:
+            self.security.check(clouds, fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
+                self.security.check_weights(clouds, parts, stage_cloud)
+        except ConfigError as error:
+            if replica == 0:
+                raise
+            raise ConfigError(
+                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
+            ) from error
 
     def _check_defences(self, replica: int) -> None:
         """A defence that reads labels must act in ranks that load them."""

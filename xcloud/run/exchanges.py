@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import AllReduce, GradientExchange
+from xcloud.parallel.private_averager import PrivateAverager
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.run.wiring import Wiring
+from xcloud.security.privacy import CloudPrivacy
 
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Told of every contribution of another replica: step, replica, tensors as "stage.name"."""
@@ -30,11 +32,12 @@ def join_exchanges(
     choose: Choose,
     seed: int,
     watch: Watch | None = None,
+    privacy: CloudPrivacy | None = None,
 ) -> dict[int, GradientExchange]:
     """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
     other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
 
-    choose: the compressor of each tensor that replicas average.
+    choose: the compressor of each tensor that replicas average. privacy: noise on what leaves.
     """
     replicas = wiring.replicas
     if replicas is None:
@@ -55,11 +58,14 @@ def join_exchanges(
             own.dtype,
             own.device,
         )
-        averager = AllToAll(replicas, codec)
-        if watch is not None:
-            averager.watch = _of_others(watch, list(shapes), replicas.replica)
-        averagers.append(averager)
-        return averager
+        made = AllToAll(replicas, codec)
+        made.watch = watch
+        averagers.append(made)
+        if privacy is not None:
+            averagers[-1] = PrivateAverager(
+                made, list(shapes), privacy, replicas.num_parts, silent={LOSS}
+            )
+        return averagers[-1]
 
     links = replicas if replicas.peers else None
     check = ReplicaCheck(links, lanes, dict(sorted(stages.items())), replicas.name_of,
@@ -71,17 +77,6 @@ def join_exchanges(
         replicas.open(sum(averager.max_bytes for averager in averagers))
     check.compare(0)
     return across.exchanges
-
-
-def _of_others(
-    watch: Watch, names: Sequence[str], own: int
-) -> Callable[[int, Mapping[int, Sequence[Tensor]]], None]:
-    def told(step: int, contributions: Mapping[int, Sequence[Tensor]]) -> None:
-        for replica, tensors in contributions.items():
-            if replica != own:
-                watch(step, replica, dict(zip(names, tensors, strict=True)))
-
-    return told
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:

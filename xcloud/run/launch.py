@@ -50,6 +50,20 @@ def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
         return None
 
 
+def start_process(
+    command: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl+C reaches the parent alone
+        )
+
+
 class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
     may be lost once they are ready, which the remaining ranks report. None: all ranks."""
@@ -77,17 +91,8 @@ class LocalRanks:
         for rank in range(num_ranks):
             command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
             command += ["--rank", str(rank), "--parent", str(os.getpid())]
-            with open(self.log(rank), "wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**environment, "LOCAL_RANK": str(rank)},
-                        start_new_session=True,  # Ctrl+C reaches the parent alone
-                    )
-                )
+            here = {**environment, "LOCAL_RANK": str(rank)}
+            self.processes.append(start_process(command, here, self.log(rank)))
 
     def log(self, rank: int) -> Path:
         return self.run_dir / f"rank{rank}.log"

@@ -21,7 +21,8 @@ class ReplicaEnds:
     once it is known how long a message may be.
 
     peers: by replica, the rank that trains the same share there, this rank's own included. Of a
-    stage with unequal numbers of lanes the surplus ranks have none.
+    stage with unequal numbers of lanes the surplus ranks have none. num_parts: ranks of a replica
+    that carry something across; num_shares: those of them that hold what this rank holds.
     """
 
     def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
@@ -33,6 +34,9 @@ class ReplicaEnds:
             min(own.stages),
         )
         self.num_shares = min(len(ranks) for ranks in layout.replicas_of(self._stage))
+        self.num_parts = sum(
+            min(len(ranks) for ranks in layout.replicas_of(stage)) for stage in _heads(layout)
+        )
         lane = layout.ranks_of(self._stage, own.replica).index(ends.rank)
         self.peers: tuple[int, ...] = ()
         if lane < self.num_shares:
@@ -45,8 +49,7 @@ class ReplicaEnds:
     @staticmethod
     def join_lines(ends: Ends, layout: ClusterLayout) -> None:
         """Called in every rank: a line for each way between the replicas of each stage."""
-        heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
-        for stage in sorted(heads):
+        for stage in _heads(layout):
             everyone = sorted(rank for ranks in layout.replicas_of(stage) for rank in ranks)
             for way in ("up", "down"):  # so that both flow at once
                 ends.line(_line(stage, way), everyone)
@@ -104,6 +107,11 @@ class ReplicaEnds:
                 "do all clouds run the same experiment file?"
             )
         return tuple(part.to(self._device) for part in parts)
+
+
+def _heads(layout: ClusterLayout) -> list[int]:
+    """Of every rank the first stage, which names what it holds."""
+    return sorted({min(layout.placement(rank).stages) for rank in range(layout.num_ranks)})
 
 
 def _line(stage: int, way: str) -> str:

@@ -17,8 +17,10 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
+from xcloud.security.privacy import Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, cut
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.private_gradients import PrivateGradients
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
 
@@ -45,7 +47,9 @@ class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
-    own, from its own micro-batches."""
+    own, from its own micro-batches. privacy: with SamplePrivacy every micro-batch is one sample,
+    whose gradient is clipped. With either kind replicas keep their losses to themselves; the loss
+    that replica 0 tells is an estimate from one rank's samples."""
 
     rank: int
     pipeline: Pipeline
@@ -59,10 +63,12 @@ class Trainer:
     weight: Callable[[Tensor], float] | None
     replica: int = 0
     apart: bool = False
+    privacy: Privacy | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+    _private: PrivateGradients | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -72,6 +78,12 @@ class Trainer:
             self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
             self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+        if isinstance(self.privacy, SamplePrivacy):
+            leads = frozenset(stage for stage, lanes in self.lanes.items() if lanes.leads)
+            self._private = PrivateGradients(
+                self.privacy, self._buffers, self.pipeline.num_stages, leads
+            )
+            self.pipeline.on_backward = self._private.take
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
@@ -83,20 +95,27 @@ class Trainer:
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
         pieces = cut(self.plan.ids(step), num_passes * m)
-        weight = self.weight(self._updates_from(pieces)) if self.weight else 1.0
+        samples = self._updates_from(pieces)
+        weight = self.weight(samples) if self.weight else 1.0
+        if self._private is not None:
+            self._private.begin(len(samples))
         loss = torch.zeros((), device=self.pipeline.device)
-        num_samples = 0
+        num_own = 0
         for number in range(num_passes):
             first = number * m
             with clock.during("fetch"):
                 batches = {i: self.fetch(pieces[first + i]) for i in range(m) if self._is_mine(i)}
             loss += self.pipeline.step(self.schedule, batches, step, weight, first)
-            if self._counts_samples:
-                num_samples += sum(len(batch["ids"]) for batch in batches.values())
+            num_own += sum(len(batch["ids"]) for batch in batches.values())
 
+        if self._private is not None:
+            with clock.during("clip"):
+                self._private.finish()
         total_loss = self._exchange_gradients(step, loss)
-        if self.replica and not self.apart:
+        if self.replica and (self._keeps_losses or not self.apart):
             total_loss = None  # replica 0 tells the loss of all
+        elif total_loss is not None and self._keeps_losses:
+            total_loss = float(loss) * len(samples) / num_own
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -121,7 +140,7 @@ class Trainer:
             rate,
             None if is_skipped else total_loss,
             grad_norm,
-            num_samples,
+            num_own if self._counts_samples else 0,
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
         )
@@ -153,6 +172,10 @@ class Trainer:
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
+    @property
+    def _keeps_losses(self) -> bool:
+        return self.privacy is not None and self.pipeline.num_replicas > 1
+
     def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
         """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
         if not self.apart:
@@ -171,7 +194,8 @@ class Trainer:
         total = None
         with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
-                mine = loss if stage == last else torch.zeros_like(loss)
+                tells = stage == last and not self._keeps_losses
+                mine = loss if tells else 0 * loss  # nan stays
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)

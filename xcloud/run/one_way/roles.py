@@ -18,7 +18,8 @@ from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.run.export import exporting
 from xcloud.run.launch import ready_file
-from xcloud.run.one_way.consumer import ConsumerRun, Feeding, LocalFeeding
+from xcloud.run.one_way.consumer import ConsumerRun
+from xcloud.run.one_way.feeding import Feeding, LocalFeeding
 from xcloud.run.one_way.producer import ProducerRun, feed
 from xcloud.run.one_way.wiring import OneWayWirer
 from xcloud.run.role import RankContext, Role
