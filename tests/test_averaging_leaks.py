@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pipelines import in_threads
-from tests.replicas import linked
+from tests.replicas import connected
 from tests.test_gradient_attacks import TEXTS, as_batch, causal, gradients, run
 from tests.test_gradient_attacks import WORDS as NUM_WORDS
 from xcloud.comm.cast import Nothing
@@ -89,7 +89,7 @@ def test_an_averager_tells_what_others_contribute() -> None:
         averager.start(7, [torch.full((2,), float(links.replica))])
         averager.finish(7)
 
-    in_threads([lambda own=own: take(own) for own in linked(3)])
+    in_threads([lambda own=own: take(own) for own in connected(3)])
 
     assert told == [(7, 1, {"a": [1.0, 1.0]}), (7, 2, {"a": [2.0, 2.0]})]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from xcloud.parallel.stage import Batch, Stage
 
 from tests.causal_models import WIDTH, WORDS, batch_of, loss_of, saved, words
 from tests.causal_models import build as build_causal

@@ -19,6 +19,7 @@ from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.run.exchanges import join_exchanges
 from xcloud.run.wiring import Wiring
+from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -54,6 +55,7 @@ def ranks(
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008
+    privacy: Privacy | None = None,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given."""
     layout = strategy.arrange(layout)
@@ -69,12 +71,18 @@ def ranks(
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
             exchanges=join_exchanges(
-                wiring, held.stages, strategy, compression.for_tensor, seed=7
+                wiring,
+                held.stages,
+                strategy,
+                compression.for_tensor,
+                seed=7,
+                privacy=privacy if isinstance(privacy, CloudPrivacy) else None,
             ),
             sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
             replica=layout.placement(held.rank).replica,
+            privacy=privacy,
         )
         return Rank(trainer, wiring)
 

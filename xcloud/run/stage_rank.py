@@ -22,6 +22,7 @@ from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
+from xcloud.run.privacy_account import account
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
@@ -29,6 +30,7 @@ from xcloud.run.wiring import wire
 from xcloud.security.averaging_leaks import AveragingObserver, Victim
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.security.privacy import CloudPrivacy
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
@@ -95,7 +97,7 @@ class StageRank(Role[Experiment]):
         job, layout, rank = self.job, self.job.cluster, self.rank
         device, run_dir = self.context.device, self.context.run_dir
         observer = _observer(job, rank, data)
-        averaged = None
+        averaged, privacy = None, job.security.privacy
         if observer is not None:
             self.wiring.observe(observer)
             averaged = _averaging_observer(job, observer, stages, data)
@@ -111,6 +113,7 @@ class StageRank(Role[Experiment]):
         exchanges = join_exchanges(
             self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed,
             averaged.received if averaged is not None else None,
+            privacy if isinstance(privacy, CloudPrivacy) else None,
         )  # fmt: skip
 
         last = layout.num_stages - 1
@@ -120,7 +123,7 @@ class StageRank(Role[Experiment]):
             self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica,
+            self.placement.replica, privacy=privacy,
         )  # fmt: skip
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
@@ -148,6 +151,10 @@ class StageRank(Role[Experiment]):
                 if averaged is not None:
                     averaged.attack()
                 observer.write(run_dir)
+        if privacy is not None and rank == 0:
+            with self.wiring.alive():
+                told = account(privacy, trainer.plan, trainer.num_updates, covers=1)
+            self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
         report_typical_step(self.clock, layout.num_ranks, self.reporter)
