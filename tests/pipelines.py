@@ -93,6 +93,7 @@ def wired(
     seed: int = 7,
     on_report: Callable[[Frame], None] = lambda frame: None,
     run_dir: Path = Path("no file is written"),
+    ties_ends: bool = False,
 ) -> list[Wired]:
     """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
     any with as many micro-batches under way. record_from: as of StepClock."""
@@ -102,7 +103,7 @@ def wired(
         clock = StepClock(record_from)
         wiring = wire(
             world.transport(rank), layout, dict(borders), compression, max_samples, CPU, clock,
-            run_dir, on_report, schedule, defences, seed=seed,
+            run_dir, on_report, schedule, defences, seed=seed, ties_ends=ties_ends,
         )  # fmt: skip
         return Wired(wiring, clock)
 

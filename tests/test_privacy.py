@@ -18,7 +18,7 @@ from xcloud.comm.cast import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
 from xcloud.parallel.averaging import AllToAll
-from xcloud.parallel.private_averager import PrivateAverager
+from xcloud.parallel.averaging_guard import PrivateAverager
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.run.privacy_account import account

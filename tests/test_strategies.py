@@ -17,6 +17,8 @@ from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.errors import ReplicasDiffer
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.training.batch_plan import BatchPlan
@@ -195,3 +197,18 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no
     told = [update([rank.trainer for rank in job], step) for step in range(3, 9)]
     assert all(not isinstance(r, str) and r.skipped is None for reports in told for r in reports)
     assert torch.equal(*values(job, 0))
+
+
+def test_one_local_step_with_plain_sgd_would_be_an_averaged_gradient() -> None:
+    """Each replica's loss is divided by the weight of its own samples."""
+    outer = OuterOptimizer(1.0, 0.0, False)
+    job = ranks(
+        clouds(2), TRAINING, plan=ONE_BATCH, strategy=Strategy("local_updates", None,
+        LocalUpdates(every=1, outer=outer)),
+    )  # fmt: skip
+    told = update([rank.trainer for rank in job], 1)
+    (expected,) = update([rank.trainer for rank in ranks(LOCAL, TRAINING, plan=ONE_BATCH)], 1)
+
+    losses = [r.loss for r in told if not isinstance(r, str) and r.loss is not None]
+    assert not isinstance(expected, str) and expected.loss is not None
+    assert sum(losses) / len(losses) == pytest.approx(expected.loss, rel=1e-6)

@@ -101,7 +101,7 @@ class PowerSgd:
             basis_Dr = basis_Dr.mul_(_FRESH_SHARE).add_(known_Dr)
         left_Rr = torch.linalg.qr(matrix_RD @ basis_Dr).Q
         right_rD = left_Rr.T @ matrix_RD
-        self._basis_Dr = right_rD.T.clone()
+        self._basis_Dr = right_rD.T.clone(memory_format=torch.contiguous_format)
         return left_Rr, right_rD
 
 

@@ -65,8 +65,8 @@ class _Coded:
             fits and self.residual is not None
         ):
             raise ValueError(
-                f"the state of {self.name!r} has {_named(residual)} for a residual, expected "
-                f"{_named(self.residual)}; it was saved with other settings"
+                f"the state of {self.name!r} has {_in_words(residual)} for a residual, expected "
+                f"{_in_words(self.residual)}; it was saved with other settings"
             )
         if isinstance(residual, Tensor) and self.residual is not None:
             self.residual = residual.to(self.residual)
@@ -119,12 +119,12 @@ class TensorCodec:
         """Begin the random streams of this replica. All draw the same positions, so that what one
         sends of a sum of others is what these have sent; their rounding is independent, so that
         its errors average out."""
-        for number, coded in enumerate(self._coded):
+        for coded in self._coded:
             made = coded.compressor
             for name, member in made.members.items() if isinstance(made, Chain) else [("", made)]:
                 if isinstance(member, Randomized):
                     whose = "all" if member.family == "sparse" else replica
-                    member.use_stream(seed_from(self._identity, number, name, whose))
+                    member.use_stream(seed_from(self._identity, coded.name, name, whose))
 
     @property
     def names(self) -> list[str]:
@@ -201,6 +201,16 @@ class TensorCodec:
             if coded.residual is not None and _is_finite(tensor):
                 coded.residual = coded.residual + tensor.view(coded.spec.shape)
 
+    def state_of(self, name: str) -> State:
+        """What is kept for one tensor."""
+        return self._named(name).state_dict()
+
+    def load_state_of(self, name: str, state: State) -> None:
+        self._named(name).load_state_dict(state)
+
+    def _named(self, name: str) -> _Coded:
+        return next(coded for coded in self._coded if coded.name == name)
+
     def state_dict(self) -> State:
         """Residuals and what compressors carry on, by the number of the tensor."""
         return join_states({str(i): coded.state_dict() for i, coded in enumerate(self._coded)})
@@ -218,5 +228,5 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() & high.isfinite())
 
 
-def _named(value: object) -> str:
+def _in_words(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -15,8 +16,10 @@ from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.strategy import Strategy
+from xcloud.parallel.sharding import check_in_step
+from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
@@ -50,8 +53,7 @@ class Experiment(Job):
                 "cluster hold the same stage, and each needs a micro-batch; set it to at least "
                 f"{fewest}"
             )
-        pieces = micro_batches * self.training.accumulate_steps
-        if self.training.batch_size < pieces:
+        if self.training.batch_size < self.num_pieces:
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
                 f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
@@ -71,6 +73,9 @@ class Experiment(Job):
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
             self._check_visibility(replica, fields)
+        if self.ties_ends:
+            self._check_tied()
+        self._check_sharded()
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
@@ -90,6 +95,58 @@ class Experiment(Job):
             raise ConfigError(
                 f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
             ) from error
+
+    @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last stage train a matrix in common (tied embeddings)."""
+        ties = getattr(self.model, "ties_ends", None)
+        return ties is not None and bool(ties(self.cluster.num_stages))
+
+    def _check_sharded(self) -> None:
+        layout = self.cluster
+        for name, cloud in layout.clouds.items():
+            if not cloud.shard:
+                continue
+            what = f"cluster.clouds.{name}"
+            if self.strategy.averaging is not None or self.ties_ends:
+                other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
+                raise ConfigError(
+                    f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
+                    "with other clouds: leave one of the two out"
+                )
+            turns = [
+                {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            for stage in cloud.stages or ():
+                if len(layout.ranks_of(stage, cloud.replica)) < 2:
+                    raise ConfigError(
+                        f"{what}.shard: stage {stage} is held by one rank; give the cloud more "
+                        "(num_ranks), or leave shard out"
+                    )
+                holders = [own for own in turns if stage in own]
+                check_in_step(self.schedule, layout.num_stages, holders, what)
+
+    def _check_tied(self) -> None:
+        """The gradient of the embeddings tells which words are in a batch, and that of the head
+        which are to be guessed: neither may go where these may not be."""
+        layout = self.cluster
+        if not isinstance(self.strategy.averaging, GradientAveraging | None):
+            raise ConfigError(
+                f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
+                "brings replicas together from time to time: take untie or freeze"
+            )
+        for replica in range(layout.num_replicas):
+            first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+            for name, cloud in (("text", last), (LABEL, first)):
+                holders = self.security.holders.get(name)
+                if first != last and holders is not None and cloud not in holders:
+                    raise ConfigError(
+                        f"model.embeddings=tie sends cloud {cloud!r} gradients that tell which "
+                        f"words are in {name!r}, and security.holders.{name} keeps these in "
+                        f"{', '.join(holders)}: take untie or freeze, or put both ends of the "
+                        "model into one cloud (cluster=u_shape)"
+                    )
 
     def _check_defences(self, replica: int) -> None:
         """A defence that reads labels must act in ranks that load them."""
@@ -116,8 +173,21 @@ class Experiment(Job):
                 "averaging, and here is one replica; choose strategy=data_parallel or "
                 "local_updates, or security/privacy=sample"
             )
+        averaging = self.strategy.averaging
+        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
+        if isinstance(privacy, CloudPrivacy) and elastic:
+            raise ConfigError(
+                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
+                "leave=go_on: what a merge left out is sent again with the next one, so that no "
+                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
+            )
         if not isinstance(privacy, SamplePrivacy):
             return
+        if any(cloud.shard for cloud in layout.clouds.values()):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient in one rank, but "
+                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
+            )
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             raise ConfigError(
                 "security/privacy=sample noises parameter gradients, but this cluster cuts the "
@@ -152,6 +222,11 @@ class Experiment(Job):
         return "none" if averaging == "none" else f"averaging {averaging}"
 
     @property
+    def strategy_in_force(self) -> str:
+        """Its label; "" for a pipeline, which is what the cluster says."""
+        return "" if self.strategy.averaging is None else self.strategy.label
+
+    @property
     def defences_in_force(self) -> str:
         """The defences' label; "off" where no border is one that they act on, "none" if none."""
         defences = self.security.defences
@@ -168,35 +243,27 @@ class Experiment(Job):
 
     @property
     def variant(self) -> str:
-        return self.compression_in_force
+        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
+    def _described(self) -> Sequence[str]:
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        line = (
-            f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
-            f"{self.cluster.describe()}; compression: {compression}"
-        )
-        if self.strategy.averaging is not None:
-            line += f"; strategy: {self.strategy.describe(self.cluster)}"
+        parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
+        parts.append(f"compression: {compression}")
+        if self.strategy_in_force:
+            parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
-            line += f"; defences: {defences}"
-            if self.defences_in_force == "off":
-                line += " (off: nothing they protect leaves its cloud)"
+            off = " (off: nothing they protect leaves its cloud)"
+            parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
         if self.security.privacy is not None:
-            line += f"; {self.security.privacy.label}"
+            parts.append(self.security.privacy.label)
         if self.security.meter is not None and not self.cluster.crosses_clouds:
-            line += "; leak meter: off (one cloud)"
-        return line
-
-    @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
+            parts.append("leak meter: off (one cloud)")
+        return parts
 
     @property
     def schedule_label(self) -> str:
@@ -224,8 +291,12 @@ class Experiment(Job):
     @property
     def max_micro_batch(self) -> int:
         """Samples of the largest micro-batch, in training or evaluation."""
-        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+        return max(-(-self.training.batch_size // self.num_pieces), self.training.eval_batch_size)
+
+    @property
+    def num_pieces(self) -> int:
+        """Micro-batches of an update, over all passes."""
+        return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
         """The batches of training. A sample keeps its lanes where a memory is kept for it: both

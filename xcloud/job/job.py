@@ -8,13 +8,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xcloud.checks import check_int
 from xcloud.cluster.clouds import Layout
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
+
+
+class AnyTraining(Protocol):
+    """max_steps: updates in all."""
+
+    @property
+    def max_steps(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,7 @@ class Job(ABC):
 
     name: str
     cluster: Layout[Any]
+    training: AnyTraining
     tracker: Tracker
     seed: int = 1
     profile: str = "demo"
@@ -50,14 +58,24 @@ class Job(ABC):
         """What tells this run from others of the same name and cluster, in a word."""
 
     @property
-    @abstractmethod
     def headline(self) -> str:
         """What this run is, in one line."""
+        return f"{self.name} [{self.profile}]: {'; '.join(self._described)}"
+
+    @property
+    @abstractmethod
+    def _described(self) -> Sequence[str]:
+        """The parts of the headline that depend on the kind."""
 
     @property
     @abstractmethod
     def compression_in_force(self) -> str:
         """Its label; "off" where nothing crosses between clouds."""
+
+    @property
+    def strategy_in_force(self) -> str:
+        """How several clouds are used; "" where there is one way only."""
+        return ""
 
     @property
     def defences_in_force(self) -> str:
@@ -69,9 +87,9 @@ class Job(ABC):
         return None
 
     @property
-    @abstractmethod
     def max_steps(self) -> int:
         """Updates in all."""
+        return self.training.max_steps
 
     @property
     @abstractmethod
@@ -85,6 +103,7 @@ class Job(ABC):
             "schedule": self.schedule_label,
             "link": self.cluster.describe_link(),
             "compression": self.compression_in_force,
+            **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
     @property

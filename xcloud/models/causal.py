@@ -52,10 +52,10 @@ class CausalLM:
     """checkpoint: folder or hub id of a causal model of a type in causal_network.KINDS; the task
         must use its tokenizer. own: a small one made on the spot. Exactly one of them is given.
     lora: adapters beside a frozen model; None: all weights are trained.
-    embeddings: without lora. None: trained, as the head is. freeze: both stay. untie: where both
-        are one matrix (tied) and lie in different stages, train them as two. Tied and trained in
-        two places they would need one another's gradient in every step, so None is refused there.
-        Frozen, or beside LoRA, each end holds its own copy, which is exact.
+    embeddings: without lora. None: trained, as the head is; refused where both are one matrix
+        (tied) and lie in different stages. There, tie: trained as one, both ends exchange their
+        gradients of it in every update; untie: trained as two; freeze: both stay. Frozen, or
+        beside LoRA, each end holds its own copy, which is exact.
     blocks_per_stage: a count for each stage but the last, which takes the rest; 0 leaves a first
         stage only the embeddings. None spreads the blocks evenly.
     split: where the first stage ends, and to how many features rows are reduced there; see
@@ -68,7 +68,7 @@ class CausalLM:
     checkpoint: str | None = None
     own: OwnCausal | None = None
     lora: Lora | None = None
-    embeddings: Literal["freeze", "untie"] | None = None
+    embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[int] | None = None
     split: Split | None = None
     public_text: PublicTexts | None = None
@@ -89,7 +89,7 @@ class CausalLM:
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"model.{name} must be a {kind.__name__}, got {given!r}")
-        check_choice("model.embeddings", self.embeddings, (None, "freeze", "untie"))
+        check_choice("model.embeddings", self.embeddings, (None, "freeze", "tie", "untie"))
         if self.lora is not None and self.embeddings is not None:
             raise ConfigError(
                 "model.embeddings is for training without LoRA; beside model.lora they are "
@@ -143,6 +143,10 @@ class CausalLM:
             held.add("head")
         return frozenset(held)
 
+    def ties_ends(self, num_stages: int) -> bool:
+        """Whether the first and the last stage train a matrix in common."""
+        return self.embeddings == "tie" and num_stages > 1
+
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
@@ -163,7 +167,10 @@ class CausalLM:
         trains = self._trains_up_to(config, part.blocks.stop, stage)
         return Border(fields, max_length, trains, start)
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+    def build_stage(
+        self, stage: int, num_stages: int, context: BuildContext, measures: bool = True
+    ) -> Stage:
+        """measures: False leaves the projections of a split at zero, for whoever fills them."""
         config = self._config(context.max_length)  # is checked before anything is made
         self._part(config, stage, num_stages)
         name = self.checkpoint
@@ -182,7 +189,9 @@ class CausalLM:
         part = self._part(config, stage, num_stages)
         network = network_of(config, part)
         load_weights(network, name)
-        basis = basis_of(self._cut, stage, name, config, self._public_text, context)
+        basis = None
+        if measures:
+            basis = basis_of(self._cut, stage, name, config, self._public_text, context)
         cut = make_cut(self._cut, stage, config, context.max_length, basis)
         handed: tuple[Tensor, ...] = ()
         if basis is not None and stage == 0 and self._cut.hands_over:
@@ -245,7 +254,10 @@ class CausalLM:
         if self.activation_checkpointing:
             network.activation_checkpointing_enable({"use_reentrant": False})
         frozen = part.is_first and self._cut.layer is not None and self._cut.freeze_bottom
-        return CausalStage(network, part, self.vocabulary_chunk, about, cut, handed_over, frozen)
+        tied = self.embeddings == "tie" and part.is_first != part.is_last
+        return CausalStage(
+            network, part, self.vocabulary_chunk, about, cut, handed_over, frozen, tied
+        )
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
@@ -262,10 +274,10 @@ class CausalLM:
             )
         if self.lora is not None:
             self.lora.check(config)
-        if self.embeddings == "untie" and not ties_words(config):
+        if self.embeddings in ("tie", "untie") and not ties_words(config):
             raise ConfigError(
-                f"model.embeddings=untie: embeddings and head of {self.describe()} are two "
-                "matrices already; leave it out"
+                f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "
+                "are two matrices already; leave it out"
             )
         return config
 
@@ -276,8 +288,9 @@ class CausalLM:
             raise ConfigError(
                 f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
                 "two lie in different stages, so each would need the other's gradient in every "
-                "step. Train adapters (model.lora={r: 16}), or keep the matrix as it is "
-                "(model.embeddings=freeze), or train it as two (model.embeddings=untie)"
+                "step. Let them cross (model.embeddings=tie), train it as two "
+                "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
+                "adapters (model.lora={r: 16})"
             )
         check_fits(self._cut, config, num_stages)
         num_blocks = depth(config)

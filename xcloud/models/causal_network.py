@@ -166,6 +166,13 @@ def base_of(network: Any) -> Any:
     return getattr(network, KINDS[network.config.model_type].base)
 
 
+def words_of(network: Any) -> nn.Parameter:
+    """The matrix of the embeddings, in the first stage."""
+    module = getattr(base_of(network), KINDS[network.config.model_type].embeddings)
+    words: nn.Parameter = module.weight
+    return words
+
+
 def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
     kind, base = KINDS[network.config.model_type], base_of(network)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.causal_narrow import Cut, through
-from xcloud.models.causal_network import HEAD, Part, Past, packed_places, run
+from xcloud.models.causal_network import HEAD, Part, Past, packed_places, run, words_of
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
@@ -31,7 +31,8 @@ class CausalStage(Stage):
 
     architecture: JSON values from which the stage can be built again.
     cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
-    Stage.hand_over. frozen: nothing is trained, and there is no dropout.
+    Stage.hand_over. frozen: nothing is trained, and there is no dropout. is_tied: the embeddings
+    or the head here are one matrix with the pipeline's other end.
     """
 
     def __init__(
@@ -43,18 +44,26 @@ class CausalStage(Stage):
         cut: Cut | None = None,
         handed_over: tuple[Tensor, ...] = (),
         frozen: bool = False,
+        is_tied: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self._part, self._chunk = part, chunk
         self.architecture = dict(architecture)
         self.cut, self._handed_over, self._frozen = cut, handed_over, frozen
+        self._is_tied = is_tied
         if frozen:
             self.requires_grad_(False)
 
     def train(self, mode: bool = True) -> CausalStage:
         super().train(mode and not self._frozen)
         return self
+
+    def tied(self) -> nn.Parameter | None:
+        if not self._is_tied:
+            return None
+        tied = self._head.weight if self._part.is_last else words_of(self.network)
+        return cast(nn.Parameter, tied)
 
     def hand_over(self) -> tuple[Tensor, ...]:
         return self._handed_over

@@ -20,6 +20,7 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.errors import ConfigError, FrameError, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
+REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
@@ -150,10 +151,15 @@ class Control:
             out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def report(self, lines: bytes) -> None:
-        """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
-        assert len(lines) <= REPORT_CAPACITY_BYTES
-        data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-        self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
+        """To rank 0."""
+        send_report(self.out[0], lines)
+
+
+def send_report(link: OutLink, lines: bytes) -> None:
+    """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:

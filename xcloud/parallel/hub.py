@@ -29,7 +29,7 @@ from xcloud.parallel.replica_links import ReplicaLinks
 HUB = 0
 NEWCOMER = -1  # knows no merge
 HUB_WAIT_S = 3600.0  # of a replica that comes first: the hub may have a long round before it
-_KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
+KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
 _ASKS, _ANSWERS = 0, 1  # in the place of the micro-batch
 _HEADS = (
     "step, newest merge known, weight of this replica",
@@ -151,7 +151,7 @@ class Hub:
     on_merge: Callable[[Told], None] = lambda told: None
     on_absence: Callable[[Absence], None] = lambda absence: None
     known: int = 0
-    _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=KEPT))
     _peers: dict[int, _Peer] = field(init=False)
 
     def __post_init__(self) -> None:

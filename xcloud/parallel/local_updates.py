@@ -29,6 +29,7 @@ class LocalUpdates:
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next: so a slow cloud does fewer steps
         than `every` instead of being waited for, and counts for what it did.
+    feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
     late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
         without it; its change stays with it and is part of the next one.
@@ -47,6 +48,7 @@ class LocalUpdates:
     mix: float = 0.0
     most_s: float | None = None
     most_tokens: int | None = None
+    feedback: bool = True
     wait_s: float = 600.0
     late: Literal["wait", "skip"] = "wait"
     leave: Literal["fail", "go_on"] = "fail"
@@ -57,6 +59,7 @@ class LocalUpdates:
         check_int(f"{NAME}.fragments", self.fragments, 1)
         check_int(f"{NAME}.overlap", self.overlap, 0)
         check_number(f"{NAME}.mix", self.mix, 0.0, 0.999999)
+        check_choice(f"{NAME}.feedback", self.feedback, (True, False))
         check_number(f"{NAME}.wait_s", self.wait_s, 0.0, above=True)
         if self.most_s is not None:
             check_number(f"{NAME}.most_s", self.most_s, 0.0, above=True)
@@ -82,6 +85,19 @@ class LocalUpdates:
             )
 
     @property
+    def needs_whole_replicas(self) -> str:
+        """The settings for which all ranks of a replica must be in one cloud and hold all stages;
+        empty if there are none."""
+        found = {
+            "late=skip": self.late == "skip",
+            "leave=go_on": self.leave == "go_on",
+            "most_s": self.most_s is not None,
+            "most_tokens": self.most_tokens is not None,
+            "weigh=tokens": self.weigh == "tokens",
+        }
+        return ", ".join(f"{NAME}.{name}" for name, is_set in found.items() if is_set)
+
+    @property
     def is_elastic(self) -> bool:
         """Whether a merge may be without some replica."""
         return self.late == "skip" or self.leave == "go_on"
@@ -103,4 +119,4 @@ class LocalUpdates:
             parts.append("skips the late")
         if self.leave == "go_on":
             parts.append("goes on without the lost")
-        return f"local updates ({', '.join(parts)})"
+        return ", ".join(parts)

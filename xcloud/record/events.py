@@ -113,11 +113,20 @@ class StepTotals:
         add_to(self.raw, report.get("raw", {}))
         add_to(self.link_busy_s, report.get("link_busy_s") or {})
         self.samples += report.get("samples", 0)
+        if report.get("loss") is not None:
+            self._count_loss(report["loss"], report.get("tokens", 0))
         self.tokens += report.get("tokens", 0)
         self.values.update(report.get("values", {}))
-        for name in ("loss", "grad_norm", "learning_rate"):
+        for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
                 setattr(self, name, report[name])
+
+    def _count_loss(self, loss: float, tokens: float) -> None:
+        """One rank tells it, or, where replicas update apart, one of each: then their mean by
+        token."""
+        if self.loss is not None and self.tokens + tokens:
+            loss = (self.loss * self.tokens + loss * tokens) / (self.tokens + tokens)
+        self.loss = loss
 
 
 class StepCollector:

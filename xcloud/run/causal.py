@@ -72,7 +72,7 @@ class TrainedCausal:
         made = []
         for number in range(self.num_stages):
             _, path = read_stage(self.run_dir, number)
-            stage = self.model.build_stage(number, self.num_stages, self.context())
+            stage = self.model.build_stage(number, self.num_stages, self.context(), measures=False)
             fill(stage, path)
             made.append(stage.eval())
         return made

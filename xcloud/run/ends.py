@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from xcloud.cluster.clouds import Layout
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
-from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
@@ -33,7 +33,7 @@ class Ends:
     def __init__(
         self,
         transport: Transport,
-        layout: ClusterLayout | OneWayLayout,
+        layout: Layout[Any],
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
@@ -70,9 +70,12 @@ class Ends:
         capacity_bytes: int,
         window: LinkWindow,
         border: int = CONTROL,
-        overdue_s: float = 300.0,
+        overdue_s: float | None = None,
     ) -> SendingEnd:
-        """border: stage before it, for logs and records of messages between stages."""
+        """border: stage before it, for logs and records of messages between stages. overdue_s:
+        by default as long as a message of capacity_bytes may take."""
+        if overdue_s is None:
+            overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
         record = None
         if self._leaves_cloud(peer):
             there = self.layout.placement(peer).cloud
@@ -98,8 +101,11 @@ class Ends:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         border: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
-        advice: str = "",
+        advice: str | None = None,
     ) -> ReceivingEnd:
+        """advice: what makes this rank wait longer; by default the layout's."""
+        if advice is None:
+            advice = self.layout.overdue_advice(self.rank, peer)
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(border, peer, self.rank), peer), on_end, self.lives[peer], advice,
@@ -136,9 +142,7 @@ class Ends:
 class LinkClocks:
     """Clocks of the emulated links, one for each direction between two clouds."""
 
-    def __init__(
-        self, transport: Transport, layout: ClusterLayout | OneWayLayout, run_dir: Path
-    ) -> None:
+    def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
         self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
         emulated = [layout.wan, *layout.links.values()]

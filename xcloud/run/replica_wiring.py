@@ -1,4 +1,5 @@
-"""One rank's links to its counterparts in the other replicas, over the ends of its cloud."""
+"""One rank's links to others that train the same values, over the ends of its cloud: in the other
+replicas, and where a matrix is tied, at the pipeline's other end."""
 
 from __future__ import annotations
 
@@ -16,54 +17,37 @@ from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 _AHEAD = 4  # messages under way on a link
 
 
-class ReplicaEnds:
+class PeerEnds:
     """ReplicaLinks of one rank. Its lines are joined with all others; its ends are made by `open`,
     once it is known how long a message may be.
 
-    peers: by replica, the rank that trains the same share there, this rank's own included. Of a
-    stage with unequal numbers of lanes the surplus ranks have none. num_parts: ranks of a replica
-    that carry something across; num_shares: those of them that hold what this rank holds.
+    line: name of the lines, which are two. stage: for the record of messages.
+    peers: by replica, the rank that holds the same values there, this rank's own included; none
+        where this rank has no counterpart.
     """
 
-    def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
+    def __init__(
+        self, ends: Ends, layout: ClusterLayout, device: torch.device, line: str, stage: int,
+        replica: int, num_replicas: int, peers: tuple[int, ...],
+    ) -> None:  # fmt: skip
         self._ends, self._layout, self._device = ends, layout, device
-        own = layout.placement(ends.rank)
-        self.replica, self.num_replicas, self._stage = (
-            own.replica,
-            layout.num_replicas,
-            min(own.stages),
-        )
-        self.num_shares = min(len(ranks) for ranks in layout.replicas_of(self._stage))
-        self.num_parts = sum(
-            min(len(ranks) for ranks in layout.replicas_of(stage)) for stage in _heads(layout)
-        )
-        lane = layout.ranks_of(self._stage, own.replica).index(ends.rank)
-        self.peers: tuple[int, ...] = ()
-        if lane < self.num_shares:
-            self.peers = tuple(ranks[lane] for ranks in layout.replicas_of(self._stage))
+        self._name, self._stage = line, stage
+        self.replica, self.num_replicas, self.peers = replica, num_replicas, peers
         self.raw_bytes = 0
         self._out: dict[int, OutLink] = {}
         self._in: dict[int, InLink] = {}
         self._overdue_s: dict[int, float] = {}
 
-    @staticmethod
-    def join_lines(ends: Ends, layout: ClusterLayout) -> None:
-        """Called in every rank: a line for each way between the replicas of each stage."""
-        for stage in _heads(layout):
-            everyone = sorted(rank for ranks in layout.replicas_of(stage) for rank in ranks)
-            for way in ("up", "down"):  # so that both flow at once
-                ends.line(_line(stage, way), everyone)
-
-    def open(self, capacity_bytes: int) -> None:
+    def open(self, capacity_bytes: int, wait_s: float = 0.0) -> None:
         """Make the ends. capacity_bytes: of the longest message, frame included; the same in all
-        replicas."""
+        replicas. wait_s: how long another replica may take, if that is longer than its link."""
         capacity = capacity_bytes + FRAME_SLACK_BYTES
         window = self._ends.window(_AHEAD, capacity)
         for replica, peer in enumerate(self.peers):
             if replica == self.replica:
                 continue
             ways = ("up", "down") if self.replica < replica else ("down", "up")
-            out, incoming = (_line(self._stage, way) for way in ways)
+            out, incoming = (f"{self._name}.{way}" for way in ways)
             rank, layout = self._ends.rank, self._layout
             overdue_s = layout.overdue_s(rank, peer, capacity)
             self._out[replica] = self._ends.out(
@@ -73,7 +57,7 @@ class ReplicaEnds:
                 incoming, peer, capacity, window, border=self._stage,
                 advice=layout.overdue_advice(rank, peer),
             )  # fmt: skip
-            self._overdue_s[replica] = overdue_s
+            self._overdue_s[replica] = max(overdue_s, wait_s)
 
     def name_of(self, replica: int) -> str:
         """The counterpart there, in words."""
@@ -88,7 +72,9 @@ class ReplicaEnds:
         carries: Sequence[str],
         raw_bytes: int,
     ) -> None:
-        self.raw_bytes += raw_bytes
+        rank, peer = self._ends.rank, self.peers[to_replica]
+        if self._layout.cloud_of(rank) != self._layout.cloud_of(peer):
+            self.raw_bytes += raw_bytes
         self._out[to_replica].send(key, parts, carries)
 
     def recv(
@@ -109,10 +95,61 @@ class ReplicaEnds:
         return tuple(part.to(self._device) for part in parts)
 
 
+class ReplicaEnds(PeerEnds):
+    """To the ranks that train the same share of the same stages in the other replicas. Of a stage
+    with unequal numbers of lanes the surplus ranks have no peers.
+
+    num_shares: ranks that carry something of these stages across; num_parts: of all stages of a
+    replica."""
+
+    def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
+        own = layout.placement(ends.rank)
+        stage = min(own.stages)
+        self.num_shares = _num_shares(layout, stage)
+        self.num_lines = layout.num_averaging_lines
+        self.num_parts = sum(_num_shares(layout, head) for head in _heads(layout))
+        lane = layout.ranks_of(stage, own.replica).index(ends.rank)
+        peers: tuple[int, ...] = ()
+        if lane < self.num_shares:
+            peers = tuple(ranks[lane] for ranks in layout.replicas_of(stage))
+        super().__init__(
+            ends, layout, device, f"averaging.{stage}", stage, own.replica, layout.num_replicas,
+            peers,
+        )  # fmt: skip
+
+    @staticmethod
+    def join_lines(ends: Ends, layout: ClusterLayout) -> None:
+        """Called in every rank: a line for each way between the replicas of each stage."""
+        for stage in _heads(layout):
+            everyone = sorted(rank for ranks in layout.replicas_of(stage) for rank in ranks)
+            _join(ends, f"averaging.{stage}", everyone)
+
+
 def _heads(layout: ClusterLayout) -> list[int]:
-    """Of every rank the first stage, which names what it holds."""
+    """The first stage of every rank, which stands for all that it holds."""
     return sorted({min(layout.placement(rank).stages) for rank in range(layout.num_ranks)})
 
 
-def _line(stage: int, way: str) -> str:
-    return f"averaging.{stage}.{way}"
+def _num_shares(layout: ClusterLayout, stage: int) -> int:
+    return min(len(ranks) for ranks in layout.replicas_of(stage))
+
+
+def tied_ends(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerEnds | None:
+    """Between the leaders of the first and the last stage of each pipeline; as "replicas" 0 and 1.
+    Every rank calls it. None for a rank that is neither, or both."""
+    last, found = layout.num_stages - 1, None
+    for replica in range(layout.num_replicas):
+        peers = tuple(layout.ranks_of(stage, replica)[0] for stage in (0, last))
+        if peers[0] == peers[1]:
+            continue
+        line = f"tied.{replica}"
+        _join(ends, line, sorted(peers))
+        if ends.rank in peers:
+            own = peers.index(ends.rank)
+            found = PeerEnds(ends, layout, device, line, own * last, own, 2, peers)
+    return found
+
+
+def _join(ends: Ends, line: str, ranks: Sequence[int]) -> None:
+    for way in ("up", "down"):  # so that both flow at once
+        ends.line(f"{line}.{way}", ranks)

@@ -17,11 +17,14 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.sharding import shard, whole
 from xcloud.run.evaluation import Evaluator
-from xcloud.run.exchanges import join_exchanges
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.privacy_account import account
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
@@ -54,6 +57,7 @@ class StageRank(Role[Experiment]):
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
         )  # fmt: skip
         self.records = self.wiring.wan_records
 
@@ -70,6 +74,12 @@ class StageRank(Role[Experiment]):
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
+
+    @property
+    def _tells_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them tells."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.is_apart else 0)
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
@@ -110,24 +120,34 @@ class StageRank(Role[Experiment]):
         if layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
-        exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed,
-            averaged.received if averaged is not None else None,
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
+        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
+        guard = AveragingGuard(
             privacy if isinstance(privacy, CloudPrivacy) else None,
-        )  # fmt: skip
+            averaged.received if averaged is not None else None,
+        )
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local, guard
+        )
 
-        last = layout.num_stages - 1
+        last, replica = layout.num_stages - 1, self.placement.replica
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
             self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
-            self.placement.replica, privacy=privacy,
+            replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
+            privacy=privacy,
         )  # fmt: skip
+        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
@@ -136,7 +156,7 @@ class StageRank(Role[Experiment]):
             with memory.first_step():
                 report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
-            if report.skipped is not None and rank == 0:  # every rank knows
+            if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
             every = job.training.evaluate_every
@@ -153,7 +173,7 @@ class StageRank(Role[Experiment]):
                 observer.write(run_dir)
         if privacy is not None and rank == 0:
             with self.wiring.alive():
-                told = account(privacy, trainer.plan, trainer.num_updates, covers=1)
+                told = account(privacy, trainer.plan, trainer.num_updates, job.strategy.covers)
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
@@ -162,8 +182,10 @@ class StageRank(Role[Experiment]):
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if is_first and self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:
@@ -203,7 +225,8 @@ def _averaging_observer(
         stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
 
     words = torch.arange(ids.size)
-    victim = Victim(stage, run, words[words != ids.pad], job.task.max_length)
+    words = words[words != ids.pad]
+    victim = Victim(stage, run, words, job.task.max_length, job.strategy.covers)
     return AveragingObserver(observer, victim, layout.num_replicas - 1)
 
 

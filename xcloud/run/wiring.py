@@ -43,7 +43,7 @@ from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
-from xcloud.run.replica_wiring import ReplicaEnds
+from xcloud.run.replica_wiring import PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
 
@@ -58,7 +58,7 @@ class Wiring:
     """All ends that one rank holds. channels: every one that ends here, by its identity in words.
     guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
     where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
-    stands once."""
+    stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks."""
 
     ends: Ends
     sums: StageSums
@@ -66,6 +66,7 @@ class Wiring:
     lanes: dict[int, RankGroup] = field(default_factory=dict)
     control: Control | None = None
     replicas: ReplicaEnds | None = None
+    tied: PeerEnds | None = None
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
@@ -128,6 +129,7 @@ def wire(
     defences: Defences | None = None,
     *,
     seed: int,
+    ties_ends: bool = False,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
@@ -135,7 +137,7 @@ def wire(
     rank 0, in a background thread, for each report of another rank. schedule: says how many
     messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
-    draw random numbers.
+    draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
@@ -151,6 +153,8 @@ def wire(
     if layout.num_replicas > 1:
         ReplicaEnds.join_lines(ends, layout)
         wiring.replicas = ReplicaEnds(ends, layout, device)
+    if ties_ends:
+        wiring.tied = tied_ends(ends, layout, device)
     for stage, border in sorted(borders.items()):
         for number in range(layout.num_replicas):
             cloud_of = partial(layout.stage_cloud, replica=number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.tied import TiedGradients
 from xcloud.security.privacy import Privacy, SamplePrivacy
-from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.private_gradients import PrivateGradients
 from xcloud.training.settings import Training
@@ -42,14 +44,24 @@ class StepReport:
     skipped: str | None = None
 
 
+class Work(NamedTuple):
+    """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
+    last stage."""
+
+    num_samples: int
+    weight: float
+
+
 @dataclass
 class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
-    own, from its own micro-batches. privacy: with SamplePrivacy every micro-batch is one sample,
-    whose gradient is clipped. With either kind replicas keep their losses to themselves; the loss
-    that replica 0 tells is an estimate from one rank's samples."""
+    own, from its own micro-batches. is_idle(step): whether this replica leaves that update out;
+    its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
+    matrix. privacy: with SamplePrivacy every micro-batch is one sample, whose gradient is clipped.
+    With either kind replicas keep their losses to themselves; the loss that replica 0 tells is an
+    estimate from one rank's samples."""
 
     rank: int
     pipeline: Pipeline
@@ -63,6 +75,9 @@ class Trainer:
     weight: Callable[[Tensor], float] | None
     replica: int = 0
     apart: bool = False
+    is_idle: Callable[[int], bool] = lambda step: False
+    work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
+    tied: TiedGradients | None = None
     privacy: Privacy | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
@@ -87,6 +102,8 @@ class Trainer:
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        if self.is_idle(step):
+            return self._leave_out(step)
         clock = self.pipeline.clock
         clock.begin_step(step)
         for buffer in self._buffers.values():
@@ -95,10 +112,11 @@ class Trainer:
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
         pieces = cut(self.plan.ids(step), num_passes * m)
-        samples = self._updates_from(pieces)
-        weight = self.weight(samples) if self.weight else 1.0
+        update_from = self._updates_from(pieces)
+        weight = self.weight(update_from) if self.weight else 1.0
+        self.work = Work(len(update_from), weight)
         if self._private is not None:
-            self._private.begin(len(samples))
+            self._private.begin(len(update_from))
         loss = torch.zeros((), device=self.pipeline.device)
         num_own = 0
         for number in range(num_passes):
@@ -115,7 +133,7 @@ class Trainer:
         if self.replica and (self._keeps_losses or not self.apart):
             total_loss = None  # replica 0 tells the loss of all
         elif total_loss is not None and self._keeps_losses:
-            total_loss = float(loss) * len(samples) / num_own
+            total_loss = float(loss) * len(update_from) / num_own
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -129,10 +147,7 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
-        with clock.during("average"):
-            for stage, buffer in self._buffers.items():
-                self.exchanges[stage].after_update(step, buffer)
-        self.num_updates = step
+        self._end(step)
         return StepReport(
             step,
             clock.end_step(),
@@ -144,6 +159,19 @@ class Trainer:
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
         )
+
+    def _leave_out(self, step: int) -> StepReport:
+        clock = self.pipeline.clock
+        clock.begin_step(step)
+        self._end(step)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+        return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
+
+    def _end(self, step: int) -> None:
+        with self.pipeline.clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
 
     def state_dict(self) -> State:
         """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
@@ -166,6 +194,8 @@ class Trainer:
         for stage, optimizer in self._optimizers.items():
             found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
             found[f"exchange {stage}"] = self.exchanges[stage]
+        if self.tied is not None:
+            found["tied"] = self.tied
         return found
 
     @property
@@ -178,11 +208,8 @@ class Trainer:
 
     def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
         """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
-        if not self.apart:
-            return torch.cat(list(pieces))
-        m, num_replicas = self.schedule.num_micro_batches, self.pipeline.num_replicas
-        own = [p for i, p in enumerate(pieces) if i % m % num_replicas == self.replica]
-        return torch.cat(own)
+        replica = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
+        return samples_of(pieces, self.schedule.num_micro_batches, *replica)
 
     def _is_mine(self, micro_batch: int) -> bool:
         turns = self.pipeline.turns.values()
@@ -199,6 +226,8 @@ class Trainer:
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
+            if self.tied is not None:
+                self.tied.sum(step, self._buffers)
         return total
 
     def _agree(self, step: int) -> float:

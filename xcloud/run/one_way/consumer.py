@@ -295,7 +295,7 @@ class ConsumerRun:
 
     def _why_gone(self, p: int) -> str:
         """In its own words where it has left them on this machine."""
-        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_of(self._names[p]))
+        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_in(self._names[p]))
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self._inbox.end_of(p)) or "lost by another rank"
 

@@ -1,18 +1,40 @@
-"""Clipping with noise around an averager: what a cloud contributes, as a whole, is private.
-What it guarantees is security/privacy.py's.
+"""Where contributions to an averaging leave and enter a cloud: noise on what leaves, notes for the
+leak meter on what comes. What the noise guarantees is security/privacy.py's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from xcloud.comm.memory import State
-from xcloud.parallel.averaging import Averager
+from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Watch
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
+
+
+@dataclass(frozen=True)
+class AveragingGuard:
+    """privacy: of what this rank sends. watch: told of each contribution that comes."""
+
+    privacy: CloudPrivacy | None = None
+    watch: Watch | None = None
+
+    def around(
+        self,
+        averager: AllToAll | Aggregators,
+        names: Collection[str],
+        num_parts: int,
+        silent: Collection[str] = (),
+    ) -> Averager:
+        """See PrivateAverager."""
+        averager.watch = self.watch
+        if self.privacy is None:
+            return averager
+        return PrivateAverager(averager, names, self.privacy, num_parts, silent)
 
 
 class PrivateAverager:
@@ -26,7 +48,7 @@ class PrivateAverager:
     def __init__(
         self,
         averager: Averager,
-        names: Sequence[str],
+        names: Collection[str],
         privacy: CloudPrivacy,
         num_parts: int,
         silent: Collection[str] = (),
