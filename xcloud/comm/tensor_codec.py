@@ -128,6 +128,11 @@ class TensorCodec:
                     member.use_stream(seed_from(self._identity, coded.name, name, whose))
 
     @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [coded.name for coded in self._coded]
+
+    @property
     def wire_specs(self) -> tuple[TensorSpec, ...]:
         """One part for each dtype, all of one axis."""
         return tuple(
