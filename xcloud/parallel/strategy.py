@@ -92,6 +92,11 @@ class Strategy:
         """Whether each replica makes updates of its own."""
         return isinstance(self.averaging, LocalUpdates)
 
+    @property
+    def covers(self) -> int:
+        """Updates that a replica's contribution to an averaging sums up."""
+        return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
+
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
         if self.averaging is None:

@@ -12,6 +12,7 @@ from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Averager, averager_for
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
@@ -50,6 +51,7 @@ def join_local_updates(
     choose: Choose,
     seed: int,
     training: LocalTraining,
+    guard: AveragingGuard,
 ) -> dict[int, GradientExchange]:
     """The exchanges of a rank's stages. Every rank calls it at the same time.
 
@@ -102,7 +104,9 @@ def join_local_updates(
 
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
-            averagers.append(averager_for(mail, shapes, lambda s: codec(s, number), merge, number))
+            made = averager_for(mail, shapes, lambda s: codec(s, number), merge, number)
+            num_parts = replicas.num_parts * settings.fragments
+            averagers.append(guard.around(made, shapes, num_parts))
             return averagers[-1]
 
         rounds = LocalRounds(
