@@ -81,6 +81,30 @@ def test_all_weights_are_bit_equal_to_one_process(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
+    all_weights: Path, cache: Path, tmp_path: Path
+) -> None:
+    """In one of two clouds; clipped over both; blocks computed again in the backward. Three pieces
+    are scored, so one rank has one more to do."""
+    summary = start(
+        tmp_path, cache, "cluster=two_clouds_dp", "cluster/wan=free", "model.lora=null",
+        "+cluster.clouds.cloud_b.shard=true", "model.activation_checkpointing=true",
+        "training.eval_batch_size=4", "task.num_test=10",
+    )  # fmt: skip
+    assert losses(tmp_path) == pytest.approx(losses(all_weights), rel=1e-5)
+    ours, theirs = weights(tmp_path), weights(all_weights)
+    assert ours.keys() == theirs.keys(), "whole tensors under the usual names"
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-5)
+    expected = json.loads((all_weights / "summary.json").read_text())["quality"]
+    assert summary["quality"] == pytest.approx(expected, rel=1e-4)
+    memory = {rank["rank"]: rank for rank in summary["memory"]}
+    whole = json.loads((all_weights / "summary.json").read_text())["memory"][1]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory[2][kind] + memory[3][kind] == pytest.approx(whole[kind], rel=1e-3)
+        assert memory[2][kind] < 0.6 * whole[kind]
+
+
 def test_an_owner_of_text_and_labels_trains_over_another_cloud(
     two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:

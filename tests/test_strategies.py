@@ -199,31 +199,6 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no
     assert torch.equal(*values(job, 0))
 
 
-def test_local_updates_merge_every_so_often_and_end_equal() -> None:
-    outer = OuterOptimizer(1.0, 0.0, False)
-    for layout, replicas in ((clouds(3), None), (clouds(4, 2), 2)):
-        settings = LocalUpdates(every=3, outer=outer)
-        job = ranks(
-            layout, TRAINING, Compression(averaging=BlockInt(8)), GPipe(8), ONE_BATCH,
-            Strategy("local_updates", replicas, settings),
-        )  # fmt: skip
-        begun = sent(job, Kind.AVERAGING)
-        reports = [update([rank.trainer for rank in job], step) for step in (1, 2)]
-        assert all(torch.isfinite(v).all() for v in values(job, 0))
-        assert sent(job, Kind.AVERAGING) == begun  # nothing crosses between merges
-        by_replica = {
-            r.trainer.replica: v for r, v in zip(holders(job, 0), values(job, 0), strict=True)
-        }
-        assert not torch.equal(by_replica[0], by_replica[1])
-        train_apart = [update([rank.trainer for rank in job], step) for step in range(3, 10)]
-        told = [r for r in (*reports[0], *train_apart[-1]) if not isinstance(r, str)]
-        losses = [r.loss for r in told if r.loss is not None]
-        assert max(losses[len(losses) // 2 :]) < min(losses[: len(losses) // 2])
-        for stage in (0, 1):
-            found = values(job, stage)
-            assert all(torch.equal(found[0], other) for other in found[1:])
-
-
 def test_one_local_step_with_plain_sgd_would_be_an_averaged_gradient() -> None:
     """Each replica's loss is divided by the weight of its own samples."""
     outer = OuterOptimizer(1.0, 0.0, False)
@@ -237,7 +212,3 @@ def test_one_local_step_with_plain_sgd_would_be_an_averaged_gradient() -> None:
     losses = [r.loss for r in told if not isinstance(r, str) and r.loss is not None]
     assert not isinstance(expected, str) and expected.loss is not None
     assert sum(losses) / len(losses) == pytest.approx(expected.loss, rel=1e-6)
-
-
-def holders(job: Sequence[Rank], stage: int) -> list[Rank]:
-    return [rank for rank in job if stage in rank.trainer.pipeline.stages]

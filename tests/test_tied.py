@@ -85,7 +85,6 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
             message = output.send
         (output.loss / len(ids)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
-        optimizer.param_groups[0]["lr"] = CLIPPED.optimizer.learning_rate_at(step, 9)
         for group in optimizer.param_groups:
             group["lr"] = CLIPPED.optimizer.learning_rate_at(step, 9)
         optimizer.step()

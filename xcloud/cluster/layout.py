@@ -28,6 +28,8 @@ class Cloud:
     device: "auto" takes a GPU where there is one.
     slowdown: 4 = the cloud's ranks compute four times as long as this machine needs (a user's own
         weak device, emulated: they sleep after each piece of work). Compressing is not slowed.
+    shard: deal parameters, gradients and moments of each stage over its ranks, so that none holds
+        a stage whole while it trains (FSDP2).
     replica: number of the copy of the pipeline that this cloud is a part of.
     """
 
@@ -36,6 +38,7 @@ class Cloud:
     one_stage_per_rank: bool = False
     device: str = "auto"
     slowdown: float = 1.0
+    shard: bool = False
     replica: int = 0
 
     def __post_init__(self) -> None:
@@ -43,6 +46,7 @@ class Cloud:
         check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("cloud.one_stage_per_rank", self.one_stage_per_rank, (True, False))
         check_number("cloud.slowdown", self.slowdown, 1, 1000)
+        check_choice("cloud.shard", self.shard, (True, False))
         check_int("cloud.replica", self.replica, 0)
         if self.stages is not None:
             if not isinstance(self.stages, list | tuple) or not self.stages:
@@ -145,6 +149,17 @@ class ClusterLayout(Layout[Cloud]):
             for replica in range(self.num_replicas)
         )
 
+    @property
+    def lanes_in_step(self) -> int:
+        """Micro-batches must come in multiples of this, where ranks compute in step."""
+        dealt = [
+            len(self.ranks_of(stage, cloud.replica))
+            for cloud in self.clouds.values()
+            for stage in cloud.stages or ()
+            if cloud.shard
+        ]
+        return math.lcm(*dealt)
+
     def lane_period(self, stage: int) -> int:
         """Micro-batches i and i + lane_period meet the same lanes on both sides of the border
         after `stage`."""
@@ -184,5 +199,6 @@ class ClusterLayout(Layout[Cloud]):
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
             + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
             + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
+            + (", dealt over its ranks" if cloud.shard else "")
             for name, cloud in self.clouds.items()
         )

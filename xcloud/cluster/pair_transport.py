@@ -1,5 +1,5 @@
-"""A transport whose ranks may end and begin again: a process group of two for each direction of each
-link, and one for the ranks of a cloud. No group joins more than one cloud.
+"""A transport whose ranks may end and begin again: a process group of two for each direction of
+each link, and one for the ranks of a cloud. No other group joins ranks of several clouds.
 
 Ranks meet in a store. Each counts how often it has begun; the count is part of the names of its
 groups, so that a rank that begins again never meets what its predecessor left (torchft does so).

@@ -16,10 +16,13 @@ from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
@@ -72,9 +75,11 @@ class Experiment(Job):
             self._check_visibility(replica, fields)
         if self.ties_ends:
             self._check_tied()
+        self._check_sharded()
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
+        self._check_privacy()
 
     def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
         layout, clouds = self.cluster, tuple(self.cluster.clouds)
@@ -96,6 +101,31 @@ class Experiment(Job):
         """Whether the first and the last stage train a matrix in common (tied embeddings)."""
         ties = getattr(self.model, "ties_ends", None)
         return ties is not None and bool(ties(self.cluster.num_stages))
+
+    def _check_sharded(self) -> None:
+        layout = self.cluster
+        for name, cloud in layout.clouds.items():
+            if not cloud.shard:
+                continue
+            what = f"cluster.clouds.{name}"
+            if self.strategy.averaging is not None or self.ties_ends:
+                other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
+                raise ConfigError(
+                    f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
+                    "with other clouds: leave one of the two out"
+                )
+            turns = [
+                {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            for stage in cloud.stages or ():
+                if len(layout.ranks_of(stage, cloud.replica)) < 2:
+                    raise ConfigError(
+                        f"{what}.shard: stage {stage} is held by one rank; give the cloud more "
+                        "(num_ranks), or leave shard out"
+                    )
+                holders = [own for own in turns if stage in own]
+                check_in_step(self.schedule, layout.num_stages, holders, what)
 
     def _check_tied(self) -> None:
         """The gradient of the embeddings tells which words are in a batch, and that of the head
@@ -133,6 +163,47 @@ class Experiment(Job):
                         f"but reads none; let its ranks hold the last stage too "
                         "(one_stage_per_rank: false)"
                     )
+
+    def _check_privacy(self) -> None:
+        """Clipping with noise must protect from whoever sees what the other clouds get."""
+        privacy, layout = self.security.privacy, self.cluster
+        if isinstance(privacy, CloudPrivacy) and layout.num_replicas == 1:
+            raise ConfigError(
+                "security/privacy=cloud noises what replicas in several clouds give to an "
+                "averaging, and here is one replica; choose strategy=data_parallel or "
+                "local_updates, or security/privacy=sample"
+            )
+        averaging = self.strategy.averaging
+        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
+        if isinstance(privacy, CloudPrivacy) and elastic:
+            raise ConfigError(
+                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
+                "leave=go_on: what a merge left out is sent again with the next one, so that no "
+                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
+            )
+        if not isinstance(privacy, SamplePrivacy):
+            return
+        if any(cloud.shard for cloud in layout.clouds.values()):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient in one rank, but "
+                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
+            )
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            raise ConfigError(
+                "security/privacy=sample noises parameter gradients, but this cluster cuts the "
+                "model between clouds, which pass each sample's activations and gradients on "
+                "without that noise, so its epsilon would not hold there. Keep each replica in "
+                "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
+            )
+        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
+        if self.training.batch_size != pieces:
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient, so every micro-batch must "
+                f"be one sample, but training.batch_size is {self.training.batch_size} and there "
+                f"are {pieces} micro-batches (schedule.num_micro_batches * "
+                "training.accumulate_steps); make them equal, most cheaply by "
+                "training.accumulate_steps"
+            )
 
     def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
@@ -188,6 +259,8 @@ class Experiment(Job):
         if defences := self.security.defences.label:
             off = " (off: nothing they protect leaves its cloud)"
             parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
+        if self.security.privacy is not None:
+            parts.append(self.security.privacy.label)
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             parts.append("leak meter: off (one cloud)")
         return parts

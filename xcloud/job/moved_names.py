@@ -43,6 +43,11 @@ ADDED: dict[str, dict[str, object]] = {
         "liveness": {"_target_": "xcloud.cluster.liveness.Liveness"} | asdict(DEFAULT_LIVENESS)
     }
     for target in ("layout.ClusterLayout", "one_way_layout.OneWayLayout")
+} | {
+    "xcloud.security.visibility.Visibility": {
+        "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
+    },
+    "xcloud.security.observer.LeakMeter": {"averaging_steps": 3},
 }
 """Settings that are new, with their defaults: so a run of today has the same as one of before."""
 

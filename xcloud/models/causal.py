@@ -276,8 +276,8 @@ class CausalLM:
             self.lora.check(config)
         if self.embeddings in ("tie", "untie") and not ties_words(config):
             raise ConfigError(
-                f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} are "
-                "two matrices already; leave it out"
+                f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "
+                "are two matrices already; leave it out"
             )
         return config
 
@@ -288,8 +288,9 @@ class CausalLM:
             raise ConfigError(
                 f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
                 "two lie in different stages, so each would need the other's gradient in every "
-                "step. Let them cross (model.embeddings=tie), or train it as two (untie), or keep "
-                "it as it is (freeze), or train adapters (model.lora={r: 16})"
+                "step. Let them cross (model.embeddings=tie), train it as two "
+                "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
+                "adapters (model.lora={r: 16})"
             )
         check_fits(self._cut, config, num_stages)
         num_blocks = depth(config)

@@ -62,7 +62,8 @@ class CausalStage(Stage):
     def tied(self) -> nn.Parameter | None:
         if not self._is_tied:
             return None
-        return self._head.weight if self._part.is_last else words_of(self.network)
+        tied = self._head.weight if self._part.is_last else words_of(self.network)
+        return cast(nn.Parameter, tied)
 
     def hand_over(self) -> tuple[Tensor, ...]:
         return self._handed_over

@@ -66,6 +66,11 @@ class AcrossClouds:
             stage: _OfStage(self, stage, stage == max(parameters)) for stage in parameters
         }
 
+    @property
+    def max_bytes(self) -> int:
+        """Of its largest message across."""
+        return 0 if self._averager is None else self._averager.max_bytes
+
     def gather(self, stage: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
         """Sum over the ranks of the cloud."""
         buffer.flat[-1] = loss

@@ -24,7 +24,8 @@ class ReplicaCheck:
 
     mail: None in a rank that has no counterparts; it is compared inside its cloud.
     stages: those of this rank. group: the ranks of its cloud that hold them too.
-    name_of: a counterpart in words. every: updates between two comparisons, 0 = never.
+    name_of: a counterpart in words. every: updates between two comparisons, 0 = none. last_step:
+    of training, compared too.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class ReplicaCheck:
         stages: Mapping[int, nn.Module],
         name_of: Callable[[int], str],
         every: int,
+        last_step: int,
     ) -> None:
         self._mail, self._group, self._stages = mail, group, stages
-        self._name_of, self._every = name_of, every
+        self._name_of, self._every, self._last_step = name_of, every, last_step
 
     def is_due(self, step: int) -> bool:
-        return bool(self._every) and step % self._every == 0
+        return step == self._last_step or (bool(self._every) and step % self._every == 0)
 
     def compare(self, step: int) -> None:
         """After update `step`; 0 = before the first, where frozen parameters are compared too.

@@ -62,10 +62,11 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.replicas is not None:
             check_int("strategy.replicas", self.replicas, 1)
-        kinds = (GradientAveraging, LocalUpdates, type(None))
-        if not isinstance(self.averaging, kinds):
+        if self.averaging is not None and not isinstance(
+            self.averaging, GradientAveraging | LocalUpdates
+        ):
             raise ConfigError(
-                "strategy.averaging must be a GradientAveraging, a LocalUpdates or null, got "
+                "strategy.averaging must be a GradientAveraging, LocalUpdates or null, got "
                 f"{self.averaging!r}"
             )
         if self.averaging is None and self.replicas != 1:
@@ -76,14 +77,19 @@ class Strategy:
             )
 
     @property
+    def label(self) -> str:
+        more = self.averaging.label if self.averaging is not None else ""
+        return f"{self.name} ({more})" if more else self.name
+
+    @property
     def is_apart(self) -> bool:
         """Whether each replica makes updates of its own."""
         return isinstance(self.averaging, LocalUpdates)
 
     @property
-    def label(self) -> str:
-        more = self.averaging.label if self.averaging is not None else ""
-        return f"{self.name} ({more})" if more else self.name
+    def covers(self) -> int:
+        """Updates that a replica's contribution to an averaging sums up."""
+        return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
@@ -94,27 +100,14 @@ class Strategy:
         return f"{self.label}, {layout.num_replicas} replicas"
 
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
-        """The clouds with their replicas and stages; see _arrange. Raises ConfigError for a
-        cluster that this strategy cannot use."""
-        arranged = self._arrange(layout)
-        if isinstance(self.averaging, LocalUpdates):
-            self._check_whole(arranged, self.averaging)
-        return arranged
-
-    def _check_whole(self, layout: ClusterLayout, settings: LocalUpdates) -> None:
-        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
-        for name, cloud in layout.clouds.items():
-            is_whole = len(cloud.stages or ()) == layout.num_stages
-            if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
-                raise ConfigError(
-                    f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
-                    f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
-                    "one_stage_per_rank=false, or leave the setting out"
-                )
-
-    def _arrange(self, layout: ClusterLayout) -> ClusterLayout:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
+        arranged = self._arranged(layout)
+        if isinstance(self.averaging, LocalUpdates):
+            _check_whole(arranged, self.averaging)
+        return arranged
+
+    def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
         if layout.num_replicas > 1:
             return self._as_written(layout)
         number = len(layout.clouds) if self.replicas is None else self.replicas
@@ -165,6 +158,18 @@ class Strategy:
                     "with one that holds the same, so cut every replica alike"
                 )
         return layout
+
+
+def _check_whole(layout: ClusterLayout, settings: LocalUpdates) -> None:
+    """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+    for name, cloud in layout.clouds.items():
+        is_whole = len(cloud.stages or ()) == layout.num_stages
+        if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
+            raise ConfigError(
+                f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
+                f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
+                "one_stage_per_rank=false, or leave the setting out"
+            )
 
 
 def _is_by_position(layout: ClusterLayout) -> bool:

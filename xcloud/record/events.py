@@ -2,9 +2,9 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, memory, timeline, quality, finish; in one-way
-jobs also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step
-is complete when every rank has reported it.
+start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish; in
+one-way jobs also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows.
+A step is complete when every rank has reported it.
 """
 
 import json

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from xcloud.cluster.frame import MessageKey
-from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Compressor
 from xcloud.comm.draws import seed_from
-from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.anchor import Anchored
-from xcloud.parallel.averaging import AllToAll, Averager
+from xcloud.parallel.averaging import Averager, averager_for
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
@@ -26,12 +23,9 @@ from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.pace import Pace
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
-from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.record.reporter import Reporter
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.training.trainer import Work
-
-Choose = Callable[[str, torch.Size], Compressor]
 
 
 @dataclass
@@ -49,41 +43,6 @@ class LocalTraining:
     is_idle: Callable[[int], bool] = lambda step: False
 
 
-@dataclass(frozen=True)
-class PatientLinks:
-    """Links over which a replica is waited for that may still be computing."""
-
-    links: ReplicaLinks
-    wait_s: float
-
-    @property
-    def replica(self) -> int:
-        return self.links.replica
-
-    @property
-    def num_replicas(self) -> int:
-        return self.links.num_replicas
-
-    def send(
-        self,
-        to_replica: int,
-        key: MessageKey,
-        parts: Parts,
-        carries: Sequence[str],
-        raw_bytes: int,
-    ) -> None:
-        self.links.send(to_replica, key, parts, carries, raw_bytes)
-
-    def recv(
-        self,
-        from_replica: int,
-        key: MessageKey,
-        specs: Sequence[TensorSpec] | None,
-        wait_s: float | None = None,
-    ) -> Parts:
-        return self.links.recv(from_replica, key, specs, self.wait_s if wait_s is None else wait_s)
-
-
 def join_local_updates(
     replicas: ReplicaEnds,
     lanes: RankGroup,
@@ -92,6 +51,7 @@ def join_local_updates(
     choose: Choose,
     seed: int,
     training: LocalTraining,
+    guard: AveragingGuard,
 ) -> dict[int, GradientExchange]:
     """The exchanges of a rank's stages. Every rank calls it at the same time.
 
@@ -117,10 +77,10 @@ def join_local_updates(
         settings.every, lanes, settings.most_s, settings.most_tokens,
         lambda step: training.work().weight,
     )  # fmt: skip
-    links = PatientLinks(replicas, settings.wait_s)
-    mail = Mailbox(links) if replicas.peers else None
-    check = ReplicaCheck(mail, lanes, dict(sorted(stages.items())), replicas.name_of, 0)
-    longest, last_step = 0, training.last_step
+    last_step = training.last_step
+    mail = Mailbox(replicas) if replicas.peers else None
+    check = ReplicaCheck(mail, lanes, stages, replicas.name_of, 0, last_step)
+    longest = 0
     rounds: ElasticRounds | LocalRounds
     if settings.is_elastic:
         end: Hub | Member | None = None
@@ -128,7 +88,7 @@ def join_local_updates(
             shapes = {name: p.shape for name, p in trained.items()}
             everything = [range(len(trained))]
             values = Anchored([*trained.values()], everything, RankGroup.alone(), settings.outer)
-            ends = Ends(values, codec(shapes, "change"), codec(shapes, "merged"), links)
+            ends = Ends(values, codec(shapes, "change"), codec(shapes, "merged"), replicas)
             end = Member(ends)
             if replicas.replica == HUB:
                 teller = _Teller(training.reporter, training.cloud_of)
@@ -138,15 +98,15 @@ def join_local_updates(
                 )  # fmt: skip
             num_bytes = sum(p.numel() * p.element_size() for p in trained.values())
             longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes)
-        rounds = ElasticRounds(
-            settings, [*trained.values()], lanes, end, training.last_step, samples, pace
-        )
+        rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)
     else:
         averagers: list[Averager] = []
 
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
-            averagers.append(AllToAll(mail, codec(shapes, number), weighted_mean, number))
+            made = averager_for(mail, shapes, lambda s: codec(s, number), weighted_mean, number)
+            num_parts = replicas.num_parts * settings.fragments
+            averagers.append(guard.around(made, shapes, num_parts))
             return averagers[-1]
 
         rounds = LocalRounds(
@@ -154,7 +114,7 @@ def join_local_updates(
             check.compare,
         )  # fmt: skip
         longest = max((averager.max_bytes for averager in averagers), default=0)
-    replicas.open(longest)
+    replicas.open(longest, settings.wait_s)
     check.compare(0)
     inside = {stage: AllReduce(lanes) for stage in stages}
     training.is_idle = rounds.is_idle

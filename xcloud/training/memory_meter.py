@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcloud.parallel.dealt import local_part
+
 
 class MemoryMeter:
     """`first_step` goes around every step, `describe` ends it. All figures are bytes:
@@ -111,7 +113,8 @@ class _Kept:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Of tensors dealt over ranks what this one holds."""
+    return sum(part.numel() * part.element_size() for part in map(local_part, tensors))
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
