@@ -46,7 +46,7 @@ def test_blocks_are_gathered_one_by_one_and_their_own_lists_with_them() -> None:
     [
         (["cluster.clouds.cloud_a.num_ranks=1"], "stage 0 is held by one rank"),
         (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
-        (["+strategy=data_parallel"], "data_parallel exchanges whole ones"),
+        (["strategy=data_parallel"], "data_parallel exchanges whole ones"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
         (["cluster.clouds.cloud_a.shard=2"], r"cloud\.shard must be one of"),
     ],

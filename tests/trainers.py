@@ -16,6 +16,7 @@ from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
 from xcloud.contracts.stage import Stage
 from xcloud.errors import TrainingDiverged
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
@@ -23,6 +24,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.wiring import Wiring
+from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -60,6 +62,7 @@ def ranks(
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008
+    privacy: Privacy | None = None,
     toy: Callable[[int, int], Stage] = ToyStage,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
@@ -67,6 +70,8 @@ def ranks(
     layout = strategy.arrange(layout)
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
+
+    guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
         told: list[bytes] = []
@@ -84,12 +89,13 @@ def ranks(
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
             exchanges=join_exchanges(
-                wiring, held.stages, strategy, compression.for_tensor, 7, local
+                wiring, held.stages, strategy, compression.for_tensor, 7, local, guard
             ),
             sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
             replica=layout.placement(held.rank).replica,
+            privacy=privacy,
             apart=strategy.is_apart,
             is_idle=lambda step: local.is_idle(step),
             tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),

@@ -22,6 +22,7 @@ from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
@@ -78,6 +79,7 @@ class Experiment(Job):
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
+        self._check_privacy()
 
     def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
         layout, clouds = self.cluster, tuple(self.cluster.clouds)
@@ -162,6 +164,47 @@ class Experiment(Job):
                         "(one_stage_per_rank: false)"
                     )
 
+    def _check_privacy(self) -> None:
+        """Clipping with noise must protect from whoever sees what the other clouds get."""
+        privacy, layout = self.security.privacy, self.cluster
+        if isinstance(privacy, CloudPrivacy) and layout.num_replicas == 1:
+            raise ConfigError(
+                "security/privacy=cloud noises what replicas in several clouds give to an "
+                "averaging, and here is one replica; choose strategy=data_parallel or "
+                "local_updates, or security/privacy=sample"
+            )
+        averaging = self.strategy.averaging
+        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
+        if isinstance(privacy, CloudPrivacy) and elastic:
+            raise ConfigError(
+                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
+                "leave=go_on: what a merge left out is sent again with the next one, so that no "
+                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
+            )
+        if not isinstance(privacy, SamplePrivacy):
+            return
+        if any(cloud.shard for cloud in layout.clouds.values()):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient in one rank, but "
+                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
+            )
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            raise ConfigError(
+                "security/privacy=sample noises parameter gradients, but this cluster cuts the "
+                "model between clouds, which pass each sample's activations and gradients on "
+                "without that noise, so its epsilon would not hold there. Keep each replica in "
+                "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
+            )
+        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
+        if self.training.batch_size != pieces:
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient, so every micro-batch must "
+                f"be one sample, but training.batch_size is {self.training.batch_size} and there "
+                f"are {pieces} micro-batches (schedule.num_micro_batches * "
+                "training.accumulate_steps); make them equal, most cheaply by "
+                "training.accumulate_steps"
+            )
+
     def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
         return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
@@ -216,6 +259,8 @@ class Experiment(Job):
         if defences := self.security.defences.label:
             off = " (off: nothing they protect leaves its cloud)"
             parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
+        if self.security.privacy is not None:
+            parts.append(self.security.privacy.label)
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             parts.append("leak meter: off (one cloud)")
         return parts

@@ -29,6 +29,8 @@ from xcloud.parallel.replica_links import ReplicaLinks
 
 MakeCodec = Callable[[Mapping[str, torch.Size]], TensorCodec]
 
+Watch = Callable[[int, int, Mapping[str, Tensor]], None]
+"""Told of a contribution of another replica: step, replica, its decoded tensors by name."""
 _WEIGHT = TensorSpec((1,), torch.float64)
 _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
@@ -75,7 +77,12 @@ class _UnderWay:
 
 
 class _Averager(ABC):
-    """What both kinds share: contributions to steps under way, sent, received and restored."""
+    """What both kinds share: contributions to steps under way, sent, received and restored.
+
+    watch: if set, told of each contribution that comes.
+    """
+
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -189,6 +196,8 @@ class _Averager(ABC):
             codec = self._codecs[self._codec_to(self._mail.replica)]
             found = self._hear(replica, self._key(step), codec, wait_s)
             under_way.received[replica] = found
+            if self.watch is not None:
+                self.watch(step, replica, dict(zip(codec.names, found.tensors, strict=True)))
         return under_way.received[replica]
 
     def _merged(self, step: int, replicas: Sequence[int] | None) -> list[Tensor]:
@@ -308,7 +317,7 @@ def averager_for(
     new_codec: MakeCodec,
     merge: Merge = weighted_sum,
     channel: int = 0,
-) -> Averager:
+) -> AllToAll | Aggregators:
     """The one that sends least: all to all between two replicas, aggregators among more."""
     if links.num_replicas == 2:
         return AllToAll(links, new_codec(shapes), merge, channel)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.errors import ConfigError
+from xcloud.parallel.merging import Robust, check_robust
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 
 NAME = "strategy.averaging"
@@ -29,6 +30,7 @@ class LocalUpdates:
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next: so a slow cloud does fewer steps
         than `every` instead of being waited for, and counts for what it did.
+    merge: one that bears a bad cloud (parallel/merging.py); null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
     late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
@@ -52,6 +54,7 @@ class LocalUpdates:
     most_s: float | None = None
     most_tokens: int | None = None
     feedback: bool = True
+    merge: Robust | None = None
     wait_s: float = 600.0
     late: Literal["wait", "skip"] = "wait"
     leave: Literal["fail", "go_on"] = "fail"
@@ -59,6 +62,7 @@ class LocalUpdates:
 
     def __post_init__(self) -> None:
         check_int(f"{NAME}.every", self.every, 1)
+        check_robust(self.merge)
         check_choice(f"{NAME}.weigh", self.weigh, ("samples", "tokens", "equal"))
         check_int(f"{NAME}.fragments", self.fragments, 1)
         check_int(f"{NAME}.overlap", self.overlap, 0)
@@ -125,6 +129,8 @@ class LocalUpdates:
             parts.append(f"overlap {self.overlap}")
         if self.mix:
             parts.append(f"mix {self.mix:g}")
+        if self.merge is not None:
+            parts.append(repr(self.merge))
         if self.late == "skip":
             parts.append("skips the late")
         if self.leave == "go_on":

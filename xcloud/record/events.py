@@ -2,10 +2,10 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, memory, timeline, quality, finish; in one-way
-jobs also fed, producer; where a cloud may be late or lost also merge, partial_merge, absence. Rank
-0 writes it for all ranks (reporter.py), the parent follows. A step is complete when every rank has
-reported it, but those of clouds that are gone.
+start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish; in
+one-way jobs also fed, producer; where a cloud may be late or lost also merge, partial_merge,
+absence. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is complete when
+every rank has reported it, but those of clouds that are gone.
 """
 
 import json

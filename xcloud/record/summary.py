@@ -17,6 +17,7 @@ How the figures are made:
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
+- `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
@@ -70,6 +71,7 @@ class RunStatistics:
         self._first: list[_Sums] = []
         self._rest = _Sums()
         self._quality: dict[str, Event] = {}  # the latest of each split
+        self._privacy: dict[str, Any] | None = None
         self._memory: dict[int, dict[str, Any]] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
@@ -86,6 +88,10 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if event["event"] == "skipped_update":
             self._count_skipped(event)
+        if event["event"] == "privacy":
+            known = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled",
+                     "sampling_rate", "num_updates")  # fmt: skip
+            self._privacy = {name: event.get(name) for name in known}
         if event["event"] in ("merge", "partial_merge"):
             self._merges[event["event"]] += 1
         if event["event"] == "absence":
@@ -145,6 +151,7 @@ class RunStatistics:
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
+            "privacy": self._privacy,
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
             "started_at": self._started_at(),

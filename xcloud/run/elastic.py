@@ -102,7 +102,7 @@ def make_end(
     if links.replica != HUB:
         return Member(ends), longest
     hub = Hub(
-        ends, weighted_mean, settings.late, settings.leave, settings.wait_s,
+        ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
         tell.merge, tell.absence,
     )  # fmt: skip
     return hub, longest

@@ -13,6 +13,7 @@ from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.contracts.stage import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager, averager_for
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
@@ -26,6 +27,8 @@ from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.run.wiring import Wiring
 
+_OPEN = AveragingGuard()  # no noise, no notes
+
 
 def join_exchanges(
     wiring: Wiring,
@@ -34,11 +37,12 @@ def join_exchanges(
     choose: Choose,
     seed: int,
     training: LocalTraining,
+    guard: AveragingGuard = _OPEN,
 ) -> dict[int, GradientExchange]:
     """One for each stage of this rank. Every rank calls it at the same time: it opens the links to
     other replicas and checks that all of them begin with the same parameters (ReplicasDiffer).
 
-    choose: the compressor of each tensor that replicas average.
+    choose: the compressor of each tensor that replicas average. guard: of what crosses to them.
     """
     stages, replicas = dict(sorted(stages.items())), wiring.replicas
     lanes = wiring.lanes[min(stages)]  # the same ranks hold all stages of this one
@@ -49,8 +53,10 @@ def join_exchanges(
             for stage, module in stages.items()
         }
     if isinstance(settings, LocalUpdates):
-        return join_local_updates(replicas, lanes, stages, settings, choose, seed, training)
-    return _join_averaging(replicas, lanes, stages, settings, choose, seed, training.last_step)
+        return join_local_updates(replicas, lanes, stages, settings, choose, seed, training, guard)
+    return _join_averaging(
+        replicas, lanes, stages, settings, choose, seed, training.last_step, guard
+    )
 
 
 def _join_averaging(
@@ -61,6 +67,7 @@ def _join_averaging(
     choose: Choose,
     seed: int,
     last_step: int,
+    guard: AveragingGuard,
 ) -> dict[int, GradientExchange]:
     trained = {
         stage: {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -79,11 +86,13 @@ def _join_averaging(
 
     def averager(shapes: Mapping[str, torch.Size]) -> Averager:
         assert mail is not None, "a rank that carries nothing across averages nothing"
-        return averager_for(mail, shapes, codec, weighted_sum)
+        made = averager_for(mail, shapes, codec, settings.merge or weighted_sum)
+        return guard.around(made, shapes, replicas.num_parts, silent={LOSS})
 
     across = AcrossClouds(
-        trained, lanes, replicas.num_shares, replicas.num_replicas, averager, settings.delay, check
-    )
+        trained, lanes, replicas.num_shares, replicas.num_replicas, averager,
+        settings.merge is not None, settings.delay, check,
+    )  # fmt: skip
     replicas.open(across.max_bytes)
     check.compare(0)
     return across.exchanges

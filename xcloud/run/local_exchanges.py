@@ -11,6 +11,7 @@ from torch import nn
 from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, averager_for
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.exchange import AllReduce, GradientExchange
 from xcloud.parallel.local_rounds import LocalRounds, local_exchanges
@@ -51,6 +52,7 @@ def join_local_updates(
     choose: Choose,
     seed: int,
     training: LocalTraining,
+    guard: AveragingGuard,
 ) -> dict[int, GradientExchange]:
     """The exchanges of a rank's stages. Every rank calls it at the same time.
 
@@ -76,7 +78,7 @@ def join_local_updates(
         settings.every, lanes, settings.most_s, settings.most_tokens,
         lambda step: training.work().weight,
     )  # fmt: skip
-    last_step, longest = training.last_step, 0
+    last_step, merge, longest = training.last_step, settings.merge or weighted_mean, 0
     rounds: ElasticRounds | LocalRounds
     if settings.is_elastic:
         end = None
@@ -93,9 +95,9 @@ def join_local_updates(
 
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
-            averagers.append(
-                averager_for(mail, shapes, lambda s: codec(s, number), weighted_mean, number)
-            )
+            made = averager_for(mail, shapes, lambda s: codec(s, number), merge, number)
+            num_parts = replicas.num_parts * settings.fragments
+            averagers.append(guard.around(made, shapes, num_parts))
             return averagers[-1]
 
         rounds = LocalRounds(

@@ -99,13 +99,17 @@ class PeerEnds:
 
 class ReplicaEnds(PeerEnds):
     """To the ranks that train the same share of the same stages in the other replicas. Of a stage
-    with unequal numbers of lanes the surplus ranks have no peers."""
+    with unequal numbers of lanes the surplus ranks have no peers.
+
+    num_shares: ranks that carry something of these stages across; num_parts: of all stages of a
+    replica."""
 
     def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
         own = layout.placement(ends.rank)
         stage = min(own.stages)
-        self.num_shares = min(len(ranks) for ranks in layout.replicas_of(stage))
+        self.num_shares = _num_shares(layout, stage)
         self.num_lines = layout.num_averaging_lines
+        self.num_parts = sum(_num_shares(layout, head) for head in _heads(layout))
         lane = layout.ranks_of(stage, own.replica).index(ends.rank)
         peers: tuple[int, ...] = ()
         if lane < self.num_shares:
@@ -118,8 +122,7 @@ class ReplicaEnds(PeerEnds):
     @staticmethod
     def join_lines(ends: Ends, layout: ClusterLayout) -> None:
         """Called in every rank: a line for each way between the replicas of each stage."""
-        heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
-        for stage in sorted(heads):
+        for stage in _heads(layout):
             everyone = sorted(rank for ranks in layout.replicas_of(stage) for rank in ranks)
             _join(ends, f"averaging.{stage}", everyone)
 
@@ -184,6 +187,15 @@ class HubEnds(ReplicaEnds):
 
     def _ranks_of(self, replica: int) -> tuple[int, ...]:
         return self._layout.ranks_in(self._layout.stage_cloud(0, replica))
+
+
+def _heads(layout: ClusterLayout) -> list[int]:
+    """The first stage of every rank, which stands for all that it holds."""
+    return sorted({min(layout.placement(rank).stages) for rank in range(layout.num_ranks)})
+
+
+def _num_shares(layout: ClusterLayout, stage: int) -> int:
+    return min(len(ranks) for ranks in layout.replicas_of(stage))
 
 
 def tied_ends(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerEnds | None:

@@ -4,17 +4,20 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import shard, whole
 from xcloud.run.elastic import StoreFacts, parameters_fact
@@ -24,11 +27,15 @@ from xcloud.run.export import export_stage
 from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
 from xcloud.run.local_exchanges import LocalTraining
+from xcloud.run.privacy_account import account
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
+from xcloud.security.averaging_leaks import AveragingObserver, Victim
+from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.security.privacy import CloudPrivacy
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
@@ -104,8 +111,10 @@ class StageRank(Role[Experiment]):
         job, layout, rank = self.job, self.job.cluster, self.rank
         device, run_dir = self.context.device, self.context.run_dir
         observer = _observer(job, rank, data)
+        averaged, privacy = None, job.security.privacy
         if observer is not None:
             self.wiring.observe(observer)
+            averaged = _averaging_observer(job, observer, stages, data)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
             {stage: layout.turn(stage, rank) for stage in stages},
@@ -121,8 +130,12 @@ class StageRank(Role[Experiment]):
             for stage, module in stages.items():
                 shard(module, self.wiring.lanes[stage], device)
         local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
+        guard = AveragingGuard(
+            privacy if isinstance(privacy, CloudPrivacy) else None,
+            averaged.received if averaged is not None else None,
+        )
         exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local, guard
         )
 
         last, replica = layout.num_stages - 1, self.placement.replica
@@ -134,6 +147,7 @@ class StageRank(Role[Experiment]):
             data.weight if last in stages else None,
             replica, job.strategy.is_apart, local.is_idle,
             tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
+            privacy=privacy,
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
@@ -164,8 +178,14 @@ class StageRank(Role[Experiment]):
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         if observer is not None:
-            with self.reporter.may_lose(OBSERVATIONS_DIR):
+            with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
+                if averaged is not None:
+                    averaged.attack()
                 observer.write(run_dir)
+        if privacy is not None and rank == 0:
+            with self.wiring.alive():
+                told = account(privacy, trainer.plan, trainer.num_updates, job.strategy.covers)
+            self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
         if not job.is_elastic:  # it asks all ranks at once
@@ -196,8 +216,30 @@ def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     return Observer(
         rank, cloud, layout.num_ranks, meter, job.training.max_steps, token_fields,
-        job.fields_of_cloud(cloud),
+        job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
+
+
+def _averaging_observer(
+    job: Experiment, observer: Observer, stages: Mapping[int, Stage], data: TaskData
+) -> AveragingObserver | None:
+    """None where nothing is averaged over clouds, or no stage of this rank reads one text."""
+    layout = job.cluster
+    texts = data.text_fields & job.model.fields(0, layout.num_stages)
+    if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
+        return None
+    (text,) = texts
+    stage, ids = stages[0], data.vocabulary(text)
+
+    def run(ids_NS: Tensor) -> None:
+        ids_NS = ids_NS.to(next(stage.parameters()).device)
+        zeros = torch.zeros_like(ids_NS)
+        stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
+
+    words = torch.arange(ids.size)
+    words = words[words != ids.pad]
+    victim = Victim(stage, run, words, job.task.max_length, job.strategy.covers)
+    return AveragingObserver(observer, victim, layout.num_replicas - 1)
 
 
 def _spread(data: TaskData, count: int) -> Batch:

@@ -19,8 +19,10 @@ from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.tied import TiedGradients
+from xcloud.security.privacy import Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.private_gradients import PrivateGradients
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
 
@@ -57,7 +59,9 @@ class Trainer:
     stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
     own, from its own micro-batches. is_idle(step): whether this replica leaves that update out;
     its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
-    matrix."""
+    matrix. privacy: with SamplePrivacy every micro-batch is one sample, whose gradient is clipped.
+    With either kind replicas keep their losses to themselves; the loss that replica 0 tells is an
+    estimate from one rank's samples."""
 
     rank: int
     pipeline: Pipeline
@@ -74,10 +78,12 @@ class Trainer:
     is_idle: Callable[[int], bool] = lambda step: False
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
     tied: TiedGradients | None = None
+    privacy: Privacy | None = None
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+    _private: PrivateGradients | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -87,6 +93,12 @@ class Trainer:
             self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
             self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+        if isinstance(self.privacy, SamplePrivacy):
+            leads = frozenset(stage for stage, lanes in self.lanes.items() if lanes.leads)
+            self._private = PrivateGradients(
+                self.privacy, self._buffers, self.pipeline.num_stages, leads
+            )
+            self.pipeline.on_backward = self._private.take
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
@@ -103,19 +115,25 @@ class Trainer:
         update_from = self._updates_from(pieces)
         weight = self.weight(update_from) if self.weight else 1.0
         self.work = Work(len(update_from), weight)
+        if self._private is not None:
+            self._private.begin(len(update_from))
         loss = torch.zeros((), device=self.pipeline.device)
-        num_samples = 0
+        num_own = 0
         for number in range(num_passes):
             first = number * m
             with clock.during("fetch"):
                 batches = {i: self.fetch(pieces[first + i]) for i in range(m) if self._is_mine(i)}
             loss += self.pipeline.step(self.schedule, batches, step, weight, first)
-            if self._counts_samples:
-                num_samples += sum(len(batch["ids"]) for batch in batches.values())
+            num_own += sum(len(batch["ids"]) for batch in batches.values())
 
+        if self._private is not None:
+            with clock.during("clip"):
+                self._private.finish()
         total_loss = self._exchange_gradients(step, loss)
-        if self.replica and not self.apart:
+        if self.replica and (self._keeps_losses or not self.apart):
             total_loss = None  # replica 0 tells the loss of all
+        elif total_loss is not None and self._keeps_losses:
+            total_loss = float(loss) * len(update_from) / num_own
         leads = total_loss is not None
         total = self._agree(step)
         what = f"the loss or gradient of step {step}"
@@ -137,7 +155,7 @@ class Trainer:
             rate,
             None if is_skipped else total_loss,
             grad_norm,
-            num_samples,
+            num_own if self._counts_samples else 0,
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
         )
@@ -184,6 +202,10 @@ class Trainer:
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
+    @property
+    def _keeps_losses(self) -> bool:
+        return self.privacy is not None and self.pipeline.num_replicas > 1
+
     def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
         """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
         replica = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
@@ -199,7 +221,8 @@ class Trainer:
         total = None
         with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
-                mine = loss if stage == last else torch.zeros_like(loss)
+                tells = stage == last and not self._keeps_losses
+                mine = loss if tells else 0 * loss  # nan stays
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
