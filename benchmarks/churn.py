@@ -3,11 +3,11 @@
     python benchmarks/churn.py --out churn.json                      half an hour on two cores
     python benchmarks/churn.py --seeds 1 --steps 400 --kills 3       a look
 
-Runs `+exp=lora_clm strategy=local_updates` in two clouds, undisturbed with each seed, and beside
-that with the first seed while the second cloud is killed (SIGKILL) again and again, each
-time after a merge with it. The launcher starts it again; it takes the other's values. A slowdown of both
-clouds in the disturbed run (they sleep; losses stay the same) leaves room for ten restarts. The
-code must not change meanwhile: ranks of different code refuse each other.
+Runs `+exp=lora_clm strategy=local_updates` in two clouds: undisturbed with each seed, and beside
+that with the first seed while the second cloud is killed (SIGKILL) again and again, each time
+after a merge with it. The launcher starts it again; it takes the other's values. A slowdown of
+both clouds in the disturbed run (they sleep; losses stay the same) leaves room for ten restarts.
+The code must not change meanwhile: ranks of different code refuse each other.
 
 Written down: final perplexities, the spread over the seeds, the first cloud's steps, and how long
 any of its merges took in which the other cloud was missing.
