@@ -245,7 +245,14 @@ def test_copies_of_the_model_in_two_clouds_average_in_eight_bits(
     gradients, digests = 8, 3
     averaged = sorted(m["num_messages"] for m in left if m["kind"] == "averaging")
     assert averaged == [digests, gradients]
-    assert {m["kind"] for m in left} <= {"averaging", "report", "agreement", "meeting", "alive"}
+    assert {m["kind"] for m in left} <= {
+        "averaging",
+        "report",
+        "agreement",
+        "meeting",
+        "alive",
+        "goodbye",
+    }
 
 
 INT8 = ["compression=int8", "strategy.averaging.check_every=4"]
