@@ -4,7 +4,7 @@
         [--steps 300] [--only NAME ...]
 
 BASE: folder of base_model.py. DATA: train.txt, dev.txt, test.txt. Each run is two clouds of a rank
-processors, so their times mean nothing: bytes and perplexity do. For times see links.py.
+on an emulated link; a line of JSON each; runs that OUT holds already are left out. Runs at once
 share the processors, so their times mean nothing: bytes and perplexity do. For times see links.py.
 """
 
