@@ -5,8 +5,8 @@ python benchmarks/averaging_codecs.py [--threads 1] [--millions 4] [--only power
 Tensors: float32 matrices [2048, 512] and a vector of 512 for each, `millions` million values in
 all, as in the layers of a transformer; Gaussian. A row is the median of 3 rounds after a first.
 encode: with error feedback, so what the message lost is known after it. decode: one message.
-merge: two contributions. "x FP16": encode + decode against a plain cast to FP16 and back in the
-same run, which is little more than a copy.
+merge: two contributions. "x FP16": encode + decode against a plain cast to FP16 and back, which is
+little more than a copy and is timed in the same round, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -61,47 +61,43 @@ def main() -> None:
         for name, shape in (("weight", (ROWS, COLUMNS)), ("bias", (COLUMNS,)))
     }
     tensors = [torch.randn(shape) for shape in shapes.values()]
-    cast_s = median_s(lambda: [tensor.half().float() for tensor in tensors])
     num_values = sum(tensor.numel() for tensor in tensors)
     print(
         f"{num_values / 1e6:.1f} million values in {len(tensors)} tensors, {args.threads} "
-        f"thread(s), torch {torch.__version__}; cast to FP16 and back: {1e3 * cast_s:.1f} ms\n"
+        f"thread(s), torch {torch.__version__}\n"
     )
-    print("| compressor | bits per value | encode ms | decode ms | merge ms | x FP16 |")
-    print("|---|--:|--:|--:|--:|--:|")
+    print("| compressor | bits per value | cast ms | encode ms | decode ms | merge ms | x FP16 |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
     for name, compressor in compressors():
         if args.only in name:
-            print(row(name, compressor, shapes, tensors, cast_s), flush=True)
+            print(row(name, compressor, shapes, tensors), flush=True)
 
 
 def row(
-    name: str,
-    compressor: Compressor,
-    shapes: dict[str, torch.Size],
-    tensors: list[Tensor],
-    cast_s: float,
+    name: str, compressor: Compressor, shapes: dict[str, torch.Size], tensors: list[Tensor]
 ) -> str:
     codec = TensorCodec(shapes, lambda name, shape: compressor, 1, True)
     parts, _ = codec.encode(tensors)
-    encode_s = median_s(lambda: codec.encode(tensors))
-    decode_s = median_s(lambda: codec.decode(parts))
     two = [Contribution(codec.decode(parts), 1.0), Contribution(codec.decode(parts), 1.0)]
-    merge_s = median_s(lambda: weighted_sum(two))
-    bits = 8 * codec.max_bytes / (codec.raw_bytes / 4)
-    return (
-        f"| {name} | {bits:.3g} | {1e3 * encode_s:.1f} | {1e3 * decode_s:.1f} "
-        f"| {1e3 * merge_s:.1f} | {(encode_s + decode_s) / cast_s:.1f} |"
+    calls: list[Callable[[], object]] = [
+        lambda: [tensor.half().float() for tensor in tensors],
+        lambda: codec.encode(tensors),
+        lambda: codec.decode(parts),
+        lambda: weighted_sum(two),
+    ]
+    rounds = [[elapsed_s(call) for call in calls] for _ in range(ROUNDS + 1)][1:]
+    times = " | ".join(
+        f"{1e3 * statistics.median(column):.1f}" for column in zip(*rounds, strict=True)
     )
+    ratio = statistics.median((encode + decode) / cast for cast, encode, decode, _ in rounds)
+    bits = 8 * codec.max_bytes / (codec.raw_bytes / 4)
+    return f"| {name} | {bits:.3g} | {times} | {ratio:.1f} |"
 
 
-def median_s(call: Callable[[], object]) -> float:
+def elapsed_s(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
     call()
-    elapsed_s = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        call()
-        elapsed_s.append(time.perf_counter() - started)
-    return statistics.median(elapsed_s)
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,8 +46,11 @@ def _ranks_start_warm() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
-        return  # not installed or switched off; or one of the processes itself
+    if hasattr(config, "workerinput"):  # one of the processes: it knows the command line alone
+        config.option.loadgroup = config.workerinput["dist"] == "loadgroup"
+        return
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # not installed or switched off
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
@@ -54,6 +58,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
         option.loadscopereorder = False  # ours, below: slow tests first
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.option.dist
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,7 +94,7 @@ class Scalar:
         **options: Any,
     ) -> None:
         self.parameter = nn.Parameter(torch.zeros(1))
-        self.change, self.replica = change, replica
+        self.change, self.replica, self.is_newcomer = change, replica, is_newcomer
         self.made: list[int] = []
         self.rounds = ElasticRounds(
             settings,
@@ -104,15 +104,16 @@ class Scalar:
             last_step,
             lambda step: 1.0,
             Pace(settings.every, ALONE),
-            is_newcomer,
         )
 
     def run(
         self, first: int, last: int, before: Callable[[int], None] = lambda step: None
     ) -> None:
-        self.rounds.begin()
+        if self.is_newcomer:
+            first = self.rounds.join() + 1
         for step in range(first, last + 1):
             if not self.rounds.is_idle(step):
+                self.rounds.begin_step(step)
                 before(step)
                 self.parameter.data += self.change
                 self.made.append(step)
@@ -317,8 +318,8 @@ def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
     ]  # fmt: skip
 
     def run(number: int) -> None:
-        rounds[number].begin()
         for step in range(1, 5):
+            rounds[number].begin_step(step)
             parameters[number].data += 1.0 + job[number][0]
             rounds[number].end_step(step)
 

@@ -266,6 +266,22 @@ class Experiment(Job):
         return parts
 
     @property
+    def is_elastic(self) -> bool:
+        return self.strategy.is_elastic and self.cluster.num_replicas > 1
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        local = self.strategy.averaging
+        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
+            return super().essential_ranks
+        return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
+
+    @property
+    def restart_s(self) -> float | None:
+        local = self.strategy.averaging
+        return local.restart_s if isinstance(local, LocalUpdates) else None
+
+    @property
     def schedule_label(self) -> str:
         return self.schedule.label
 

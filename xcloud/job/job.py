@@ -111,6 +111,16 @@ class Job(ABC):
         """The run fails with any of these; the others may be lost. By default none can."""
         return frozenset(range(self.cluster.num_ranks))
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks may begin at any time, also again."""
+        return False
+
+    @property
+    def restart_s(self) -> float | None:
+        """Seconds after which lost ranks that the run can do without begin again; None: never."""
+        return None
+
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Ranks that must leave before the start so that the run can do without `ranks`, which
         they include; empty if it cannot."""

@@ -7,6 +7,7 @@ delayed and counted like the rest, under "other".
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import Tensor
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.liveness import PeerLife
-from xcloud.errors import ConfigError, FrameError, LinkTimeout
+from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
@@ -74,8 +75,8 @@ class Control:
     def __init__(
         self,
         rank: int,
-        out: Mapping[int, OutLink],
-        incoming: Mapping[int, InLink],
+        out: dict[int, OutLink],
+        incoming: dict[int, InLink],
         overdue_s: float,
         lives: Mapping[int, PeerLife],
     ) -> None:
@@ -147,8 +148,9 @@ class Control:
         if self.rank != 0:
             return self.out[0].say_alive()
         ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
-        for out in self.out.values():
-            out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+        for out in list(self.out.values()):  # another thread may take in a rank that is back
+            with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
+                out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def report(self, lines: bytes) -> None:
         """To rank 0."""

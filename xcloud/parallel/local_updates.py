@@ -38,6 +38,9 @@ class LocalUpdates:
     leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
         without it, and take it in when it comes back; it gets their values then.
 
+    restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
+        On several machines that is up to whoever runs them.
+
     With skip or go_on the first cloud merges for all (it must stay), each replica is in one cloud,
     and merges are of all parameters at once.
     """
@@ -55,6 +58,7 @@ class LocalUpdates:
     wait_s: float = 600.0
     late: Literal["wait", "skip"] = "wait"
     leave: Literal["fail", "go_on"] = "fail"
+    restart_s: float | None = None
 
     def __post_init__(self) -> None:
         check_int(f"{NAME}.every", self.every, 1)
@@ -79,9 +83,15 @@ class LocalUpdates:
                 f"{NAME}.overlap ({self.overlap}) must be less than {NAME}.every ({self.every}): "
                 "a merge must end before the next one of the same parameters begins"
             )
-
         check_choice(f"{NAME}.late", self.late, ("wait", "skip"))
         check_choice(f"{NAME}.leave", self.leave, ("fail", "go_on"))
+        if self.restart_s is not None:
+            check_number(f"{NAME}.restart_s", self.restart_s, 0.0)
+            if self.leave == "fail":
+                raise ConfigError(
+                    f"{NAME}.restart_s needs {NAME}.leave=go_on: a run that ends with a lost "
+                    "cloud starts nothing again"
+                )
         if self.is_elastic and (self.fragments > 1 or self.overlap or self.mix):
             raise ConfigError(
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "

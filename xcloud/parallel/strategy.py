@@ -97,6 +97,11 @@ class Strategy:
         """Updates that a replica's contribution to an averaging sums up."""
         return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on where a cloud is late or lost."""
+        return isinstance(self.averaging, LocalUpdates) and self.averaging.is_elastic
+
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
         if self.averaging is None:

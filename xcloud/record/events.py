@@ -3,12 +3,14 @@ summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
 start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish; in
-one-way jobs also fed, producer. Rank 0 writes it for all ranks (reporter.py), the parent follows.
-A step is complete when every rank has reported it.
+one-way jobs also fed, producer; where a cloud may be late or lost also merge, partial_merge,
+absence. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is complete when
+every rank has reported it, but those of clouds that are gone.
 """
 
 import json
 import logging
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,23 +132,43 @@ class StepTotals:
 
 
 class StepCollector:
-    """Join the ranks' step reports; `feed` returns the totals once the last rank has reported."""
+    """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
+
+    Ranks of a cloud that is gone are not waited for. The steps that this completes come one by one
+    with the next events.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"StepCollector.num_ranks must be 1 or more, got {num_ranks}")
         self.num_ranks = num_ranks
         self._reports: dict[int, dict[int, Event]] = {}
+        self._ranks_of: dict[str, set[int]] = {}  # as far as clouds have reported
+        self._gone: set[int] = set()
+        self._done = 0  # the latest complete step where ranks have gone
+        self._complete: deque[StepTotals] = deque()
 
     def feed(self, event: Event) -> StepTotals | None:
-        if event["event"] != "step":
-            return None
-        step = event["step"]
-        reports = self._reports.setdefault(step, {})
-        reports[event["rank"]] = event
-        if len(reports) < self.num_ranks:
-            return None
-        return StepTotals.of(step, self._reports.pop(step))
+        if event["event"] == "absence":
+            ranks = self._ranks_of.get(event["absent"], set())
+            self._gone = self._gone | ranks if event["what"] == "left" else self._gone - ranks
+            for step in sorted(self._reports):
+                self._close(step)
+        if event["event"] == "step":
+            step, rank = event["step"], event["rank"]
+            self._ranks_of.setdefault(event["cloud"], set()).add(rank)
+            if step > self._done:
+                self._reports.setdefault(step, {})[rank] = event
+                self._close(step)
+        return self._complete.popleft() if self._complete else None
+
+    def _close(self, step: int) -> None:
+        reports = self._reports[step]
+        if len(reports.keys() | self._gone) < self.num_ranks:
+            return
+        self._complete.append(StepTotals.of(step, self._reports.pop(step)))
+        if self._gone:
+            self._done = max(self._done, step)
 
 
 def add_to(sums: dict[str, float], more: Mapping[str, float]) -> None:

@@ -18,6 +18,7 @@ How the figures are made:
   They count as steps in every figure except those of the loss.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
+- `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
   that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
@@ -28,6 +29,7 @@ import math
 import os
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,6 +64,7 @@ class RunStatistics:
         self.final_loss: float | None = None
         self.num_skipped_updates = 0
         self.lost_files: list[str] = []
+        self._merges: Counter[str] = Counter()
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
         # The number of warm-up steps is known only at the end: keep the first three apart.
@@ -89,6 +92,10 @@ class RunStatistics:
             known = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled",
                      "sampling_rate", "num_updates")  # fmt: skip
             self._privacy = {name: event.get(name) for name in known}
+        if event["event"] in ("merge", "partial_merge"):
+            self._merges[event["event"]] += 1
+        if event["event"] == "absence":
+            self._merges[event["what"]] += 1
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
         if event["event"] == "quality":
@@ -151,6 +158,14 @@ class RunStatistics:
             "wall_s": self._wall_s(),
             "xcloud_version": __version__,
         }
+        if self._merges:
+            summary["merges"] = {
+                "whole": self._merges["merge"],
+                "partial": self._merges["partial_merge"],
+                "clouds_late": self._merges["late"],
+                "clouds_lost": self._merges["left"],
+                "clouds_back": self._merges["back"],
+            }
         if cause is not None:
             summary["cause"] = cause
         return summary

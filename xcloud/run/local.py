@@ -35,7 +35,7 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
-    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks)
+    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks, experiment.restart_s)
     cause: str | None = "the run was ended from outside"
     try:
         with sigterm_as_interrupt():

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.job.job import Job
 from xcloud.record.reporter import Reporter
@@ -26,7 +27,8 @@ class RankContext(Generic[JobT]):
 
     reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
     on_report: rank 0 writes other ranks' reports with it, as they come.
-    verdict: of the comparison of all ranks before the start.
+    verdict: of the comparison of all ranks before the start. transport: of a job whose ranks may
+    begin again; None where all have joined one process group.
     """
 
     job: JobT
@@ -36,6 +38,7 @@ class RankContext(Generic[JobT]):
     reporter: Reporter
     on_report: Callable[[Frame], None]
     verdict: Verdict
+    transport: PairTransport | None = None
 
 
 class Role(ABC, Generic[JobT]):

@@ -20,9 +20,11 @@ from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import shard, whole
+from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
+from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
 from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.privacy_account import account
@@ -51,14 +53,16 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
         )
         self.wiring = wire(
-            GlooTransport(self.rank), layout, job.borders, job.compression, job.max_micro_batch,
-            context.device, self.clock, context.run_dir,
+            context.transport or GlooTransport(self.rank), layout, job.borders, job.compression,
+            job.max_micro_batch, context.device, self.clock, context.run_dir,
             on_report=context.on_report,
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
             ties_ends=job.ties_ends,
+            is_elastic=job.is_elastic,
         )  # fmt: skip
+        self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
 
     def report(self, lines: bytes) -> None:
@@ -70,7 +74,7 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.rank, self.wiring.control)
+        data = load(self.job, self.rank, self.facts or self.wiring.control)
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
@@ -117,7 +121,9 @@ class StageRank(Role[Experiment]):
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
             observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
-        if layout.num_ranks > 1:
+        if self.facts is not None:
+            self.facts.agree(parameters_fact(stages))
+        elif layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
         if layout.clouds[self.placement.cloud].shard:
@@ -152,6 +158,11 @@ class StageRank(Role[Experiment]):
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
+        transport = self.context.transport
+        if transport is not None and rank not in job.essential_ranks:
+            ready_file(run_dir, rank).touch()
+        if transport is not None and transport.is_newcomer:
+            trainer.num_updates = local.rejoin()
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
@@ -177,7 +188,8 @@ class StageRank(Role[Experiment]):
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
-        report_typical_step(self.clock, layout.num_ranks, self.reporter)
+        if not job.is_elastic:  # it asks all ranks at once
+            report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():

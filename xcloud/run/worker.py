@@ -27,11 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.launch import error_file
 from xcloud.run.role import RankContext, Role
@@ -45,7 +47,13 @@ LAST_WORDS_S = 0.3
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
-def live(job: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
+def live(
+    job: Job,
+    rank: int,
+    run_dir: Path,
+    agreed: Agreed,
+    transport: PairTransport | None = None,
+) -> None:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run."""
     layout = job.cluster
@@ -56,6 +64,7 @@ def live(job: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
+        transport,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     try:
@@ -178,14 +187,18 @@ def main(words: Sequence[str] | None = None) -> None:
         config = read_config(file)
         job = job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
-        _join(job, rank, run_dir, under_torchrun)
-        agreed = agree(job, plain_settings(config), rank)
+        settings, transport = plain_settings(config), None
+        if job.is_elastic:
+            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+        else:
+            _join(job, rank, run_dir, under_torchrun)
+            agreed = agree(job, settings, rank)
         if under_torchrun:
             _check_started(job)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        live(job, rank, run_dir, agreed)
+        live(job, rank, run_dir, agreed, transport)
         if monitor is not None:
             _await_monitor(monitor)
     except BaseException as error:
