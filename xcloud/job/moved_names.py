@@ -12,6 +12,7 @@ from typing import Any
 
 from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.errors import ConfigError
+from xcloud.parallel.strategy import Strategy
 
 MOVED = {
     "xcloud.cluster.feed_layout.FeedCloud": "xcloud.cluster.one_way_layout.OneWayCloud",
@@ -47,6 +48,9 @@ ADDED: dict[str, dict[str, object]] = (
         for target in ("layout.ClusterLayout", "one_way_layout.OneWayLayout")
     }
     | {
+        "xcloud.job.experiment.Experiment": {
+            "strategy": {"_target_": "xcloud.parallel.strategy.Strategy"} | asdict(Strategy())
+        },
         "xcloud.security.visibility.Visibility": {
             "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
         },
