@@ -7,7 +7,8 @@ framed, delayed and counted like the rest, under "other".
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -21,13 +22,26 @@ REPORT_CAPACITY_BYTES = 1 << 18
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
+_CHECKPOINT = ("how far a rank is with its part of a checkpoint uint8",)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
+
+
+class Word(IntEnum):
+    """What every rank does after an update, before the next one. Rank 0's word."""
+
+    GO_ON = 0
+    CHECKPOINT = 1  # save what the run can go on from
+    STOP = 2  # save it, and end
 
 
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: signs of life of every other rank, by rank.
+    lives: signs of life of every other rank, by rank. on_checkpoint: called in a link's thread
+    with the peer, the step and the code of each `tell`; must be set before anybody calls that.
     """
+
+    on_checkpoint: Callable[[int, int, int], None]
 
     def __init__(
         self,
@@ -42,10 +56,13 @@ class Control:
         self.out, self.incoming, self.lives = out, incoming, lives
         self._num_meetings = 0
 
-    def sum_over_stages(self, step: int, values: Mapping[int, float], num_stages: int) -> float:
-        """Sum of one number per stage, the same bits in every leader. Leaders only.
+    def sum_over_stages(
+        self, step: int, values: Mapping[int, float], num_stages: int, word: Word = Word.GO_ON
+    ) -> tuple[float, Word]:
+        """Sum of one number per stage, the same bits in every leader, and rank 0's word, which
+        travels with it. Leaders only.
 
-        values: stage -> number, for the stages that this leader speaks for.
+        values: stage -> number, for the stages that this leader speaks for. word: in rank 0.
         """
         key = MessageKey(Kind.NORM, step)
         others = [leader for leader in self.leaders if leader != 0]
@@ -56,7 +73,8 @@ class Control:
             self.out[0].send(
                 key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
             )
-            return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
+            summed, *told = self.incoming[0].recv(key, self.overdue_s)
+            return float(summed[0]), Word(int(told[0][0])) if told else Word.GO_ON
         collected = dict(values)
         for leader in others:
             theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
@@ -65,9 +83,11 @@ class Control:
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
         for leader in others:
-            summed = torch.tensor([total], dtype=torch.float64)
-            self.out[leader].send(key, (summed,), ("sum of the squared gradient norms",))
-        return total
+            parts = [torch.tensor([total], dtype=torch.float64)]
+            if word is not Word.GO_ON:
+                parts.append(torch.tensor([word], dtype=torch.uint8))
+            self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
+        return total, word
 
     def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
         """Rank 0 tells ranks that read no data how many samples there are."""
@@ -135,6 +155,20 @@ class Control:
         ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
         for out in self.out.values():
             out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        """How far this rank is with the checkpoint of a step; does not wait."""
+        key = MessageKey(Kind.CHECKPOINT, step)
+        self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), _CHECKPOINT)
+
+    def hear(self, peer: int, frame: Frame) -> None:
+        """What `tell` has sent. Raises FrameError for anything else."""
+        if len(frame.parts) != 1 or frame.parts[0].shape != (1,):
+            raise FrameError(
+                f"{frame.key} of rank {peer} must carry one code, got "
+                f"{[tuple(part.shape) for part in frame.parts]}"
+            )
+        self.on_checkpoint(peer, frame.key.step, int(frame.parts[0]))
 
     def report(self, lines: bytes) -> None:
         """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""

@@ -23,6 +23,7 @@ END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",

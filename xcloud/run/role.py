@@ -16,6 +16,8 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.job.job import Job
 from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
+from xcloud.run.checkpointing import StopSignal
+from xcloud.run.resume import Holder
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -26,7 +28,9 @@ class RankContext(Generic[JobT]):
 
     reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
     on_report: rank 0 writes other ranks' reports with it, as they come.
-    verdict: of the comparison of all ranks before the start.
+    verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
+    holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
+    an earlier attempt, which may have left no checkpoint.
     """
 
     job: JobT
@@ -36,6 +40,9 @@ class RankContext(Generic[JobT]):
     reporter: Reporter
     on_report: Callable[[Frame], None]
     verdict: Verdict
+    holder: Holder
+    asked: StopSignal
+    is_resumed: bool = False
 
 
 class Role(ABC, Generic[JobT]):
@@ -43,11 +50,12 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it.
+    may be lost with it. is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
+    is_stopped = False
 
     def __init__(self, context: RankContext[JobT]) -> None:
         self.context, self.job, self.rank = context, context.job, context.rank

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.transport import GlooTransport
+from xcloud.comm.memory import Stateful, load_states, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.models.split import BuildContext
 from xcloud.parallel.exchange import AllReduce
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.stage import Batch, Stage
+from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.export import export_stage
 from xcloud.run.loading import load
@@ -115,35 +117,78 @@ class StageRank(Role[Experiment]):
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
+        checkpoints = self._checkpointer(trainer, data)
+        trainer.decide = checkpoints.decide
         meter = WanMeter(self.wiring)
         self.reporter.event("phase", now=True, name="training")
+        self.context.asked.is_armed = job.training.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and rank == 0:  # every rank knows
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
+            if checkpoints.after(step, report.word):
+                return self._stop(checkpoints, step)
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
                     evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.asked.is_armed = False
+        checkpoints.save_last(job.training.max_steps)
         if observer is not None:
             with self.reporter.may_lose(OBSERVATIONS_DIR):
                 observer.write(run_dir)
-        report_typical_step(self.clock, layout.num_ranks, self.reporter)
+        if self.clock.recorded:  # none if the last step was made before the run went on
+            report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
                 if self.wiring.lanes[stage].leads:
                     export_stage(run_dir, stage, module, data)
+            checkpoints.wait()
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
+            checkpoints.close()
+        checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
+
+    def _checkpointer(self, trainer: Trainer, data: TaskData) -> Checkpointer:
+        """With everything that this rank goes on from, which it takes over if the ranks agreed on
+        a checkpoint."""
+        context, step = self.context, self.context.verdict.from_step
+        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        facts = {"the task's data": data.fingerprint()} if self.job.fields_of(self.rank) else {}
+        if step:
+            state = context.holder.restore(step, states_of(parts), facts)
+            load_states(parts, state, f"rank {self.rank}")
+        context.holder.folder.delete_after(step, self.rank)
+        if context.is_resumed and self.rank == 0:
+            changed = context.holder.changes(step).said if step else []
+            self.reporter.event("resume", now=True, step=step, changed=changed)
+        about = {**context.holder.about(context.verdict.attempt), "facts": facts}
+        checkpoints = Checkpointer(
+            self.job.training.checkpoint, context.holder.folder, self.rank, self.wiring.control,
+            parts, about, self.reporter, context.asked, step,
+        )  # fmt: skip
+        if step:  # another cloud may load longer than a message may take
+            with self.wiring.alive():
+                self.wiring.meet()
+        return checkpoints
+
+    def _stop(self, checkpoints: Checkpointer, step: int) -> None:
+        """Before the end, as asked, with a checkpoint of this step."""
+        with self.wiring.alive():
+            checkpoints.wait()
+            self.wiring.meet()
+            checkpoints.close()
+        self.reporter.event("stop", step=step)
+        self.is_stopped = True
 
 
 def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:

@@ -158,19 +158,23 @@ def _join_control(
     ends.line("control", everyone)
     peers = everyone[1:] if rank == 0 else everyone[:1]
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
-    handlers = (
+    handlers: dict[Kind, Callable[[Frame], None]] = (
         {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
+    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
     window = ends.window(_CONTROL_AHEAD, capacity)
     out: dict[int, OutLink] = {}
     incoming: dict[int, InLink] = {}
+    control = Control(rank, layout.leaders, out, incoming, overdue_s, ends.lives)
     for peer in peers:
-        overdue_s = layout.overdue_s(rank, peer, capacity)
-        out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
+        patience_s = layout.overdue_s(rank, peer, capacity)
+        out[peer] = ends.out("control", peer, capacity, window, overdue_s=patience_s)
         advice = layout.overdue_advice(rank, peer)
-        incoming[peer] = ends.incoming("control", peer, capacity, window, handlers, advice=advice)
-    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
-    return Control(rank, layout.leaders, out, incoming, overdue_s, ends.lives)
+        handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
+        incoming[peer] = ends.incoming(
+            "control", peer, capacity, window, dict(handlers), advice=advice
+        )
+    return control
 
 
 @dataclass
