@@ -14,6 +14,7 @@ from xcloud.job.job import Job
 from xcloud.run import worker
 from xcloud.run.agreement import Agreed, Verdict
 from xcloud.run.checkpointing import StopSignal
+from xcloud.run.resume import Holder
 from xcloud.run.role import Role
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
@@ -39,7 +40,7 @@ class Noting(Role[Any]):
 
 
 def live(job: Job, run_dir: Path, agreed: Agreed) -> None:
-    worker.live(job, 0, run_dir, agreed, worker.holder_of(job, 0, run_dir, {}), StopSignal())
+    worker.live(job, 0, run_dir, agreed, Holder.of(job, 0, run_dir, {}), StopSignal())
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])

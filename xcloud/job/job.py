@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,19 @@ from xcloud.cluster.clouds import Layout
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How run.py starts the ranks of a run on this machine.
+
+    max_restarts: how often, if some die, all are started again from the last checkpoint.
+    """
+
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_int("launch.max_restarts", self.max_restarts, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,7 @@ class Job(ABC):
     sweep: str | None = None
     label: str | None = None
     cache_dir: str = ".cache"
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0)

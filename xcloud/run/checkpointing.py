@@ -136,6 +136,7 @@ class Checkpointer:
         self._last_step, self._has_any = step, True
         if self.rank == 0:
             self._pending = step
+        self._reporter.flush()  # what was told of these steps must not be lost if they are not
         state = states_of(self._parts)
         pause_s = time.monotonic() - started_s
         self._jobs.put(lambda: self._write(step, state, pause_s))

@@ -11,12 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from xcloud import __version__
 from xcloud.comm.memory import State
 from xcloud.errors import ConfigError, DataError
+from xcloud.job.experiment import Experiment
+from xcloud.job.job import Job
 from xcloud.project import commit
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.run.compared import compared_settings
 
 HELD = "held "
 """Begins the keys of a rank's checkpoints in its table: "held 500" -> "ok agreed ATTEMPT" or
@@ -89,13 +94,21 @@ class Holder:
     stages: tuple[int, ...] | None
     settings: Mapping[str, str]
 
-    def table(self) -> dict[str, str]:
-        """Lines for the comparison of all ranks; reads every file, to be sure of it."""
+    @classmethod
+    def of(cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, Any]) -> Holder:
+        """settings: the resolved experiment file as plain containers."""
+        stages = None
+        if isinstance(job, Experiment) and rank < job.cluster.num_ranks:
+            stages = job.cluster.placement(rank).stages
+        return cls(CheckpointFolder(run_dir), rank, stages, compared_settings(settings))
+
+    def table(self, is_thorough: bool = True) -> dict[str, str]:
+        """Lines for the comparison of all ranks. is_thorough: read every file to the end."""
         lines = {}
         for step in self.folder.steps():
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
             try:
-                attempt = self._check(step)
+                attempt = self._check(step, is_thorough)
                 line = f"ok {agreed} {attempt}"
             except DataError as error:
                 reason = str(error).encode("ascii", "replace").decode()
@@ -130,7 +143,7 @@ class Holder:
         kept = {key: value for key, value in state.items() if not key.startswith(dropped)}
         return kept | {key: v for key, v in fresh.items() if key.startswith(dropped)}
 
-    def _check(self, step: int) -> int:
+    def _check(self, step: int, is_thorough: bool) -> int:
         """The attempt that the parts which this rank needs are of. Raises DataError if one is
         missing, damaged or of another experiment."""
         parts = self.folder.ranks(step)
@@ -147,7 +160,7 @@ class Holder:
         if changed.refused:
             raise DataError(f"it is of another experiment: {', '.join(changed.refused)}")
         needed = self._sources(step, changed)
-        for rank in needed:
+        for rank in needed if is_thorough else ():
             self.folder.check(step, rank)
         attempts = {int(abouts[rank]["attempt"]) for rank in needed}
         if len(attempts) != 1:
@@ -229,3 +242,11 @@ def _note(passed: Sequence[str], step: int) -> str:
     if not passed:
         return ""
     return f"going on from step {step}, not from the newest checkpoint. {'. '.join(passed)}"
+
+
+def check_can_go_on(job: Job, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    """Before any rank starts, where one folder has the parts of all. Raises ConfigError."""
+    ranks = range(job.cluster.num_ranks)
+    holders = {rank: Holder.of(job, rank, run_dir, settings) for rank in ranks}
+    held = {rank: held_in(holder.table(is_thorough=False)) for rank, holder in holders.items()}
+    newest_common(held, lambda rank: f"rank {rank}")

@@ -29,14 +29,11 @@ import torch.distributed as dist
 
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
-from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
-from xcloud.run.compared import compared_settings
 from xcloud.run.launch import EXIT_START_AGAIN, error_file
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
@@ -89,13 +86,6 @@ def live(
             events.close()
         records = [*agreed.records, *role.records]
         write_rank_audit(run_dir, rank, layout, records, reporter.contents, role.received)
-
-
-def holder_of(job: Job, rank: int, run_dir: Path, settings: dict[str, Any]) -> Holder:
-    stages = None
-    if isinstance(job, Experiment) and rank < job.cluster.num_ranks:
-        stages = job.cluster.placement(rank).stages
-    return Holder(CheckpointFolder(run_dir), rank, stages, compared_settings(settings))
 
 
 def _device(wanted: str) -> torch.device:
@@ -201,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> None:
         _check_cloud(job, rank, arguments.cloud)
         _join(job, rank, run_dir, under_torchrun)
         settings = plain_settings(config)
-        holder = holder_of(job, rank, run_dir, settings)
+        holder = Holder.of(job, rank, run_dir, settings)
         agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
