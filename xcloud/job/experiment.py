@@ -18,7 +18,7 @@ from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
 from xcloud.tasks.task import Task
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
+from xcloud.training.settings import Checkpoints, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,10 @@ class Experiment(Job):
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             line += "; leak meter: off (one cloud)"
         return line
+
+    @property
+    def checkpoint(self) -> Checkpoints:
+        return self.training.checkpoint
 
     @property
     def max_steps(self) -> int:

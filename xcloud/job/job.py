@@ -15,6 +15,7 @@ from xcloud.cluster.clouds import Layout
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
+from xcloud.training.settings import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Job(ABC):
     def leak_meter(self) -> LeakMeter | None:
         """Measures, after the run, what other clouds could recover; None where it is off."""
         return None
+
+    @property
+    @abstractmethod
+    def checkpoint(self) -> Checkpoints:
+        """When to save what the run can go on from."""
 
     @property
     @abstractmethod

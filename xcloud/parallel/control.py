@@ -37,11 +37,8 @@ class Word(IntEnum):
 
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: signs of life of every other rank, by rank. on_checkpoint: called in a link's thread
-    with the peer, the step and the code of each `tell`; must be set before anybody calls that.
+    lives: signs of life of every other rank, by rank.
     """
-
-    on_checkpoint: Callable[[int, int, int], None]
 
     def __init__(
         self,
@@ -55,6 +52,11 @@ class Control:
         self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
         self.out, self.incoming, self.lives = out, incoming, lives
         self._num_meetings = 0
+        self._listener: Callable[[int, int, int], None] | None = None
+
+    @property
+    def peers(self) -> list[int]:
+        return sorted(self.out)
 
     def sum_over_stages(
         self, step: int, values: Mapping[int, float], num_stages: int, word: Word = Word.GO_ON
@@ -161,14 +163,19 @@ class Control:
         key = MessageKey(Kind.CHECKPOINT, step)
         self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), _CHECKPOINT)
 
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        """From now on `take` is called with the peer, the step and the code of each `tell`, in a
+        link's thread. Before the first step: nobody tells anything until then."""
+        self._listener = take
+
     def hear(self, peer: int, frame: Frame) -> None:
         """What `tell` has sent. Raises FrameError for anything else."""
-        if len(frame.parts) != 1 or frame.parts[0].shape != (1,):
+        if len(frame.parts) != 1 or frame.parts[0].shape != (1,) or self._listener is None:
             raise FrameError(
-                f"{frame.key} of rank {peer} must carry one code, got "
+                f"{frame.key} of rank {peer} must carry one code, after the start; got "
                 f"{[tuple(part.shape) for part in frame.parts]}"
             )
-        self.on_checkpoint(peer, frame.key.step, int(frame.parts[0]))
+        self._listener(peer, frame.key.step, int(frame.parts[0]))
 
     def report(self, lines: bytes) -> None:
         """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""

@@ -18,13 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from xcloud.comm.memory import State, Stateful, states_of
 from xcloud.errors import LinkError
-from xcloud.parallel.control import Control, Word
+from xcloud.parallel.control import Word
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Checkpoints
@@ -39,6 +39,23 @@ class News(IntEnum):
     FAILED = 2  # to rank 0: I have none
     AGREED = 3  # from rank 0: every rank has its part
     STOP = 4  # to rank 0: I was asked to end
+    SAVE = 5  # from rank 0, where the word does not come with the step (one-way jobs)
+    SAVE_AND_STOP = 6
+
+
+class Post(Protocol):
+    """Carries news between rank 0 and the others."""
+
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        """From now on `take` is called with the peer, the step and the code of what one tells, in
+        a link's thread."""
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """Rank 0: all others that still take part; elsewhere rank 0."""
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        """Does not wait. Raises LinkError if the peer is gone."""
 
 
 class StopSignal:
@@ -84,7 +101,7 @@ class Checkpointer:
         settings: Checkpoints,
         folder: CheckpointFolder,
         rank: int,
-        control: Control | None,
+        post: Post | None,
         parts: Mapping[str, Stateful],
         about: Mapping[str, Any],
         reporter: Reporter,
@@ -92,18 +109,18 @@ class Checkpointer:
         from_step: int = 0,
     ) -> None:
         self.settings, self.folder, self.rank = settings, folder, rank
-        self._control, self._parts, self._about = control, parts, dict(about)
+        self._post, self._parts, self._about = post, parts, dict(about)
         self._reporter, self._asked = reporter, asked or StopSignal()
-        self._peers = sorted(control.out) if control is not None else []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._heard: dict[int, dict[int, News]] = {}  # by step and rank; rank 0 only
         self._pending: int | None = None  # the step that not all have been heard of; rank 0 only
+        self._expected = {rank}  # to be heard of it
         self._stop = self._has_told_stop = self._has_failed = self._is_due = False
         self._last_s, self._last_step, self._has_any = time.monotonic(), from_step, from_step > 0
-        if control is not None:
-            control.on_checkpoint = self._take
+        if post is not None:
+            post.listen(self._take)
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -123,8 +140,8 @@ class Checkpointer:
         self._tell_news()
         if self._asked.was_asked and not self._has_told_stop:
             self._has_told_stop = True
-            if self.rank != 0 and self._control is not None:
-                self._control.tell(0, step, News.STOP)
+            if self.rank != 0 and self._post is not None:
+                self._post.tell(0, step, News.STOP)
         if word is not Word.GO_ON:
             self.save(step)
         return word is Word.STOP
@@ -135,6 +152,7 @@ class Checkpointer:
         self._last_s, self._is_due = started_s, False
         self._last_step, self._has_any = step, True
         if self.rank == 0:
+            self._expected = {0, *(self._post.peers if self._post is not None else ())}
             self._pending = step
         self._reporter.flush()  # what was told of these steps must not be lost if they are not
         state = states_of(self._parts)
@@ -153,6 +171,28 @@ class Checkpointer:
         if self._has_any and self._last_step != step:
             self.wait()
             self.save(step)
+
+    @property
+    def is_pending(self) -> bool:
+        """Rank 0: not all ranks have been heard of the last one."""
+        return self._pending is not None
+
+    def fail(self, step: int, reason: str) -> None:
+        """In place of `save`, where this rank cannot."""
+        self._last_s, self._is_due = time.monotonic(), False
+        self._news.put({"event": "lost_checkpoint", "step": step, "reason": reason})
+        if self.rank == 0:
+            self._expected, self._pending = {0}, step
+        self._jobs.put(lambda: self._tell_rank_0(step, News.FAILED))
+
+    def lose(self, peer: int) -> None:
+        """Rank 0: a rank is gone, and the run goes on without it."""
+        if self._pending is not None and peer not in self._heard.get(self._pending, {}):
+            self._take(peer, self._pending, News.FAILED)
+
+    def hear_agreed(self, step: int) -> None:
+        """For a rank to which `Post` does not carry it."""
+        self._take(0, step, News.AGREED)
 
     def close(self) -> None:
         """Wait until this rank has written what it began and heard of. Call it after a meeting,
@@ -188,15 +228,19 @@ class Checkpointer:
         except OSError as error:
             news = News.FAILED
             self._news.put({"event": "lost_checkpoint", "step": step, "reason": str(error)})
+        self._tell_rank_0(step, news)
+
+    def _tell_rank_0(self, step: int, news: News) -> None:
         if self.rank == 0:
             self._take(0, step, news)
-        elif self._control is not None:
-            self._control.tell(0, step, news)
+        elif self._post is not None:
+            self._post.tell(0, step, news)
 
-    def _agree(self, step: int) -> None:
+    def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
         try:
             if self.rank == 0 or not self.folder.is_agreed(step):
-                self.folder.mark_agreed(step, self.rank, {})
+                facts = {"held_by": sorted(held_by)} if held_by else {}
+                self.folder.mark_agreed(step, self.rank, facts)
             self.folder.prune(self.rank, self.settings.keep)
         except OSError as error:
             self._news.put({"event": "lost_checkpoint", "step": step, "reason": str(error)})
@@ -210,10 +254,12 @@ class Checkpointer:
         elif news is News.AGREED:
             self._jobs.put(lambda: self._agree(step))
         elif self._is_whole(peer, step, news):
-            self._jobs.put(lambda: self._agree(step))
-            for other in self._peers:
-                assert self._control is not None
-                self._control.tell(other, step, News.AGREED)
+            held_by = frozenset(self._expected)
+            self._jobs.put(lambda: self._agree(step, held_by))
+            for other in sorted(held_by - {0}):
+                assert self._post is not None
+                with contextlib.suppress(LinkError):  # it is gone, and its part is there
+                    self._post.tell(other, step, News.AGREED)
 
     def _is_whole(self, peer: int, step: int, news: News) -> bool:
         """Whether all ranks have their part now. Others may be heard before this rank has saved
@@ -221,7 +267,7 @@ class Checkpointer:
         with self._lock:
             heard = self._heard.setdefault(step, {})
             heard[peer] = news
-            if len(heard) < 1 + len(self._peers):
+            if self._pending != step or not self._expected <= heard.keys():
                 return False
             self._heard = {later: who for later, who in self._heard.items() if later > step}
             self._pending = None

@@ -9,6 +9,7 @@ agreed on, the run is refused: it would silently begin anew.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,9 @@ from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.run.compared import compared_settings
 
 HELD = "held "
-"""Begins the keys of a rank's checkpoints in its table: "held 500" -> "ok agreed ATTEMPT" or
-"bad agreed WHY" ("written" instead of "agreed" without word of all ranks)."""
+"""Begins the keys of a rank's checkpoints in its table: "held 500" -> "ok agreed ATTEMPT 0,1" or
+"bad agreed WHY" ("written" instead of "agreed" without word of all ranks). Rank 0 names the ranks
+that had a part in it: those of a one-way job that were lost before have none."""
 
 _MAX_REASON = 110  # characters that fit into a table
 
@@ -109,7 +111,8 @@ class Holder:
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
             try:
                 attempt = self._check(step, is_thorough)
-                line = f"ok {agreed} {attempt}"
+                held_by = map(str, self.folder.agreed(step).get("held_by", ()))
+                line = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
                 reason = str(error).encode("ascii", "replace").decode()
                 line = f"bad {agreed} {reason[-_MAX_REASON:]}"
@@ -127,6 +130,16 @@ class Holder:
         parts = self.folder.ranks(step)
         first = self.rank if self.rank in parts else parts[0]
         return changes(self.folder.about(step, first)["settings"], self.settings)
+
+    def own_step(self, step: int) -> int:
+        """The newest step up to this one of which this rank has what it needs: an earlier one, or
+        0, where it was lost before and the run went on without it."""
+        if self.stages is not None:
+            return step
+        return max((s for s in self.folder.steps() if s <= step and self._has(s)), default=0)
+
+    def _has(self, step: int) -> bool:
+        return self.rank in self.folder.ranks(step)
 
     def restore(self, step: int, fresh: State, facts: Mapping[str, str]) -> State:
         """This rank's state after `step`. fresh: its state now, for what has no meaning any more.
@@ -214,6 +227,9 @@ def newest_common(
     passed: list[str] = []
     for step in sorted({step for lines in held.values() for step in lines}, reverse=True):
         lines = {rank: held[rank].get(step, "bad written it has none") for rank in held}
+        had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
+        if had_part:
+            lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
         wrong = _wrong(lines, name_of)
         if not wrong:
             return step, _note(passed, step)
@@ -234,7 +250,7 @@ def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]
         for rank, line in lines.items()
         if not line.startswith("ok ")
     ]
-    attempts = {line.split()[-1] for line in lines.values()}
+    attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
     return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])
 
 

@@ -13,10 +13,11 @@ import torch
 
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.wire_record import LinkRecord
+from xcloud.comm.memory import Stateful, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
-from xcloud.run.checkpointing import StopSignal
+from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
 from xcloud.run.resume import Holder
 
 JobT = TypeVar("JobT", bound=Job)
@@ -64,6 +65,29 @@ class Role(ABC, Generic[JobT]):
     def report(self, lines: bytes) -> None:
         """Carry lines of the reporter to rank 0. Never called in rank 0."""
         raise AssertionError("this role has no other ranks")
+
+    def checkpoints(
+        self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
+    ) -> Checkpointer:
+        """Of all that this rank goes on from, which takes over its state if the ranks have agreed
+        on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
+        context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
+        own = holder.own_step(step)
+        if own < step:
+            since = f"goes on from its own of step {own}" if own else "begins anew"
+            self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
+        if own:
+            state = holder.restore(own, states_of(parts), facts)
+            load_states(parts, state, f"rank {self.rank}")
+        holder.folder.delete_after(step, self.rank)
+        if context.is_resumed and self.rank == 0:
+            changed = holder.changes(step).said if step else []
+            self.reporter.event("resume", now=True, step=step, changed=changed)
+        about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
+        return Checkpointer(
+            self.job.checkpoint, holder.folder, self.rank, post, parts, about,
+            self.reporter, context.asked, step,
+        )  # fmt: skip
 
     @abstractmethod
     def run(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.memory import Stateful, load_states, states_of
+from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.models.split import BuildContext
@@ -117,11 +117,16 @@ class StageRank(Role[Experiment]):
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
         )  # fmt: skip
-        checkpoints = self._checkpointer(trainer, data)
+        facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
+        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
         trainer.decide = checkpoints.decide
+        if trainer.num_updates:  # another cloud may load longer than a message may take
+            with self.wiring.alive():
+                self.wiring.meet()
         meter = WanMeter(self.wiring)
         self.reporter.event("phase", now=True, name="training")
-        self.context.asked.is_armed = job.training.checkpoint.are_made
+        self.context.asked.is_armed = job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
@@ -157,29 +162,6 @@ class StageRank(Role[Experiment]):
             checkpoints.close()
         checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
-
-    def _checkpointer(self, trainer: Trainer, data: TaskData) -> Checkpointer:
-        """With everything that this rank goes on from, which it takes over if the ranks agreed on
-        a checkpoint."""
-        context, step = self.context, self.context.verdict.from_step
-        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
-        facts = {"the task's data": data.fingerprint()} if self.job.fields_of(self.rank) else {}
-        if step:
-            state = context.holder.restore(step, states_of(parts), facts)
-            load_states(parts, state, f"rank {self.rank}")
-        context.holder.folder.delete_after(step, self.rank)
-        if context.is_resumed and self.rank == 0:
-            changed = context.holder.changes(step).said if step else []
-            self.reporter.event("resume", now=True, step=step, changed=changed)
-        about = {**context.holder.about(context.verdict.attempt), "facts": facts}
-        checkpoints = Checkpointer(
-            self.job.training.checkpoint, context.holder.folder, self.rank, self.wiring.control,
-            parts, about, self.reporter, context.asked, step,
-        )  # fmt: skip
-        if step:  # another cloud may load longer than a message may take
-            with self.wiring.alive():
-                self.wiring.meet()
-        return checkpoints
 
     def _stop(self, checkpoints: Checkpointer, step: int) -> None:
         """Before the end, as asked, with a checkpoint of this step."""

@@ -19,6 +19,7 @@ from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
+from xcloud.parallel.control import Word
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived, Inbox
 from xcloud.parallel.one_way.parts import SUMS, Consumer
@@ -26,6 +27,7 @@ from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, 
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.one_way_summary import COUNTS, precision_recall
 from xcloud.record.reporter import Reporter
+from xcloud.run.checkpointing import Checkpointer, News
 from xcloud.run.launch import failure_of
 from xcloud.run.one_way.producer import ProducerRun
 from xcloud.training.divergence import DivergenceGuard
@@ -40,10 +42,14 @@ class Feeding(Protocol):
     cloud: RankGroup
     inbox: Inbox
 
+    agreed_step: int
+
     @property
     def other_bytes(self) -> int: ...
 
     def send_orders(self, orders: list[Order]) -> None: ...
+
+    def send_save(self, step: int, code: int) -> None: ...
 
     def send_stop(self, last_numbers: dict[Source, int]) -> None: ...
 
@@ -55,7 +61,7 @@ class LocalFeeding:
         sources = [Source(index, 0) for index in range(len(producers))]
         self.cloud = RankGroup.alone()
         self.inbox = Inbox(sources, max_payload_bytes)
-        self.other_bytes = 0  # nothing crosses
+        self.other_bytes = self.agreed_step = 0  # nothing crosses
         self._producers = producers
         for source in sources:
             self.inbox.set_ready(source)
@@ -69,6 +75,9 @@ class LocalFeeding:
             key = MessageKey(Kind.BATCH, order.number)
             frame = Frame(key, (fed.payload.cpu(),), order.number, 0.0, fed.payload.numel())
             self.inbox.put(order.source, frame)
+
+    def send_save(self, step: int, code: int) -> None:
+        """They are saved with the consumer."""
 
     def send_stop(self, last_numbers: dict[Source, int]) -> None:
         """They wait for nothing."""
@@ -108,6 +117,8 @@ class ConsumerRun:
         self._used: list[Arrived] = []  # in the step under way
         self._skipped: Counter[Source] = Counter()
         self._other_bytes = 0
+        self._checkpoints: Checkpointer | None = None
+        self._word = Word.GO_ON
         # What is agreed on after every attempt at a step, as one vector.
         self._pairs = [(s, c) for s in self.plan.sources for c in range(num_lanes)]
 
@@ -136,9 +147,16 @@ class ConsumerRun:
             "guard": self._guard, "exchange": self._exchange,
         }  # fmt: skip
 
-    def train(self, until_step: int | None = None) -> None:
-        """From where it stands to until_step, or to the end. Raises LinkClosed when no producer is
-        left, or one is lost that must not be."""
+    def save_with(self, checkpoints: Checkpointer) -> None:
+        """Before `train`. Of a run that goes on: producers that it had lost are there again."""
+        self._checkpoints = checkpoints
+        for p in self.plan.readmit_lost():
+            self._inbox.readmit(p)
+            self._tell(p, "absent", "was lost and may take its share again once it is ready")
+
+    def train(self, until_step: int | None = None) -> bool:
+        """From where it stands to until_step, or to the end; whether it ended before, as it was
+        asked to. Raises LinkClosed when no producer is left, or one is lost that must not be."""
         self._note_absent()
         last = self.experiment.training.max_steps if until_step is None else until_step
         for step in range(self._step + 1, last + 1):
@@ -163,6 +181,45 @@ class ConsumerRun:
             if is_skipped and self._leads:
                 self._reporter.event("skipped_update", step=step)
                 self._reporter.note(self._guard.note(what))
+            if self._save(self._word):
+                return True
+        return False
+
+    def _save(self, word: Word) -> bool:
+        """Between two steps; whether the run ends here. All that was ordered arrives first, so
+        that it is in the state of this rank, and the producers save once they have made it."""
+        if (checkpoints := self._checkpoints) is None:
+            return False
+        if word is Word.GO_ON:
+            return checkpoints.after(self._step, word)
+        is_last = word is Word.STOP
+        if self._leads:
+            self._feeding.send_save(self._step, News.SAVE_AND_STOP if is_last else News.SAVE)
+        missing = self._wait_for_ordered()
+        if missing:
+            checkpoints.fail(self._step, f"batches of {', '.join(missing)} are missing")
+        else:
+            checkpoints.after(self._step, word)
+        if is_last:
+            checkpoints.wait()
+            while self._leads and checkpoints.is_pending and not self._lost_ones():
+                time.sleep(_POLL_S)
+        return is_last
+
+    def _wait_for_ordered(self) -> list[str]:
+        """Producers that are too slow to wait for."""
+        with self._clock.during("wait"):
+            while not self._inbox.is_whole():
+                slow = [p for p in range(len(self._names)) if self._is_slow(p)]
+                if slow and self.feed.on_slow == "redistribute":
+                    return [self._names[p] for p in slow]
+                self._inbox.wait(_POLL_S, self._inbox.is_whole)
+        return []
+
+    def _lost_ones(self) -> list[int]:
+        """Producers that are gone and that the plan does not know of yet."""
+        gone = [p for p in range(len(self._names)) if self._inbox.ended(p)]
+        return [p for p in gone if self.plan.state[p] is not State.DEAD]
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
@@ -293,10 +350,22 @@ class ConsumerRun:
         for source, c in self._pairs:
             mine = c == lane
             numbers += [consumed[source] * mine, skipped[source] * mine]
+        numbers += self._news()
         return self._cloud.sum(torch.tensor(numbers, dtype=torch.float64))
+
+    def _news(self) -> tuple[float, float]:
+        """The first rank's word, and a checkpoint that all ranks have agreed on."""
+        if self._checkpoints is None or not self._leads:
+            return 0.0, 0.0
+        agreed, self._feeding.agreed_step = self._feeding.agreed_step, 0
+        return float(self._checkpoints.decide(self._step)), float(agreed)
 
     def _move_on(self, agreed: Tensor) -> None:
         num = len(self._names)
+        self._word, agreed_step = Word(int(agreed[-2])), int(agreed[-1])
+        if agreed_step and not self._leads and self._checkpoints is not None:
+            self._checkpoints.hear_agreed(agreed_step)
+        agreed = agreed[:-2]
         flags = agreed[: 3 * num].view(num, 3).long()
         counts = agreed[3 * num :].view(len(self._pairs), 2).long()
         consumed, skipped = (
@@ -319,6 +388,9 @@ class ConsumerRun:
     def _lose(self, p: int, before: State) -> None:
         reason = self._why_gone(p)
         expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
+        if self._leads and self._checkpoints is not None:
+            for rank in self.layout.ranks_of(self._names[p]):
+                self._checkpoints.lose(rank)
         if before is State.ABSENT and not expected:
             raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
         if self.feed.on_dead == "stop":
