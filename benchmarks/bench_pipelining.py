@@ -148,8 +148,8 @@ def ours(rank: int, schedule):
     from xcloud.comm.memory import NoMemory
     from xcloud.comm.phases import Compression
     from xcloud.comm.step_clock import StepClock
+    from xcloud.contracts.stage import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline
-    from xcloud.parallel.stage import Stage, StageOutput
     from xcloud.run.wiring import wire
     from xcloud.training.batch_plan import cut
 

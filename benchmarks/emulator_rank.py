@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xcloud.cluster.frame import Kind
 from xcloud.cluster.clouds import Wan
+from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.transport import GlooTransport
@@ -30,9 +30,9 @@ from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.stage import Batch, Stage, StageOutput
 from xcloud.run.wiring import wire
 from xcloud.training.batch_plan import cut
 
@@ -93,8 +93,7 @@ class System:
         self._steps += 1
         self._optimizer.zero_grad()
         self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
-        assert self.wiring.control is not None
-        self.wiring.control.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
+        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
         self._optimizer.step()
         return time.perf_counter() - started
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import context
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage
 from xcloud.models.causal import CausalLM
 from xcloud.models.checkpoint import quiet
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage
 
 WORDS, WIDTH, BLOCKS = 40, 16, 4
 SIZES: dict[str, Any] = {

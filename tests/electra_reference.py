@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.discriminator import DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
 from xcloud.electra.model import MultilingualElectra
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import TrainedTokenizer

@@ -5,10 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "xcloud"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_hydra" not in path.parts)
+SCRIPTS = sorted(
+    path
+    for folder in ("benchmarks", "experiments")
+    for path in (PACKAGE.parent / folder).rglob("*.py")
+)
+"""Files that are only run, so that nothing else would notice an import that is broken."""
 
 
 def module_of(path: Path) -> str:
@@ -41,3 +49,28 @@ def own_imports(path: Path) -> set[str]:
     """Modules of this package that a file imports, without `xcloud.`."""
     names = {n.removeprefix("xcloud.") for n in imports(path) if n.startswith("xcloud.")}
     return {name for name in names if name in MODULES}
+
+
+def missing_imports(path: Path) -> list[str]:
+    """What a file imports of this repository, inside functions too, that does not exist."""
+    return [
+        f"{path.name}:{node.lineno}: {name}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in _imported_by(node)
+        if name.startswith(("xcloud.", "benchmarks.", "tests.")) and not _exists(name)
+    ]
+
+
+def _imported_by(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    yield from (f"{within}{alias.name}" for alias in node.names)
+
+
+def _exists(name: str) -> bool:
+    """A module, or a name in one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(import_module(module), attribute) or bool(find_spec(name))
+    except ModuleNotFoundError:
+        return False

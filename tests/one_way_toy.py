@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.comm.memory import State
+from xcloud.contracts.one_way_parts import Fed, OneWayContext
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.one_way.parts import Fed, OneWayContext
 from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6

@@ -14,6 +14,7 @@ import torch
 
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.translation_models import IDS, context, texts
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
 from xcloud.models import backbone, checkpoint
 from xcloud.models.attention import Packing
@@ -21,7 +22,6 @@ from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.checkpoint import export_bert, read_weights
 from xcloud.models.encoder import Encoder
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.parallel.stage import TokenIds
 
 SMALL = OwnBackbone(
     hidden=16,

@@ -70,7 +70,7 @@ class Attempt:
         self.folder.delete_after(self.from_step, number)
         about = {**holder.about(self.attempt), "facts": {"data": "1"}}
         made = self.checkpointers[number] = Checkpointer(
-            self.schedule, self.folder, number, trainer.control, parts, about,
+            self.schedule, self.folder, number, rank.wiring.control, parts, about,
             Reporter(number, "a", self.lines.append), self.asked, self.from_step,
         )  # fmt: skip
         trainer.decide = made.decide

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
+from xcloud.contracts.stage import Head
+from xcloud.contracts.task import Task, TaskData
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Head
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,
@@ -21,7 +22,6 @@ from xcloud.tasks.classification import (
 from xcloud.tasks.corpus.demo_labelled import DemoAnswers, DemoReviews, DemoSizes
 from xcloud.tasks.cross_lingual import cross_lingual_from_demo, cross_lingual_from_files
 from xcloud.tasks.glue import TASKS, glue_from_demo, glue_from_files
-from xcloud.tasks.task import Task, TaskData
 from xcloud.tasks.text_pairs import TextPairs
 from xcloud.tasks.tokenizer import TrainedTokenizer
 

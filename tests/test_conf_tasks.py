@@ -7,9 +7,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from tests.configs import composed
+from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.config import check_keys
-from xcloud.tasks.task import Task
 
 
 def build(*overrides: str) -> Task:

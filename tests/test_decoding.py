@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.decoding import Beam, Greedy, Search
-from xcloud.parallel.stage import TokenIds
 
 PAD, BOS, EOS, MASK, A, B, C = range(7)
 IDS = TokenIds(size=7, pad=PAD, bos=BOS, eos=EOS, mask=MASK)

@@ -10,6 +10,7 @@ import torch
 
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.comm.id_packing import IdPacking
+from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError, FrameError, TrainingDiverged
@@ -19,7 +20,6 @@ from xcloud.models.electra import with_ends
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.parallel.one_way.parts import Fed
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.multilingual_text import MultilingualText
@@ -78,6 +78,7 @@ def unpacked(model: MultilingualElectra, cache_dir: Path, fed: Fed) -> Any:
     return part._packing.unpack(fed.payload)
 
 
+@pytest.mark.slow
 def test_learning_in_turn_tells_replaced_tokens_better_than_chance(cache_dir: Path) -> None:
     """What some seconds can teach. Of as many tokens as are replaced, those with the highest
     scores, a share as large as theirs would be right by chance.
@@ -259,9 +260,9 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
+    from xcloud.contracts.split_model import BuildContext
     from xcloud.models.checkpoint import quiet
     from xcloud.models.encoder import Encoder
-    from xcloud.models.split import BuildContext
 
     reference = Reference(tiny(), feed_context(cache_dir))
     for _ in range(3):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS
+from xcloud.contracts.stage import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.electra import (
     LONGEST_WORD,
@@ -17,7 +18,6 @@ from xcloud.models.electra import (
 )
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.seeding import seeded
-from xcloud.parallel.stage import TokenIds
 
 CONFIG = EncoderConfig(IDS.size, 16, 1, 2, 32, max_positions=32, dropout=0.0)
 

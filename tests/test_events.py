@@ -104,3 +104,29 @@ def test_a_run_that_began_anew_has_lost_everything_before() -> None:
     found = one_timeline([*events, at(9.0, "resume", 0), {"event": "step"}])
     assert found == [events[0], at(9.0, "resume", 0, steps_again=1, lost_s=8.0), {"event": "step"}]
     assert one_timeline(events) == events
+
+
+def absence(what: str, cloud: str = "target") -> dict[str, Any]:
+    return {"event": "absence", "rank": 0, "cloud": "source", "absent": cloud, "what": what}
+
+
+def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
+    """What its loss completes comes with the next events, in order; back, it is waited for."""
+    collector, found = StepCollector(2), []
+
+    def feed(event: dict[str, Any]) -> None:
+        totals = collector.feed(event)
+        found.append(None if totals is None else (totals.step, sum(totals.num_ranks.values())))
+
+    for event in (step_event(0, 1), step_event(1, 1), step_event(0, 2), step_event(0, 3)):
+        feed(event)
+    feed(absence("late"))
+    assert found == [None, (1, 2), None, None, None]
+    found.clear()
+    for event in (absence("left"), step_event(0, 4), step_event(0, 5)):
+        feed(event)
+    assert found == [(2, 1), (3, 1), (4, 1)]
+    found.clear()
+    for event in (absence("back"), step_event(0, 6), step_event(1, 4), step_event(1, 6)):
+        feed(event)
+    assert found == [(5, 1), None, None, (6, 2)]  # what it tells of step 4 comes too late

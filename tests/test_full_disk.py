@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.contracts.stage import Stage
 from xcloud.errors import RunFailed
 from xcloud.job import config as configs
-from xcloud.parallel.stage import Stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.run.export import export_stage
@@ -143,11 +143,11 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(tmp_path
             raise OSError(28, "No space left on device")
 
     with pytest.raises(RunFailed, match=r"model could not be written to .*model.*MB free"):
-        export_stage(tmp_path, 0, Stage(), Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
     (tmp_path / "model" / "stage0.safetensors").mkdir()
     Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]
     with pytest.raises(RunFailed, match="model could not be written"):
-        export_stage(tmp_path, 0, Stage(), Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_walk import FILES, MODULES, PACKAGE, imports, own_imports
+from tests.import_walk import (
+    FILES,
+    MODULES,
+    PACKAGE,
+    SCRIPTS,
+    imports,
+    missing_imports,
+    own_imports,
+)
 
 EVERYWHERE = {"errors", "checks", "project"}
 LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWHERE
@@ -15,13 +23,15 @@ LEVELS = (  # a room may import itself, what stands in a lower line, and EVERYWH
     {"job", "report"},  # what is to run, and what is shown of it, know nothing of each other
     {"tasks", "models", "electra", "training", "plan"},
     {"demo_corpus", "hub", "parallel"},
+    {"contracts"},
     {"comm", "record"},
     {"security"},
     {"cluster"},
 )
-SIDE_BY_SIDE = {
-    "electra": {"models", "tasks", "training"}
-}  # rooms of one line that another may use
+SIDE_BY_SIDE = {  # rooms of one line that another may use
+    "electra": {"models", "tasks", "training"},
+    "models": {"training"},  # its optimizer, to pretrain a backbone
+}
 HYDRA = {"job/config.py", "job/follow_up.py", "run/local.py"}
 MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
 
@@ -78,6 +88,24 @@ def check_libraries(path: Path) -> None:
 def test_a_layout_needs_no_torch() -> None:
     for name in ("clouds", "layout", "one_way_layout", "link_profile"):
         assert "torch" not in {n.split(".")[0] for n in imports(MODULES[f"cluster.{name}"])}
+
+
+def test_benchmarks_and_experiments_import_what_exists() -> None:
+    assert SCRIPTS
+    assert [name for path in SCRIPTS for name in missing_imports(path)] == []
+
+
+def test_an_import_of_what_does_not_exist_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import xcloud.gone\nfrom xcloud.comm import cast\nfrom xcloud.gone import a\n"
+        "def inside():\n    from xcloud.comm.cast import Cast, Gone\n"
+    )
+    assert missing_imports(script) == [
+        "script.py:1: xcloud.gone",
+        "script.py:3: xcloud.gone.a",
+        "script.py:5: xcloud.comm.cast.Gone",
+    ]
 
 
 def test_every_form_of_import_is_seen(tmp_path: Path) -> None:

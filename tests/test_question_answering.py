@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
+from xcloud.contracts.stage import Head
+from xcloud.contracts.task import Task, TaskData
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Head
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.paragraphs import Paragraph, Paragraphs, Question, read_paragraphs
 from xcloud.tasks.question_answering import (
@@ -20,7 +21,6 @@ from xcloud.tasks.question_answering import (
     squad_from_demo,
     squad_from_files,
 )
-from xcloud.tasks.task import Task, TaskData
 from xcloud.tasks.windows import Windows, window_starts
 
 ALL, NONE = frozenset({"text", "types", "label"}), frozenset[str]()

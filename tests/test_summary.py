@@ -18,7 +18,7 @@ REQUIRED = {
 ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
-    *("num_skipped_updates", "lost_files", "num_lost_checkpoints"),
+    *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
     *("num_resumes", "num_steps_done_twice", "goodput"),
 }
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from xcloud.contracts.stage import Head
 from xcloud.models.attention import Packing
 from xcloud.models.text_head import Bottleneck, SampleHead, SpanHead, Widening, make_head, pool
-from xcloud.parallel.stage import Head
 
 COUNTS = torch.tensor([4, 1, 3])
 PACKING = Packing(COUNTS)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.task import Task, TaskData
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import TokenIds
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
-from xcloud.tasks.task import Task, TaskData
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (

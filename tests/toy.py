@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, BorderField, Message
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Batch, Stage, StageOutput, TokenIds
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Stage, StageOutput, TokenIds
 
 VOCABULARY = 16
 LENGTH = 6

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.toy import toy_config
 from xcloud.comm.border import Border, BorderField, Message
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Batch, Head, Stage, StageOutput, TokenIds
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Head, Stage, StageOutput, TokenIds
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
 PAD, BOS, EOS = 0, 19_001, 19_002

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xcloud.contracts.split_model import BuildContext, SplitModel
+from xcloud.contracts.stage import Batch, Message, Stage, TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder_decoder import SourceRows, TargetStage
-from xcloud.models.split import BuildContext, SplitModel
-from xcloud.parallel.stage import Batch, Message, Stage, TokenIds
 
 IDS = TokenIds(size=24, pad=0, bos=1, eos=2, mask=3)
 FIRST_WORD = 4

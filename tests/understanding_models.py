@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Batch, Head, Message, Stage, TokenIds
 from xcloud.models.backbone import OwnBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.public_backbone import PublicBackbone
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split
-from xcloud.parallel.stage import Batch, Head, Message, Stage, TokenIds
 
 HIDDEN, LAYERS = 16, 3
 CLASSES = Head("classes", 2)

@@ -56,6 +56,7 @@ class Kind(IntEnum):
     START = 8  # what a stage passes to the next one, once, before the first step
     MEETING = 9  # a rank has reached a barrier; rank 0 answers when all have
     ALIVE = 10  # a sign of life of a rank that is busy outside a step
+    AVERAGING = 11  # gradients or weight changes, between replicas of the pipeline
     # One-way jobs: a producer's batch, its "ready", the consumer's order for batches, and its
     # "stop" when it needs no more.
     BATCH = 16
@@ -79,6 +80,7 @@ _TRAFFIC = {
     Kind.MEETING: "other",
     Kind.ALIVE: "other",
     Kind.CHECKPOINT: "other",
+    Kind.AVERAGING: "averaging",
 }
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
 from xcloud.comm.memory import State, load_states, states_of
+from xcloud.contracts.one_way_parts import SUMS, OneWayContext
 from xcloud.electra.config import DiscriminatorSettings
 from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, detect_replaced
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.parallel.one_way.parts import SUMS, OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.trained_module import TrainedModule

@@ -16,13 +16,13 @@ from torch import nn
 
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
 from xcloud.comm.memory import State
+from xcloud.contracts.one_way_parts import Fed, OneWayContext
 from xcloud.electra.config import Generator
 from xcloud.models.attention import Packing
 from xcloud.models.checkpoint import export_bert
 from xcloud.models.electra import choose_masked, corrupt, inner_rows
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.parallel.one_way.parts import Fed, OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer

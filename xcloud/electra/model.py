@@ -9,6 +9,8 @@ from typing import Literal
 
 from xcloud.checks import check_choice
 from xcloud.comm.id_packing import IdPacking
+from xcloud.contracts.one_way_parts import OneWayContext
+from xcloud.contracts.split_model import BuildContext
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.discriminator import DISCRIMINATOR_DIR, DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
@@ -18,8 +20,6 @@ from xcloud.models.electra import Discriminator
 from xcloud.models.encoder import Encoder
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
-from xcloud.models.split import BuildContext
-from xcloud.parallel.one_way.parts import OneWayContext
 from xcloud.project import MODEL_DIR
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream

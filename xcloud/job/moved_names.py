@@ -7,8 +7,10 @@ sweeps that go on read the files of earlier runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.errors import ConfigError
 
 MOVED = {
@@ -33,10 +35,24 @@ GONE = {
     },
 }
 """Settings that are no more, the value that did nothing, and why they went."""
-ADDED: dict[str, dict[str, object]] = {
-    target: {"on_divergence": "stop", "max_skips_in_a_row": 10}
-    for target in ("xcloud.training.settings.Training", "xcloud.job.one_way.OneWayTraining")
-}
+ADDED: dict[str, dict[str, object]] = (
+    {
+        target: {"on_divergence": "stop", "max_skips_in_a_row": 10}
+        for target in ("xcloud.training.settings.Training", "xcloud.job.one_way.OneWayTraining")
+    }
+    | {
+        f"xcloud.cluster.{target}": {
+            "liveness": {"_target_": "xcloud.cluster.liveness.Liveness"} | asdict(DEFAULT_LIVENESS)
+        }
+        for target in ("layout.ClusterLayout", "one_way_layout.OneWayLayout")
+    }
+    | {
+        "xcloud.security.visibility.Visibility": {
+            "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
+        },
+        "xcloud.security.observer.LeakMeter": {"averaging_steps": 3},
+    }
+)
 """Settings that are new, with their defaults: so a run of today has the same as one of before."""
 
 

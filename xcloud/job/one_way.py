@@ -10,9 +10,9 @@ from pathlib import Path
 
 from xcloud.checks import check_int
 from xcloud.cluster.one_way_layout import OneWayLayout
+from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.parts import OneWayModel
 from xcloud.parallel.one_way.plan import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 from xcloud.training.settings import Checkpoints
@@ -78,7 +78,7 @@ class OneWayExperiment(Job):
         if not hasattr(self.model, "max_payload_bytes"):
             raise ConfigError(
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
-                "OneWayModel (xcloud/parallel/one_way/parts.py)"
+                "OneWayModel (xcloud/contracts/one_way_parts.py)"
             )
         layout = self.cluster
         if self.feed.run_ahead is None:
@@ -96,24 +96,12 @@ class OneWayExperiment(Job):
         return self.feed.order
 
     @property
-    def checkpoint(self) -> Checkpoints:
-        return self.training.checkpoint
-
-    @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
-
-    @property
     def schedule_label(self) -> str:
         return f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
-        return (
-            f"{self.name} [{self.profile}]: {self.model.describe()}; {self.cluster.describe()}; "
-            f"{self.schedule_label}"
-        )
+    def _described(self) -> Sequence[str]:
+        return self.model.describe(), self.cluster.describe(), self.schedule_label
 
     # Ids cross as they are: a defence would have to change the text itself, and what they tell is
     # no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
@@ -126,19 +114,19 @@ class OneWayExperiment(Job):
     def essential_ranks(self) -> frozenset[int]:
         if self.feed.on_dead == "stop":
             return frozenset(range(self.cluster.num_ranks))
-        return frozenset(self.cluster.ranks_of(self.cluster.consumer))
+        return frozenset(self.cluster.ranks_in(self.cluster.consumer))
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Whole producers, where feed.min_producers says that the others suffice."""
         layout, wanted = self.cluster, self.feed.min_producers
         if self.feed.on_dead == "stop" or wanted is None:
             return frozenset()
-        if ranks & set(layout.ranks_of(layout.consumer)):
+        if ranks & set(layout.ranks_in(layout.consumer)):
             return frozenset()
-        lost = [name for name in layout.producers if ranks & set(layout.ranks_of(name))]
+        lost = [name for name in layout.producers if ranks & set(layout.ranks_in(name))]
         if len(layout.producers) - len(lost) < wanted:
             return frozenset()
-        return frozenset(rank for name in lost for rank in layout.ranks_of(name))
+        return frozenset(rank for name in lost for rank in layout.ranks_in(name))
 
     def check(self) -> None:
         self.model.check(self.cluster.producers)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.attention import CrossAttention, FixedCache, Packing
 from xcloud.models.backbone import Backbone, OwnBackbone, Weights, check_backbone
@@ -37,8 +39,6 @@ from xcloud.models.encoder_decoder import (
     layers_of,
 )
 from xcloud.models.seeding import seeded
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Stage, TokenIds
 
 
 class EncoderAdapter(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError
-from xcloud.parallel.stage import TokenIds
 
 
 class StepDecoder(Protocol):

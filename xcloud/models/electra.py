@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.contracts.stage import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
-from xcloud.parallel.stage import TokenIds
 
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
 LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries

@@ -20,10 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.checks import check_int
+from xcloud.contracts.stage import (
+    Batch,
+    Border,
+    BorderField,
+    Message,
+    Stage,
+    StageOutput,
+    TokenIds,
+)
 from xcloud.errors import ConfigError
 from xcloud.models.attention import FixedCache, GrowingCache, Packing
 from xcloud.models.decoding import Search
-from xcloud.parallel.stage import Batch, Border, BorderField, Message, Stage, StageOutput, TokenIds
 
 SOURCE, TARGET = "source", "target"
 

@@ -7,7 +7,7 @@ Settings of the cut: split_point.py; its parts: low_rank_cut.py; the head: text_
 The network is the same either way. Source: Shi et al., arXiv:2211.16703; Pan et al., ZTE
 Technology Journal 2023(4), section 2.2.2.
 
-Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see parallel.stage.Head.
+Batch fields: "text", "types": int64 [B, S], padded on the right; "label": see Head.
 Shapes: B samples, S positions, R rows (tokens that are not padding), H features, K = rank.
 """
 
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Border, BorderField, Head, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
-from xcloud.models.calibration import blank_basis, measured_basis, random_basis
+from xcloud.models.calibration import EncoderBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import (
     Basis,
@@ -36,12 +38,10 @@ from xcloud.models.low_rank_cut import (
 )
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seeded
-from xcloud.models.split import BuildContext
 from xcloud.models.split_point import Split, check_rank, num_places
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
 from xcloud.models.text_source import PublicTexts, check_public_text
-from xcloud.parallel.stage import Border, BorderField, Head, Stage, TokenIds
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 
@@ -216,10 +216,15 @@ class LowRankSplit:
         if not self.split.is_measured:
             return random_basis(self.split, weights.config.hidden, context.seed)
         if self.split.needs_public_text:
-            return measured_basis(self.split, weights, self.public_text, context)
+            return self._measured(weights, self.public_text, context)
         if stage > 0:  # received before the first step
             return blank_basis(self.split, weights.config.hidden, context.max_length)
-        return measured_basis(self.split, weights, None, context)
+        return self._measured(weights, None, context)
+
+    def _measured(
+        self, weights: Weights, public: PublicTexts | None, context: BuildContext
+    ) -> Basis:
+        return measured_basis(self.split, EncoderBlock(weights, self.split.block), public, context)
 
     def _stage(
         self,

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcloud.contracts.stage import Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Embeddings
 from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut
 from xcloud.models.text_head import Pooling, TextHead, pool
-from xcloud.parallel.stage import Batch, Message, Stage, StageOutput
 
 
 class BottomStage(Stage):

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcloud.contracts.stage import Head
 from xcloud.models.attention import Packing
 from xcloud.models.seeding import seeded
-from xcloud.parallel.stage import Head
 
-VALUE_SCALE = 1_000_000  # predictions are whole numbers: see parallel.stage.Head
+VALUE_SCALE = 1_000_000  # predictions are whole numbers: see contracts.stage.Head
 SCORE_SCALE = 10_000
 
 Pooling = Literal["first", "mean"]
@@ -80,7 +80,7 @@ class TextHead(nn.Module):
         raise NotImplementedError
 
     def predict(self, scores: Tensor, label: Tensor, packing: Packing | None) -> list[list[int]]:
-        """See parallel.stage.Head."""
+        """See contracts.stage.Head."""
         raise NotImplementedError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError
-from xcloud.parallel.stage import TokenIds
 
 
 @runtime_checkable

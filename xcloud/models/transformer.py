@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.checks import check_int, check_number
+from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.stage import Stage, TokenIds
 from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention
 from xcloud.models.decoding import Greedy, Search, check_search
 from xcloud.models.encoder import check_heads
@@ -37,8 +39,6 @@ from xcloud.models.encoder_decoder import (
     layers_of,
 )
 from xcloud.models.seeding import seeded
-from xcloud.models.split import BuildContext
-from xcloud.parallel.stage import Stage, TokenIds
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:

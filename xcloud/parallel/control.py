@@ -1,13 +1,16 @@
 """Small messages between clouds besides the pipeline: norms, agreement, meetings, reports.
 
-A star around rank 0. One rank of each stage (its leader) speaks for the stage. Everything here is
-framed, delayed and counted like the rest, under "other".
+A star around rank 0; for norms, one in each replica of the pipeline around the first of its
+leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
+delayed and counted like the rest, under "other".
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -16,9 +19,10 @@ from torch import Tensor
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.liveness import PeerLife
-from xcloud.errors import ConfigError, FrameError, LinkTimeout
+from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
+REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
@@ -35,28 +39,16 @@ class Word(IntEnum):
     STOP = 2  # save it, and end
 
 
-class Control:
-    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
-    lives: signs of life of every other rank, by rank.
-    """
+@dataclass(frozen=True)
+class StageSums:
+    """leaders: of the stages of this rank's replica. out, incoming: links to and from the first of
+    them, or, in that one, to and from every other."""
 
-    def __init__(
-        self,
-        rank: int,
-        leaders: tuple[int, ...],
-        out: Mapping[int, OutLink],
-        incoming: Mapping[int, InLink],
-        overdue_s: float,
-        lives: Mapping[int, PeerLife],
-    ) -> None:
-        self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
-        self.out, self.incoming, self.lives = out, incoming, lives
-        self._num_meetings = 0
-        self._listener: Callable[[int, int, int], None] | None = None
-
-    @property
-    def peers(self) -> list[int]:
-        return sorted(self.out)
+    rank: int
+    leaders: tuple[int, ...]
+    out: Mapping[int, OutLink] = field(default_factory=dict)
+    incoming: Mapping[int, InLink] = field(default_factory=dict)
+    overdue_s: float = 0.0
 
     def sum_over_stages(
         self, step: int, values: Mapping[int, float], num_stages: int, word: Word = Word.GO_ON
@@ -67,15 +59,15 @@ class Control:
         values: stage -> number, for the stages that this leader speaks for. word: in rank 0.
         """
         key = MessageKey(Kind.NORM, step)
-        others = [leader for leader in self.leaders if leader != 0]
-        if self.rank != 0:
+        first, *others = self.leaders
+        if self.rank != first:
             mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 mine[stage] = value
-            self.out[0].send(
+            self.out[first].send(
                 key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
             )
-            summed, *told = self.incoming[0].recv(key, self.overdue_s)
+            summed, *told = self.incoming[first].recv(key, self.overdue_s)
             return float(summed[0]), Word(int(told[0][0])) if told else Word.GO_ON
         collected = dict(values)
         for leader in others:
@@ -90,6 +82,29 @@ class Control:
                 parts.append(torch.tensor([word], dtype=torch.uint8))
             self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
         return total, word
+
+
+class Control:
+    """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
+    lives: signs of life of every other rank, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        out: dict[int, OutLink],
+        incoming: dict[int, InLink],
+        overdue_s: float,
+        lives: Mapping[int, PeerLife],
+    ) -> None:
+        self.rank, self.overdue_s = rank, overdue_s
+        self.out, self.incoming, self.lives = out, incoming, lives
+        self._num_meetings = 0
+        self._listener: Callable[[int, int, int], None] | None = None
+
+    @property
+    def peers(self) -> list[int]:
+        return sorted(self.out)
 
     def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
         """Rank 0 tells ranks that read no data how many samples there are."""
@@ -155,8 +170,9 @@ class Control:
         if self.rank != 0:
             return self.out[0].say_alive()
         ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
-        for out in self.out.values():
-            out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+        for out in list(self.out.values()):  # another thread may take in a rank that is back
+            with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
+                out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
 
     def tell(self, peer: int, step: int, code: int) -> None:
         """How far this rank is with the checkpoint of a step; does not wait."""
@@ -178,10 +194,15 @@ class Control:
         self._listener(peer, frame.key.step, int(frame.parts[0]))
 
     def report(self, lines: bytes) -> None:
-        """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
-        assert len(lines) <= REPORT_CAPACITY_BYTES
-        data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-        self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
+        """To rank 0."""
+        send_report(self.out[0], lines)
+
+
+def send_report(link: OutLink, lines: bytes) -> None:
+    """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:

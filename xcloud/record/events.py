@@ -2,9 +2,11 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, timeline, quality, finish; checkpoint,
-lost_checkpoint, resume, stop; in one-way jobs also fed, producer. Rank 0 writes it for all ranks
-(reporter.py), the parent follows. A step is complete when every rank has reported it.
+start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish;
+checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a cloud may be
+late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks (reporter.py), the
+parent follows. A step is complete when every rank has reported it, but those of clouds that are
+gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
 before of later steps is superseded (`one_timeline`).
@@ -12,6 +14,7 @@ before of later steps is superseded (`one_timeline`).
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +26,14 @@ LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 Event = dict[str, Any]
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
-# which some carry tensors. A job may count more, under the names of its channels' directions.
+# which some carry tensors. A job may count more, under the names of its channels' directions, and
+# AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
+AVERAGING = "averaging"
+MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
+"""Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
 log = logging.getLogger(__name__)
 
@@ -154,33 +161,63 @@ class StepTotals:
         add_to(self.raw, report.get("raw", {}))
         add_to(self.link_busy_s, report.get("link_busy_s") or {})
         self.samples += report.get("samples", 0)
+        if report.get("loss") is not None:
+            self._count_loss(report["loss"], report.get("tokens", 0))
         self.tokens += report.get("tokens", 0)
         self.values.update(report.get("values", {}))
-        for name in ("loss", "grad_norm", "learning_rate"):
+        for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
                 setattr(self, name, report[name])
 
+    def _count_loss(self, loss: float, tokens: float) -> None:
+        """One rank tells it, or, where replicas update apart, one of each: then their mean by
+        token."""
+        if self.loss is not None and self.tokens + tokens:
+            loss = (self.loss * self.tokens + loss * tokens) / (self.tokens + tokens)
+        self.loss = loss
+
 
 class StepCollector:
-    """Join the ranks' step reports; `feed` returns the totals once the last rank has reported."""
+    """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
+
+    Ranks of a cloud that is gone are not waited for. The steps that this completes come one by one
+    with the next events.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"StepCollector.num_ranks must be 1 or more, got {num_ranks}")
         self.num_ranks = num_ranks
         self._reports: dict[int, dict[int, Event]] = {}
+        self._ranks_of: dict[str, set[int]] = {}  # as far as clouds have reported
+        self._gone: set[int] = set()
+        self._done = 0  # the latest complete step where ranks have gone
+        self._complete: deque[StepTotals] = deque()
 
     def feed(self, event: Event) -> StepTotals | None:
-        if event["event"] == "resume":
-            self._reports.clear()  # of steps that not every rank had reported
-        if event["event"] != "step":
-            return None
-        step = event["step"]
-        reports = self._reports.setdefault(step, {})
-        reports[event["rank"]] = event
-        if len(reports) < self.num_ranks:
-            return None
-        return StepTotals.of(step, self._reports.pop(step))
+        if event["event"] == "resume":  # from a step before those that were done
+            self._reports.clear()
+            self._done = min(self._done, event["step"])
+        if event["event"] == "absence":
+            ranks = self._ranks_of.get(event["absent"], set())
+            self._gone = self._gone | ranks if event["what"] == "left" else self._gone - ranks
+            for step in sorted(self._reports):
+                self._close(step)
+        if event["event"] == "step":
+            step, rank = event["step"], event["rank"]
+            self._ranks_of.setdefault(event["cloud"], set()).add(rank)
+            if step > self._done:
+                self._reports.setdefault(step, {})[rank] = event
+                self._close(step)
+        return self._complete.popleft() if self._complete else None
+
+    def _close(self, step: int) -> None:
+        reports = self._reports[step]
+        if len(reports.keys() | self._gone) < self.num_ranks:
+            return
+        self._complete.append(StepTotals.of(step, self._reports.pop(step)))
+        if self._gone:
+            self._done = max(self._done, step)
 
 
 def add_to(sums: dict[str, float], more: Mapping[str, float]) -> None:

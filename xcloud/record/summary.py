@@ -20,6 +20,9 @@ How the figures are made:
   steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
   last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
 - `num_lost_checkpoints`: that a rank could not write.
+- `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
+- `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
+- `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
   that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
@@ -30,6 +33,7 @@ import math
 import os
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +41,16 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.project import commit as project_commit
-from xcloud.record.events import TENSORS, TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.record.events import (
+    MEMORY,
+    TENSORS,
+    TIMES,
+    TRAFFIC,
+    Event,
+    StepCollector,
+    StepTotals,
+    add_to,
+)
 from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
@@ -57,12 +70,15 @@ class RunStatistics:
         self._lost_s = 0.0
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
+        self._merges: Counter[str] = Counter()
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
         # The number of warm-up steps is known only at the end: keep the first three apart.
         self._first: list[_Sums] = []
         self._rest = _Sums()
         self._quality: dict[str, Event] = {}  # the latest of each split
+        self._privacy: dict[str, Any] | None = None
+        self._memory: dict[int, dict[str, Any]] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
@@ -78,6 +94,14 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if event["event"] == "skipped_update":
             self._count_skipped(event)
+        if event["event"] == "privacy":
+            known = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled",
+                     "sampling_rate", "num_updates")  # fmt: skip
+            self._privacy = {name: event.get(name) for name in known}
+        if event["event"] in ("merge", "partial_merge"):
+            self._merges[event["event"]] += 1
+        if event["event"] == "absence":
+            self._merges[event["what"]] += 1
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
         if event["event"] == "lost_checkpoint":
@@ -88,6 +112,9 @@ class RunStatistics:
             self._lost_s += event.get("lost_s", 0.0)
         if event["event"] == "quality":
             self._quality[event["split"]] = event
+        if event["event"] == "memory":
+            known = ("rank", "cloud", *MEMORY)
+            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)
@@ -134,17 +161,27 @@ class RunStatistics:
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
             "num_resumes": self.num_resumes,
             "num_steps_done_twice": self.num_steps_done_twice,
             "goodput": self._goodput(),
             "num_lost_checkpoints": len(self._lost_checkpoints),
+            "privacy": self._privacy,
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
             "started_at": self._started_at(),
             "wall_s": self._wall_s(),
             "xcloud_version": __version__,
         }
+        if self._merges:
+            summary["merges"] = {
+                "whole": self._merges["merge"],
+                "partial": self._merges["partial_merge"],
+                "clouds_late": self._merges["late"],
+                "clouds_lost": self._merges["left"],
+                "clouds_back": self._merges["back"],
+            }
         if cause is not None:
             summary["cause"] = cause
         return summary

@@ -56,18 +56,41 @@ class RunStopped(KeyboardInterrupt):
     """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1)."""
 
 
+def start_process(
+    command: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl+C reaches the parent alone
+        )
+
+
 class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
-    may be lost once they are ready, which the remaining ranks report. None: all ranks."""
+    may be lost once they are ready, which the remaining ranks report. None: all ranks.
+    restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
+    error of its own; None: never."""
 
     def __init__(
-        self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
+        self,
+        run_dir: Path,
+        cloud_of_rank: list[str],
+        essential: frozenset[int] | None = None,
+        restart_s: float | None = None,
     ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
         everyone = frozenset(range(len(cloud_of_rank)))
         self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
+        self._restart_s = restart_s
+        self._due_s: dict[str, float] = {}  # when lost clouds begin again
+        self._environment: dict[str, str] = {}
 
     def start(self) -> None:
         """May be called again once `wait` has raised RunFailed."""
@@ -77,7 +100,7 @@ class LocalRanks:
         self.processes = []
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-        environment = {
+        self._environment = {
             **_MEMORY,
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -86,20 +109,13 @@ class LocalRanks:
             **os.environ,
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
-        for rank in range(num_ranks):
-            command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
-            command += ["--rank", str(rank), "--parent", str(os.getpid())]
-            with open(self.log(rank), "ab") as log:  # after what an earlier attempt has said
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**environment, "LOCAL_RANK": str(rank)},
-                        start_new_session=True,  # Ctrl+C reaches the parent alone
-                    )
-                )
+        self.processes = [self._start(rank) for rank in range(num_ranks)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
+        command += ["--rank", str(rank), "--parent", str(os.getpid())]
+        here = {**self._environment, "LOCAL_RANK": str(rank)}
+        return start_process(command, here, self.log(rank))
 
     def ask_to_stop(self) -> None:
         """All ranks save the step under way and end; those that do not train yet just end."""
@@ -137,6 +153,9 @@ class LocalRanks:
                     cause = self._first_cause()
                     self._hear_last_words()
                     self._fail(cause)
+                restarts = met and None in needed and not self.is_asked_to_stop
+                if restarts and self._restart_s is not None:
+                    self._begin_again(self._restart_s)
                 if all(code in (0, *_STOPPED) for code in needed):
                     done_at_s = done_at_s or time.monotonic()
                     if None not in codes or time.monotonic() - done_at_s > LATE_S:
@@ -152,6 +171,24 @@ class LocalRanks:
         if self.is_asked_to_stop and not self._own_failures():
             raise RunStopped
         raise RunFailed(cause)
+
+    def _begin_again(self, restart_s: float) -> None:
+        """Clouds that have lost a rank, by a signal or with another rank, are started again."""
+        now_s = time.monotonic()
+        lost = {self.clouds[r] for r, process in enumerate(self.processes) if process.poll()}
+        failed = {self.clouds[r] for r in self._own_failures() if failure_of(self.run_dir, r)}
+        for cloud in lost - failed - self._due_s.keys():
+            self._due_s[cloud] = now_s + restart_s
+        for cloud in [c for c, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[cloud]
+            ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
+            for rank in ranks:
+                self.processes[rank].kill()
+                self.processes[rank].wait()
+            for rank in ranks:
+                error_file(self.run_dir, rank).unlink(missing_ok=True)
+                self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
+                self.processes[rank] = self._start(rank)
 
     def _lost_before_ready(self) -> bool:
         return any(

@@ -183,6 +183,8 @@ class Monitor:
             cause=cause,
         )
         summary["compression"] = experiment.compression_in_force
+        if experiment.strategy_in_force:
+            summary["strategy"] = experiment.strategy_in_force
         summary["link"] = experiment.cluster.describe()
         summary["defences"] = experiment.defences_in_force
         summary["lost_event_lines"] = self.lost_lines() + self._num_malformed

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.memory import Stateful, load_states, states_of
 from xcloud.job.job import Job
@@ -31,7 +32,8 @@ class RankContext(Generic[JobT]):
     on_report: rank 0 writes other ranks' reports with it, as they come.
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
-    an earlier attempt, which may have left no checkpoint.
+    an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
+    begin again; None where all have joined one process group.
     """
 
     job: JobT
@@ -44,6 +46,7 @@ class RankContext(Generic[JobT]):
     holder: Holder
     asked: StopSignal
     is_resumed: bool = False
+    transport: PairTransport | None = None
 
 
 class Role(ABC, Generic[JobT]):

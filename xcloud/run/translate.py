@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from xcloud.comm.border import Message
+from xcloud.contracts.stage import Stage
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.stage import Stage
 from xcloud.project import MODEL_DIR
 from xcloud.run.export import fill, read_stage
 from xcloud.run.trained_borders import TrainedBorders

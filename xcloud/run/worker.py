@@ -27,11 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
 from xcloud.run.launch import EXIT_START_AGAIN, error_file
@@ -48,7 +50,13 @@ _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone whil
 
 
 def live(
-    job: Job, rank: int, run_dir: Path, agreed: Agreed, holder: Holder, asked: StopSignal
+    job: Job,
+    rank: int,
+    run_dir: Path,
+    agreed: Agreed,
+    holder: Holder,
+    asked: StopSignal,
+    transport: PairTransport | None = None,
 ) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run. Returns whether the run has ended early, as asked.
@@ -62,7 +70,7 @@ def live(
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
-        holder, asked, is_resumed,
+        holder, asked, is_resumed, transport,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     try:
@@ -189,16 +197,19 @@ def main(words: Sequence[str] | None = None) -> None:
         config = read_config(file)
         job = job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
-        _join(job, rank, run_dir, under_torchrun)
-        settings = plain_settings(config)
+        settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
-        agreed = agree(job, settings, rank, holder.table())
+        if job.is_elastic:
+            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+        else:
+            _join(job, rank, run_dir, under_torchrun)
+            agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        if live(job, rank, run_dir, agreed, holder, asked):
+        if live(job, rank, run_dir, agreed, holder, asked, transport):
             code = EXIT_START_AGAIN
         if monitor is not None:
             _await_monitor(monitor)

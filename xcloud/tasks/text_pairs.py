@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.task import Split
 from xcloud.errors import DataError
-from xcloud.parallel.stage import Batch, TokenIds
 from xcloud.tasks.pair_table import PairTable
-from xcloud.tasks.task import Split
 from xcloud.tasks.tokenizer import Tokenizer
 
 

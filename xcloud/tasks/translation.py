@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from xcloud.checks import check_int
+from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.stage import Batch, TokenIds
 from xcloud.project import in_project
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder
@@ -25,7 +26,6 @@ from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import SPLITS, Corpus, Parallel, Sampling
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.settings import HUB, Group, settings_of
-from xcloud.tasks.task import Split
 from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import (

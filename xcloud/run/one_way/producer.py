@@ -12,17 +12,18 @@ import torch
 
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.errors import FrameError
 from xcloud.parallel.control import Word
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY, SaveNow
-from xcloud.parallel.one_way.parts import Fed, Producer
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.events import TIMES
 from xcloud.record.reporter import FLUSH_EVERY_S, Reporter
 from xcloud.run.checkpointing import Checkpointer, News
 from xcloud.run.one_way.wiring import ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 
 class ProducerRun:
@@ -36,8 +37,9 @@ class ProducerRun:
         name: str,
         reporter: Reporter,
         guard: DivergenceGuard,
+        memory: MemoryMeter,
     ) -> None:
-        self._guard = guard
+        self._guard, self._memory = guard, memory
         self.part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
@@ -88,7 +90,7 @@ class ProducerRun:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
         if self._buffer is not None:
             self._buffer.zero()
-        with self.clock.during("forward"):
+        with self.clock.during("forward"), self._memory.first_step():
             fed = self.part.produce(number)
         if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
             raise FrameError(

@@ -22,7 +22,7 @@ from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES, REPORT_CARRIES, send_report
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
@@ -36,7 +36,7 @@ _REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
 _CARRIES = {
     Kind.BATCH: ("packed token ids and flags uint8 [N]",),
     Kind.READY: (),
-    Kind.REPORT: ("report lines, see reports",),
+    Kind.REPORT: REPORT_CARRIES,
     Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
     Kind.STOP: ("number of the last batch int32 [1]",),
     Kind.ALIVE: (),
@@ -217,13 +217,6 @@ class ConsumerWiring:
             incoming.close(timeout_s)
 
 
-def send_report(link: SendingEnd, lines: bytes) -> None:
-    """Whole lines, at most REPORT_CAPACITY_BYTES."""
-    assert len(lines) <= REPORT_CAPACITY_BYTES
-    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-    link.send(MessageKey(Kind.REPORT), (data,), _CARRIES[Kind.REPORT])
-
-
 def send_news(link: SendingEnd, step: int, code: int) -> None:
     """Of the checkpoint after a step."""
     part = torch.tensor([code], dtype=torch.uint8)
@@ -235,7 +228,7 @@ def sources_of(layout: OneWayLayout) -> dict[Source, int]:
     return {
         Source(producer, lane): rank
         for producer, cloud in enumerate(layout.producers)
-        for lane, rank in enumerate(layout.ranks_of(cloud))
+        for lane, rank in enumerate(layout.ranks_in(cloud))
     }
 
 
@@ -253,7 +246,7 @@ class OneWayWirer:
         self.rank, self.layout = transport.rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._ends = Ends(transport, layout, run_dir)
-        groups = [self._ends.group(layout.ranks_of(cloud)) for cloud in layout.clouds]
+        groups = [self._ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
         (self._own,) = (group for group in groups if group is not None)
         for line in ("batches", "orders", "inside"):
             self._ends.line(line, range(layout.num_ranks))

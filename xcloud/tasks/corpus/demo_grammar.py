@@ -6,11 +6,11 @@ import hashlib
 from dataclasses import dataclass
 
 from xcloud.checks import check_int
+from xcloud.contracts.task import Split
 from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
 from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.text import Parallel, Rows
-from xcloud.tasks.task import Split
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from xcloud.checks import check_int
+from xcloud.contracts.task import Split
 from xcloud.demo_corpus import STORY_QUESTIONS, Story, answers, inferences, reviews, stories
 from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.labelled import Sets, interleaved
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
-from xcloud.tasks.task import Split
 
 T = TypeVar("T")
 MAX_SAMPLES = 100_000  # of a split

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
 from xcloud.hub.access import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import check_languages
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
 from xcloud.tasks.corpus.text import SPLITS, Rows
-from xcloud.tasks.task import Split
 
 BATCH_ROWS = 1000
 

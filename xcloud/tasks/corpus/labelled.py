@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from xcloud.checks import check_choice
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.folder import Names, is_usual_name, patterns_of
 from xcloud.tasks.corpus.source import Form, Found, Source, Table
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, limit
-from xcloud.tasks.task import Split
 
 Kind = Literal["classes", "value"]
 EXPECTED = "train.tsv (first line: column names) or train.jsonl"
@@ -142,7 +142,7 @@ class Labelled:
 
     def _find(self) -> tuple[Found, dict[Split, Mapping[str, Sequence[Table]]], Columns]:
         """The source's tables, the usable ones by split, and the training set's columns."""
-        found = self.source.find(Form(EXPECTED, is_usual_name, ("table", "json")))
+        found = self.source.find(Form(EXPECTED, is_usual_name))
         tables, train = dict(found.splits), found.training
         columns = self.columns.find(train.columns(), train.where)
         test = [table for joined in tables.get("test", {}).values() for table in joined]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from xcloud.contracts.task import Split
 from xcloud.errors import DataError
 from xcloud.tasks.corpus.folder import is_usual_name
 from xcloud.tasks.corpus.source import Form, Found, Source
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
-from xcloud.tasks.task import Split
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from xcloud.contracts.task import Split
 from xcloud.errors import DataError
 from xcloud.tasks.corpus.demo_labelled import DemoSizes, demo_stories
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
@@ -23,7 +24,6 @@ from xcloud.tasks.corpus.folder import is_usual_name
 from xcloud.tasks.corpus.hub import HubTable
 from xcloud.tasks.corpus.source import Form, Found, Source, Table
 from xcloud.tasks.corpus.text import SPLITS, Sampling, chosen_rows
-from xcloud.tasks.task import Split
 
 EXPECTED = "train.jsonl (a paragraph a line) or train-v1.1.json"
 VERSION = re.compile(r"-v\d+(\.\d+)*$")
@@ -92,7 +92,7 @@ class Paragraphs:
         return Reading(self.describe(), rows, remarks, agreed)
 
     def _find(self) -> Found:
-        return self.source.find(Form(EXPECTED, _is_usual, kinds=("json",)))
+        return self.source.find(Form(EXPECTED, _is_usual, {"jsonl": "json", "json": "json"}))
 
 
 @dataclass(frozen=True)

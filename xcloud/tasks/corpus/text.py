@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from xcloud.checks import check_int
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
-from xcloud.tasks.task import Split
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 

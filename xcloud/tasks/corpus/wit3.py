@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
-from xcloud.tasks.task import Split
 
 # Metadata lines. The rule must be the same on both sides, or the rows would be misaligned.
 TAGGED = re.compile(

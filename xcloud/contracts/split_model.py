@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xcloud.parallel.stage import Batch, Border, Head, Stage, TokenIds
+from xcloud.contracts.stage import Batch, Border, Head, Stage, TokenIds
 
 
 @dataclass(frozen=True)
