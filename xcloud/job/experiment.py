@@ -25,7 +25,7 @@ from xcloud.security.observer import LeakMeter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
+from xcloud.training.settings import Checkpoints, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +264,13 @@ class Experiment(Job):
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             parts.append("leak meter: off (one cloud)")
         return parts
+
+    @property
+    def checkpoint(self) -> Checkpoints:
+        """None of several replicas yet: the word to save would have to reach all of them."""
+        if self.cluster.num_replicas > 1:
+            return Checkpoints(every_steps=0, every_minutes=0)
+        return self.training.checkpoint
 
     @property
     def is_elastic(self) -> bool:

@@ -55,13 +55,6 @@ ADDED: dict[str, dict[str, object]] = (
             "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
         },
         "xcloud.security.observer.LeakMeter": {"averaging_steps": 3},
-        "xcloud.job.experiment.Experiment": {
-            "strategy": {
-                "_target_": "xcloud.parallel.strategy.Strategy",
-                "name": "pipeline",
-                "replicas": 1,
-            }
-        },
     }
 )
 """Settings that are new, with their defaults: so a run of today has the same as one of before."""
