@@ -131,7 +131,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     found: dict[str, Any] = {"wait_s": WAIT_S, "steps": asked.steps, "undisturbed": []}
-    slow = [f"cluster.clouds.cloud_{name}.slowdown={asked.slowdown}" for name in "ab"]
+    slow = [f"+cluster.clouds.cloud_{name}.slowdown={asked.slowdown}" for name in "ab"]
     with ThreadPoolExecutor(1) as beside:
         disturbed = beside.submit(
             run, folder / "disturbed", asked.seeds[0], asked.steps, asked.kills,

@@ -147,6 +147,18 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
     assert not diary.absences and not any(told.is_partial for told in diary.merges)
 
 
+def test_the_hub_shows_every_contribution_that_comes() -> None:
+    post, diary, seen = Post(2), Diary(), list[tuple[int, int, float]]()
+    job = [Scalar(r, post, GO_ON, 4, diary, change=1.0 + r) for r in range(2)]
+    hub = job[0].rounds._end
+    assert isinstance(hub, Hub)
+    hub.names = ["weight"]
+    hub.watch = lambda step, replica, named: seen.append((step, replica, float(named["weight"])))
+    in_threads([lambda r=r: r.run(1, 4) for r in job])
+
+    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
+
+
 def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> None:
     """Replica 2 stops in step 2 until the others have merged without it; they go on at once. When
     the hub is in step 3 it asks: its own change stays with it, on top of what was merged."""

@@ -63,7 +63,10 @@ class Pair:
 
     def _joined(self) -> _Group:
         if self._group is None:
-            store = PrefixStore(self._name, self._store)
+            # A client of its own: whoever waits in a store keeps others of that client waiting.
+            own: Any = self._store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(_FOREVER)
+            store = PrefixStore(self._name, own)
             self._group = dist.ProcessGroupGloo(store, self._place, 2, _FOREVER)
         return self._group
 

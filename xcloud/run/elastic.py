@@ -19,6 +19,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.anchor import Anchored
+from xcloud.parallel.averaging import Watch
 from xcloud.parallel.control import compare_facts, decode_facts, encode_facts
 from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
 from xcloud.parallel.local_updates import LocalUpdates
@@ -91,6 +92,7 @@ def make_end(
     new_codec: Callable[[Mapping[str, torch.Size], str], TensorCodec],
     links: ReplicaLinks,
     tell: Teller,
+    watch: Watch | None,
 ) -> tuple[Hub | Member, int]:
     """Of a cloud's first rank, and the bytes of its longest message."""
     trained = list(parameters.values())
@@ -103,7 +105,7 @@ def make_end(
         return Member(ends), longest
     hub = Hub(
         ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
-        tell.merge, tell.absence,
+        tell.merge, tell.absence, watch, list(shapes),
     )  # fmt: skip
     return hub, longest
 

@@ -84,7 +84,7 @@ def join_local_updates(
         end = None
         if lanes.leads:
             tell = Teller(training.reporter, training.cloud_of)
-            end, longest = make_end(settings, trained, codec, replicas, tell)
+            end, longest = make_end(settings, trained, codec, replicas, tell, guard.watch)
             replicas.open(longest)
         rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)
         training.rejoin = rounds.join
