@@ -106,8 +106,9 @@ def test_a_run_that_began_anew_has_lost_everything_before() -> None:
     assert one_timeline(events) == events
 
 
-def absence(what: str, cloud: str = "target") -> dict[str, Any]:
-    return {"event": "absence", "rank": 0, "cloud": "source", "absent": cloud, "what": what}
+def absence(what: str, step: int) -> dict[str, Any]:
+    fields = {"absent": "target", "what": what, "step": step}
+    return {"event": "absence", "rank": 0, "cloud": "source", **fields}
 
 
 def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
@@ -120,13 +121,14 @@ def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
 
     for event in (step_event(0, 1), step_event(1, 1), step_event(0, 2), step_event(0, 3)):
         feed(event)
-    feed(absence("late"))
+    feed(absence("late", 3))
     assert found == [None, (1, 2), None, None, None]
     found.clear()
-    for event in (absence("left"), step_event(0, 4), step_event(0, 5)):
+    for event in (absence("left", 4), step_event(0, 4), step_event(0, 5)):
         feed(event)
     assert found == [(2, 1), (3, 1), (4, 1)]
     found.clear()
-    for event in (absence("back"), step_event(0, 6), step_event(1, 4), step_event(1, 6)):
+    events = (absence("back", 6), step_event(0, 6), step_event(0, 7), step_event(1, 4))
+    for event in (*events, step_event(1, 7)):
         feed(event)
-    assert found == [(5, 1), None, None, (6, 2)]  # what it tells of step 4 comes too late
+    assert found == [(5, 1), (6, 1), None, None, (7, 2)]  # what it tells of step 4 is too late

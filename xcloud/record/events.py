@@ -14,6 +14,7 @@ before of later steps is superseded (`one_timeline`).
 
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -190,8 +191,8 @@ class StepCollector:
         self.num_ranks = num_ranks
         self._reports: dict[int, dict[int, Event]] = {}
         self._ranks_of: dict[str, set[int]] = {}  # as far as clouds have reported
-        self._gone: set[int] = set()
-        self._done = 0  # the latest complete step where ranks have gone
+        self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
+        self._done = 0  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
 
     def feed(self, event: Event) -> StepTotals | None:
@@ -199,10 +200,7 @@ class StepCollector:
             self._reports.clear()
             self._done = min(self._done, event["step"])
         if event["event"] == "absence":
-            ranks = self._ranks_of.get(event["absent"], set())
-            self._gone = self._gone | ranks if event["what"] == "left" else self._gone - ranks
-            for step in sorted(self._reports):
-                self._close(step)
+            self._note_absence(event)
         if event["event"] == "step":
             step, rank = event["step"], event["rank"]
             self._ranks_of.setdefault(event["cloud"], set()).add(rank)
@@ -211,12 +209,22 @@ class StepCollector:
                 self._close(step)
         return self._complete.popleft() if self._complete else None
 
+    def _note_absence(self, event: Event) -> None:
+        for rank in self._ranks_of.get(event["absent"], ()):
+            if event["what"] == "left":
+                self._gone_until[rank] = math.inf
+            elif event["what"] == "back" and rank in self._gone_until:
+                self._gone_until[rank] = event["step"]  # it begins with the next one
+        for step in sorted(self._reports):
+            self._close(step)
+
     def _close(self, step: int) -> None:
         reports = self._reports[step]
-        if len(reports.keys() | self._gone) < self.num_ranks:
+        gone = {rank for rank, until in self._gone_until.items() if step <= until}
+        if len(reports.keys() | gone) < self.num_ranks:
             return
         self._complete.append(StepTotals.of(step, self._reports.pop(step)))
-        if self._gone:
+        if self._gone_until:
             self._done = max(self._done, step)
 
 

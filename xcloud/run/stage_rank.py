@@ -20,7 +20,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import shard, whole
+from xcloud.parallel.sharding import return_freed_memory, shard, whole
 from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
@@ -89,6 +89,8 @@ class StageRank(Role[Experiment]):
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
+        if layout.clouds[self.placement.cloud].shard:
+            return_freed_memory(self.context.device)
         stages = {}
         for stage in self.placement.stages:
             build = BuildContext(

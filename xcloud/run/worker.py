@@ -94,7 +94,9 @@ def live(
         if events is not None:
             events.close()
         records = [*agreed.records, *role.records]
-        write_rank_audit(run_dir, rank, layout, records, reporter.contents, role.received)
+        write_rank_audit(
+            run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
+        )
 
 
 def _device(wanted: str) -> torch.device:
