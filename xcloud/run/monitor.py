@@ -80,6 +80,7 @@ class Monitor:
         self._num_malformed = 0
         self._shows = True
         self.finished_ranks: set[int] = set()
+        self.is_stopped = False  # ended before its time, as it was asked to
 
     def start(self) -> None:
         for stale in self.run_dir.glob("rank*.wire.json"):  # of an earlier run in this folder
@@ -126,6 +127,7 @@ class Monitor:
         since = resumed[-1] if resumed else len(events)
         self._take_all(events[:since], shows=False)
         self.finished_ranks.clear()
+        self.is_stopped = False
         return events[since:]
 
     def _take_all(self, events: Sequence[Event], shows: bool) -> None:
@@ -145,8 +147,9 @@ class Monitor:
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
         totals = self._statistics.feed(event)
         self._curves.feed(event, totals)
-        if event["event"] == "finish":
+        if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])
+            self.is_stopped = event["event"] == "stop"
         if shows:
             try:
                 self._progress.show(event)
@@ -299,6 +302,9 @@ def main(words: Sequence[str] | None = None) -> int:
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
-    monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
+    cause = first_failure(arguments.run_dir, lost[0]) if lost else None
+    if monitor.is_stopped and cause is None:
+        cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C); the same command goes on"
+    monitor.finish(cause, monitor.is_stopped and not lost)
     print(arguments.run_dir / SUMMARY_FILE)
     return 1 if lost else 0

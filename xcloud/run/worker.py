@@ -33,6 +33,7 @@ from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, 
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
@@ -132,6 +133,17 @@ def _check_started(job: Job) -> None:
         )
 
 
+def _check_unfinished(job: Job, run_dir: Path) -> None:
+    """torchrun starts a run that was interrupted again with the same command, so it goes on; one
+    that has come to its end must not."""
+    summary = read_summary(run_dir)
+    if summary.get("status") == "finished" and summary.get("num_steps", 0) >= job.max_steps:
+        raise ConfigError(
+            f"{run_dir} holds a finished run; give another --run-dir, or raise "
+            "training.max_steps in every cloud's experiment file to train it longer"
+        )
+
+
 def _tie_to_parent(parent: int) -> None:
     """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -208,6 +220,7 @@ def main(words: Sequence[str] | None = None) -> None:
             agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
+            _check_unfinished(job, run_dir)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)

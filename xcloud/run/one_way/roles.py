@@ -153,6 +153,7 @@ class ProducerRank(OneWayRank):
         self._tell_memory((run.part.parameters_module, run.part))
         self.reporter.flush()
         if self.is_stopped:
+            self.reporter.event("stop")
             return
         checkpoints.keep_newest()
         with exporting(run_dir):
