@@ -187,6 +187,25 @@ def test_a_state_of_other_settings_is_refused() -> None:
         codec(Nothing()).load_state_dict({"0.num_calls": 3})
 
 
+def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_messages() -> None:
+    shapes = {"w": torch.Size((6, 4))}
+    tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for compressor in (Cast("bfloat16"), Cast("float16"), Chain(bf16=Cast("bfloat16"))):
+        sender = TensorCodec(shapes, lambda n, s, c=compressor: c, 1, True, torch.bfloat16)
+        for _ in range(2):
+            parts, seen = sender.encode([tensor])
+            assert same_bits([sender.decode(parts), seen])
+        if compressor.label == "bf16":
+            assert torch.equal(seen[0], tensor)
+    sender = codec(TopK(0.1))
+    sender.encode(drawn(1))
+    state = sender.state_dict()
+    kept = copy.deepcopy(state)
+    sender.load_state_dict(state)
+    sender.encode(drawn(2))
+    assert all(torch.equal(state[k], kept[k]) for k in kept if isinstance(kept[k], Tensor))
+
+
 def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> None:
     for compressor in (TopK(0.1), RandomK(0.1), Svd(0.1), PowerSgd(), BlockInt(1), BlockInt(2)):
         assert "0.residual" in codec(compressor).state_dict()

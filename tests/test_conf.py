@@ -274,6 +274,8 @@ def test_the_headline_says_what_a_strategy_does() -> None:
         (["strategy=data_parallel", "compression=phased_example",
           "+compression.rest.compression.averaging._target_=xcloud.comm.cast.Nothing"],
          "the same `averaging`"),
+        (["strategy=data_parallel", "+strategy/averaging/merge=median"],
+         "needs 3 replicas or more"),
         (["strategy=pipeline", "strategy.replicas=null"], "nothing would bring the replicas"),
     ],
 )  # fmt: skip

@@ -147,5 +147,5 @@ def test_the_hub_tells_of_every_merge() -> None:
 
 @pytest.mark.parametrize("settings", [{"late": "skip"}, {"most_s": 3.0}, {"weigh": "tokens"}])
 def test_what_needs_whole_replicas_is_refused_for_pipelines(settings: Any) -> None:
-    with pytest.raises(ConfigError, match="each rank must hold the whole model, but those of"):
+    with pytest.raises(ConfigError, match="each rank must hold the whole model"):
         local(2, **settings).arrange(clouds(4))

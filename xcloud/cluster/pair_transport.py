@@ -1,5 +1,5 @@
-"""A transport whose ranks may end and begin again: a process group of two for each direction of each
-link, and one for the ranks of a cloud. No group joins more than one cloud.
+"""A transport whose ranks may end and begin again: a process group of two for each direction of
+each link, and one for the ranks of a cloud. No group joins more than one cloud but those of two.
 
 Ranks meet in a store. Each counts how often it has begun; the count is part of the names of its
 groups, so that a rank that begins again never meets what its predecessor left (torchft does so).
@@ -11,47 +11,62 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.transport import Collectives
+from xcloud.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FOREVER = timedelta(days=30)
 
 
-def meeting_store(rank: int, run_dir: Path, host: str | None, port: int) -> dist.Store:
+def meeting_store(rank: int, run_dir: Path, host: str | None, port: int) -> Store:
     """Of all ranks: a file on one machine; over several a server in rank 0, at host:port."""
-    store: dist.Store
+    store: Store
     if host is None:
-        store = dist.FileStore(str(run_dir.resolve() / "rendezvous"), -1)
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
     else:
-        store = dist.TCPStore(host, port, None, rank == 0, _FOREVER, wait_for_workers=False)
+        store = TCPStore(host, port, None, rank == 0, _FOREVER, wait_for_workers=False)
     store.set_timeout(_FOREVER)
     return store
+
+
+_Group = Any
+"""A ProcessGroupGloo, of whose methods torch's annotations know few."""
 
 
 class Pair:
     """The process group of one direction between two ranks. It is joined at its first use, in the
     thread of the link's end, and waits there for the other side."""
 
-    def __init__(self, store: dist.Store, name: str, place: int) -> None:
+    def __init__(self, store: Store, name: str, place: int) -> None:
         self._store, self._name, self._place = store, name, place
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: _Group = None
 
     def isend(self, frame: Tensor, tag: int) -> dist.Work:
-        return self._joined().send([frame], 1 - self._place, tag)
+        work: dist.Work = self._joined().send([frame], 1 - self._place, tag)
+        return work
 
     def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
-        return self._joined().recv([buffer], 1 - self._place, tag)
+        work: dist.Work = self._joined().recv([buffer], 1 - self._place, tag)
+        return work
 
-    def _joined(self) -> dist.ProcessGroupGloo:
+    def _joined(self) -> _Group:
         if self._group is None:
-            store = dist.PrefixStore(self._name, self._store)
+            # A client of its own: whoever waits in a store keeps others of that client waiting.
+            own: Any = self._store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(_FOREVER)
+            store = PrefixStore(self._name, own)
             self._group = dist.ProcessGroupGloo(store, self._place, 2, _FOREVER)
         return self._group
 
@@ -59,7 +74,7 @@ class Pair:
 class PairTransport:
     """beginning: 1, or how often this rank has begun."""
 
-    def __init__(self, rank: int, store: dist.Store) -> None:
+    def __init__(self, rank: int, store: Store) -> None:
         self.rank, self.store = rank, store
         self.beginning = int(store.add(f"beginnings.{rank}", 1))
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
@@ -70,12 +85,12 @@ class PairTransport:
         """Whether this rank begins again in a job that goes on."""
         return self.beginning > 1
 
-    def has_begun_again(self, peer: int) -> bool:
-        """Since it was asked last. Links made from now on are with the newest beginning."""
-        newest = int(self.store.add(f"beginnings.{peer}", 0))
-        is_newer = newest > self._known.get(peer, 1)
-        self._known[peer] = max(1, newest)
-        return is_newer
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        newest = {peer: int(self.store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        if any(count <= self._known.get(peer, 1) for peer, count in newest.items()):
+            return False
+        self._known |= newest
+        return True
 
     def line(self, name: str, ranks: Sequence[int]) -> None:
         """Groups are made with the ends."""
@@ -92,7 +107,7 @@ class PairTransport:
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {self.beginning}"
-        store = dist.PrefixStore(name, self.store)
+        store = PrefixStore(name, self.store)
         place = list(ranks).index(self.rank)
         return CloudCollectives(
             dist.ProcessGroupGloo(store, place, len(ranks), _FOREVER), tuple(ranks)
@@ -118,7 +133,7 @@ class PairTransport:
 
 
 class CloudCollectives:
-    def __init__(self, group: dist.ProcessGroupGloo, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: _Group, ranks: tuple[int, ...]) -> None:
         self._group, self._ranks = group, ranks
 
     def barrier(self) -> None:
@@ -136,3 +151,8 @@ class CloudCollectives:
         found = [torch.zeros_like(values) for _ in self._ranks]
         self._group.allgather([found], [values]).wait()
         return found
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again deal no tensors over ranks; leave shard out"
+        )

@@ -37,7 +37,8 @@ class AcrossClouds:
     parameters: trained ones of the rank's stages, by stage and name.
     group: the ranks of the same cloud that hold the same stages.
     num_shares: how many of a cloud's ranks carry across, the same in all replicas.
-    make_averager: its `merge` is a sum, as losses are divided by the weight of the whole update.
+    make_averager: its `merge` is a sum, as losses are divided by the weight of the whole update;
+        or, with is_mean, a mean.
     delay: 1 = an update gets the gradient of the one before; the first gets zero.
     """
 
@@ -48,11 +49,12 @@ class AcrossClouds:
         num_shares: int,
         num_replicas: int,
         make_averager: MakeAverager,
+        is_mean: bool,
         delay: int,
         check: ReplicaCheck,
     ) -> None:
         self._group, self._num_replicas, self._delay = group, num_replicas, delay
-        self._check = check
+        self._check, self._scale = check, num_replicas if is_mean else 1
         named = {f"{s}.{name}": p for s, own in parameters.items() for name, p in own.items()}
         self._parameters = list(named.values())
         self._shares = dealt({name: p.shape for name, p in named.items()}, num_shares)
@@ -122,8 +124,8 @@ class AcrossClouds:
         everyone = self._spread(merged)
         for share, (_, *tensors) in zip(self._shares, everyone, strict=True):
             for piece, tensor in zip(share, tensors, strict=True):
-                piece.of(gradients).copy_(tensor.view(piece.shape))
-        return everyone[0][0].reshape(())
+                piece.of(gradients).copy_(tensor.view(piece.shape)).mul_(self._scale)
+        return everyone[0][0].reshape(()) * self._scale
 
     def _spread(self, merged: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """The loss and the pieces of every share. merged: of this rank's; empty without one."""

@@ -133,6 +133,15 @@ class NormBound(Robust):
         )
 
 
+def check_robust(merge: object) -> None:
+    """Raise ConfigError for a setting that is no Robust and not None."""
+    if merge is not None and not isinstance(merge, Robust):
+        raise ConfigError(
+            f"strategy.averaging.merge must be null, Median, TrimmedMean or NormBound of "
+            f"{__name__}, got {merge!r}; choose one with +strategy/averaging/merge=median"
+        )
+
+
 def check_merge(merge: Merge, num_replicas: int) -> None:
     """Raise ConfigError if so few replicas cannot outvote a bad one."""
     if isinstance(merge, Robust) and num_replicas < merge.needs:

@@ -12,6 +12,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import Robust, check_merge, check_robust
 
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
@@ -24,6 +25,8 @@ class GradientAveraging:
     delay: 1 = an update uses the gradient of the one before, which crosses while the next is
         computed; another trajectory than with 0, which waits for it.
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
+    merge: one that bears a bad cloud (parallel/merging.py); null = the sum. A gradient that is not
+        finite then counts as zero.
     check_every: updates after which replicas compare digests of their parameters; 0 = only
         before the first.
     """
@@ -31,8 +34,10 @@ class GradientAveraging:
     delay: int = 0
     feedback: bool = True
     check_every: int = 100
+    merge: Robust | None = None
 
     def __post_init__(self) -> None:
+        check_robust(self.merge)
         check_choice("strategy.averaging.delay", self.delay, (0, 1))
         check_choice("strategy.averaging.feedback", self.feedback, (True, False))
         check_int("strategy.averaging.check_every", self.check_every, 0)
@@ -42,7 +47,8 @@ class GradientAveraging:
         """Differences from the default, in words; may be empty."""
         return ", ".join(
             [*(["one update late"] if self.delay else []),
-             *([] if self.feedback else ["without feedback"])]
+             *([] if self.feedback else ["without feedback"]),
+             *([repr(self.merge)] if self.merge is not None else [])]
         )  # fmt: skip
 
 
@@ -98,6 +104,11 @@ class Strategy:
         full, rest = divmod(num_updates, self.averaging.every)
         return full + (rest > 0 or self.averaging.fragments > 1)  # the last step ends with one
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on where a cloud is late or lost."""
+        return isinstance(self.averaging, LocalUpdates) and self.averaging.is_elastic
+
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
         if self.averaging is None:
@@ -110,6 +121,8 @@ class Strategy:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
         arranged = self._arranged(layout)
+        if self.averaging is not None and self.averaging.merge is not None:
+            check_merge(self.averaging.merge, arranged.num_replicas)
         if isinstance(self.averaging, LocalUpdates):
             _check_whole(arranged, self.averaging)
         return arranged

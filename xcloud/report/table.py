@@ -126,6 +126,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = [f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")]
+        yield (
+            "merges",
+            str(merges["whole"] + merges["partial"]),
+            (f"{merges['partial']} without a cloud; clouds: {', '.join(counts)}"),
+        )
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"

@@ -4,6 +4,7 @@ a rank needs is up to its wiring (wiring.py, one_way/wiring.py).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Ends:
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
+        self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
             for peer in range(layout.num_ranks)
@@ -88,6 +90,7 @@ class Ends:
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
         self.outs.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
         if self._leaves_cloud(peer):
             self.wan_outs.append(end)
         return end
@@ -112,19 +115,34 @@ class Ends:
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
         return end
+
+    def forget(self, peer: int) -> None:
+        """A lost rank's ends are not closed. What they sent stays counted."""
+        gone = self._by_peer.pop(peer, [])
+        self.outs = [end for end in self.outs if end not in gone]
+        self.ins = [end for end in self.ins if end not in gone]
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
+        return self._transport.begins_again(ranks)
 
     def window(self, under_way: int, frame_bytes: int) -> LinkWindow:
         """Of the same arguments at both ends of a link."""
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
-    def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
+    def close(self, *may_be_gone: type[LinkError]) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life.
+
+        may_be_gone: errors of an end that do not matter: its peer may have left before.
+        """
         patience_s = self.layout.liveness.lost_after_s
-        for out in reversed(self.outs):  # those made first, which bear signs of life, last
-            out.close(patience_s)
-        for incoming in self.ins:
-            incoming.close(patience_s)
+        # Those made first, which bear signs of life, last.
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
+        for end in ends:
+            with contextlib.suppress(*may_be_gone):
+                end.close(patience_s)
 
     def _leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None

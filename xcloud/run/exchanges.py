@@ -86,12 +86,13 @@ def _join_averaging(
 
     def averager(shapes: Mapping[str, torch.Size]) -> Averager:
         assert mail is not None, "a rank that carries nothing across averages nothing"
-        made = averager_for(mail, shapes, codec, weighted_sum)
+        made = averager_for(mail, shapes, codec, settings.merge or weighted_sum)
         return guard.around(made, shapes, replicas.num_parts, silent={LOSS})
 
     across = AcrossClouds(
-        trained, lanes, replicas.num_shares, replicas.num_replicas, averager, settings.delay, check
-    )
+        trained, lanes, replicas.num_shares, replicas.num_replicas, averager,
+        settings.merge is not None, settings.delay, check,
+    )  # fmt: skip
     replicas.open(across.max_bytes)
     check.compare(0)
     return across.exchanges

@@ -10,12 +10,10 @@ from torch import nn
 
 from xcloud.comm.draws import seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Averager, averager_for
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.exchange import AllReduce, GradientExchange
-from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
 from xcloud.parallel.local_rounds import LocalRounds, local_exchanges
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
@@ -24,6 +22,7 @@ from xcloud.parallel.pace import Pace
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.record.reporter import Reporter
+from xcloud.run.elastic import Teller, make_end
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.training.trainer import Work
 
@@ -33,7 +32,8 @@ class LocalTraining:
     """What local updates and the rank's trainer, which is built after them, know of each other.
 
     cloud_of: the cloud of each replica, for events. work: of the update that was made last.
-    is_idle: whether this rank's replica leaves out a step.
+    is_idle: whether this rank's replica leaves out a step. rejoin: in a cloud that begins again,
+        takes the values of the others and returns the step at which they are.
     """
 
     last_step: int
@@ -41,6 +41,7 @@ class LocalTraining:
     reporter: Reporter
     work: Callable[[], Work] = lambda: Work(0, 0.0)
     is_idle: Callable[[int], bool] = lambda step: False
+    rejoin: Callable[[], int] = lambda: 0
 
 
 def join_local_updates(
@@ -77,34 +78,24 @@ def join_local_updates(
         settings.every, lanes, settings.most_s, settings.most_tokens,
         lambda step: training.work().weight,
     )  # fmt: skip
-    last_step = training.last_step
-    mail = Mailbox(replicas) if replicas.peers else None
-    check = ReplicaCheck(mail, lanes, stages, replicas.name_of, 0, last_step)
-    longest = 0
+    last_step, merge, longest = training.last_step, settings.merge or weighted_mean, 0
     rounds: ElasticRounds | LocalRounds
     if settings.is_elastic:
-        end: Hub | Member | None = None
+        end = None
         if lanes.leads:
-            shapes = {name: p.shape for name, p in trained.items()}
-            everything = [range(len(trained))]
-            values = Anchored([*trained.values()], everything, RankGroup.alone(), settings.outer)
-            ends = Ends(values, codec(shapes, "change"), codec(shapes, "merged"), replicas)
-            end = Member(ends)
-            if replicas.replica == HUB:
-                teller = _Teller(training.reporter, training.cloud_of)
-                end = Hub(
-                    ends, weighted_mean, settings.late, settings.leave, settings.wait_s,
-                    teller.merge, teller.absence,
-                )  # fmt: skip
-            num_bytes = sum(p.numel() * p.element_size() for p in trained.values())
-            longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes)
+            tell = Teller(training.reporter, training.cloud_of)
+            end, longest = make_end(settings, trained, codec, replicas, tell, guard.watch)
+            replicas.open(longest)
         rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)
+        training.rejoin = rounds.join
     else:
+        mail = Mailbox(replicas) if replicas.peers else None
+        check = ReplicaCheck(mail, lanes, stages, replicas.name_of, 0, last_step)
         averagers: list[Averager] = []
 
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
-            made = averager_for(mail, shapes, lambda s: codec(s, number), weighted_mean, number)
+            made = averager_for(mail, shapes, lambda s: codec(s, number), merge, number)
             num_parts = replicas.num_parts * settings.fragments
             averagers.append(guard.around(made, shapes, num_parts))
             return averagers[-1]
@@ -114,28 +105,8 @@ def join_local_updates(
             check.compare,
         )  # fmt: skip
         longest = max((averager.max_bytes for averager in averagers), default=0)
-    replicas.open(longest, settings.wait_s)
-    check.compare(0)
+        replicas.open(longest, settings.wait_s)
+        check.compare(0)
     inside = {stage: AllReduce(lanes) for stage in stages}
     training.is_idle = rounds.is_idle
     return local_exchanges(inside, rounds)
-
-
-class _Teller:
-    """Writes down what the hub says."""
-
-    def __init__(self, reporter: Reporter, cloud_of: Callable[[int], str]) -> None:
-        self._reporter, self._cloud_of = reporter, cloud_of
-
-    def merge(self, told: Told) -> None:
-        weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
-        kind = "partial_merge" if told.is_partial else "merge"
-        self._reporter.event(kind, step=told.step, weights=weights)
-
-    def absence(self, absence: Absence) -> None:
-        cloud = self._cloud_of(absence.replica)
-        self._reporter.event("absence", now=True, cloud_absent=cloud, what=absence.what,
-                             step=absence.step)  # fmt: skip
-        said = {"late": "is late", "left": "is gone", "back": "is back"}[absence.what]
-        why = f": {absence.why}" if absence.why else ""
-        self._reporter.note(f"cloud {cloud} {said} (step {absence.step}){why}")

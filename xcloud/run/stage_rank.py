@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
+from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
@@ -19,10 +20,13 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import shard, whole
+from xcloud.parallel.sharding import return_freed_memory, shard, whole
+from xcloud.run.checkpointing import Checkpointer
+from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
+from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
 from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.privacy_account import account
@@ -51,14 +55,16 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
         )
         self.wiring = wire(
-            GlooTransport(self.rank), layout, job.borders, job.compression, job.max_micro_batch,
-            context.device, self.clock, context.run_dir,
+            context.transport or GlooTransport(self.rank), layout, job.borders, job.compression,
+            job.max_micro_batch, context.device, self.clock, context.run_dir,
             on_report=context.on_report,
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
             ties_ends=job.ties_ends,
+            is_elastic=job.is_elastic,
         )  # fmt: skip
+        self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
 
     def report(self, lines: bytes) -> None:
@@ -70,7 +76,7 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.rank, self.wiring.control)
+        data = load(self.job, self.rank, self.facts or self.wiring.control)
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
@@ -83,6 +89,8 @@ class StageRank(Role[Experiment]):
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
+        if layout.clouds[self.placement.cloud].shard:
+            return_freed_memory(self.context.device)
         stages = {}
         for stage in self.placement.stages:
             build = BuildContext(
@@ -117,7 +125,9 @@ class StageRank(Role[Experiment]):
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
             observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
-        if layout.num_ranks > 1:
+        if self.facts is not None:
+            self.facts.agree(parameters_fact(stages))
+        elif layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
         if layout.clouds[self.placement.cloud].shard:
@@ -149,9 +159,24 @@ class StageRank(Role[Experiment]):
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
             layout.lanes_in_step,
         )  # fmt: skip
+        facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
+        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
+        trainer.decide = checkpoints.decide
+        if trainer.num_updates:  # another cloud may load longer than a message may take
+            with self.wiring.alive():
+                self.wiring.meet()
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
+        transport = self.context.transport
+        if transport is not None and rank not in job.essential_ranks:
+            ready_file(run_dir, rank).touch()
+        if transport is not None and transport.is_newcomer:
+            trainer.num_updates = local.rejoin()
+        self.context.asked.is_armed = job.checkpoint.are_made
+        if rank == 0 and job.training.checkpoint.are_made and not job.checkpoint.are_made:
+            self.reporter.note("no checkpoints are made of a run with several replicas yet")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
@@ -159,6 +184,8 @@ class StageRank(Role[Experiment]):
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
+            if checkpoints.after(step, report.word):
+                return self._stop(checkpoints, step)
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
@@ -166,6 +193,8 @@ class StageRank(Role[Experiment]):
                         evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.asked.is_armed = False
+        checkpoints.save_last(job.training.max_steps)
         if observer is not None:
             with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
                 if averaged is not None:
@@ -179,7 +208,9 @@ class StageRank(Role[Experiment]):
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
-        report_typical_step(self.clock, layout.num_ranks, self.reporter)
+        # None is recorded if the last step was made before the run went on.
+        if not job.is_elastic and self.clock.recorded:  # it asks all ranks at once
+            report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
@@ -188,12 +219,24 @@ class StageRank(Role[Experiment]):
                 tensors = whole(module.exported(), exports)
                 if exports:
                     export_stage(run_dir, stage, module, tensors, data)
+            checkpoints.wait()
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:
                 evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
+            checkpoints.close()
+        checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
+
+    def _stop(self, checkpoints: Checkpointer, step: int) -> None:
+        """Before the end, as asked, with a checkpoint of this step."""
+        with self.wiring.alive():
+            checkpoints.wait()
+            self.wiring.meet()
+            checkpoints.close()
+        self.reporter.event("stop", step=step)
+        self.is_stopped = True
 
 
 def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:
