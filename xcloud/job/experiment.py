@@ -173,9 +173,7 @@ class Experiment(Job):
                 "averaging, and here is one replica; choose strategy=data_parallel or "
                 "local_updates, or security/privacy=sample"
             )
-        averaging = self.strategy.averaging
-        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
-        if isinstance(privacy, CloudPrivacy) and elastic:
+        if isinstance(privacy, CloudPrivacy) and self.strategy.is_elastic:
             raise ConfigError(
                 "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
                 "leave=go_on: what a merge left out is sent again with the next one, so that no "

@@ -202,7 +202,9 @@ class StageRank(Role[Experiment]):
                 observer.write(run_dir)
         if privacy is not None and rank == 0:
             with self.wiring.alive():
-                told = account(privacy, trainer.plan, trainer.num_updates, job.strategy.covers)
+                made = trainer.num_updates
+                contributions = job.strategy.most_contributions(made)
+                told = account(privacy, trainer.plan, made, contributions)
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
