@@ -119,6 +119,14 @@ def test_noise_on_the_gradient_leaves_nothing_to_recover(tmp_path: Path) -> None
     assert not len(changed_rows(noised[EMBEDDINGS]))
 
 
+def test_a_little_noise_does_not_hide_which_rows_changed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(500, 64, generator=draw)
+    rows[[3, 9, 77]] += 2.0  # norms of 18 beside 8 +- 0.7
+
+    assert set(changed_rows(rows).tolist()) == {3, 9, 77}
+
+
 def test_an_encoder_gives_its_tokens_away(tmp_path: Path) -> None:
     stages = [stage.eval() for stage in build(model(), 2, where(tmp_path))]
     batch = {name: value[:1] for name, value in question(1).items()}

@@ -19,6 +19,7 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.averaging_guard import PrivateAverager
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.run.privacy_account import account
@@ -189,12 +190,21 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
     assert most_squared_uses([torch.tensor([1, 2, 3]), torch.tensor([3, 3, 4])]) == 1 + 4
     assert most_squared_uses([]) == 0
 
-    told = account(SamplePrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 5, covers=1)  # one epoch
+    told = account(SamplePrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
     assert told["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
     assert told["sampling_rate"] == 0.2 and told["unit"] == "sample"
-    told = account(CloudPrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 100, covers=25)
+    told = account(CloudPrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 100, 5)
     assert told["epsilon"] == gaussian_epsilon(2.0, 5, 1e-5)
     assert told["epsilon_if_sampled"] is None
+
+
+def test_contributions_of_a_cloud_are_counted() -> None:
+    def count(steps: int, **settings: int) -> int:
+        return Strategy("x", None, LocalUpdates(**settings)).most_contributions(steps)
+
+    assert AVERAGED.most_contributions(7) == 7
+    assert count(100, every=25) == 4 and count(101, every=25) == 5
+    assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
 
 
 def test_privacy_that_would_not_hold_is_refused() -> None:
@@ -203,6 +213,9 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
         build(*exp, "security/privacy=sample")
     with pytest.raises(ConfigError, match=r"training\.batch_size is 16 and there are 4 micro"):
         build(*exp, "strategy=data_parallel", "security/privacy=sample")
+    late = ("strategy=local_updates", "strategy.averaging.late=skip")
+    with pytest.raises(ConfigError, match="no bound holds"):
+        build(*exp, *late, "security/privacy=cloud")
     with pytest.raises(ConfigError, match="here is one replica"):
         build(*exp, "security/privacy=cloud")
     with pytest.raises(ConfigError, match=r"privacy\.clip"):

@@ -88,8 +88,6 @@ def job(shape: Shape, compression: Compression | Phased) -> list[Rank]:
         num_pieces = shape.passes * shape.schedule.num_micro_batches
         lanes = [number % shape.num_lanes for number in range(num_pieces)]
         plan = PinnedBatchPlan(16, training.batch_size, 1, lanes)
-    if isinstance(compression, Phased) and shape.strategy.averaging is not None:
-        compression = compression.at(1)  # what is averaged cannot change its compressor
     return ranks(shape.layout, training, compression, shape.schedule, plan, shape.strategy)
 
 
@@ -133,8 +131,16 @@ def load(made: Sequence[Rank], saved: Sequence[State]) -> None:
         rank.load_state_dict(state)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shape", SHAPES)
+GRID = [
+    (shape, codec)
+    for shape in SHAPES
+    for codec in CODECS
+    # Replicas add one more codec to those of the borders: two of them are enough.
+    if SHAPES[shape].strategy.averaging is None or codec in ("plain", "randomk unbiased, delta")
+]
+
+
+@pytest.mark.parametrize(("shape", "codec"), GRID)
 def test_a_job_built_anew_goes_on_from_the_state_of_the_old_one_bit_for_bit(
     shape: str, codec: str
 ) -> None:

@@ -3,15 +3,26 @@ with processes, in test_causal_run.py."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.pipelines import CPU, D, ToyStage, samples
 from tests.test_conf import composed
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.transport import GlooCollectives
 from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
-from xcloud.parallel.sharding import _blocks, check_in_step
+from xcloud.parallel.sharding import Sharded, _blocks, check_in_step, is_sharded, shard, whole
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.trained_module import TrainedModule
 
 DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]
 
@@ -39,6 +50,75 @@ def test_blocks_are_gathered_one_by_one_and_their_own_lists_with_them() -> None:
     stage.network.layers = nn.ModuleList([block, nn.Identity(), nn.Linear(2, 2)])
     stage.head = nn.Linear(2, 2)
     assert list(_blocks(stage)) == [block, stage.network.layers[2]]
+
+
+@pytest.fixture
+def alone() -> Iterator[RankGroup]:
+    """A real process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield RankGroup(0, (0,), GlooCollectives(dist.new_group([0])))
+    dist.destroy_process_group()
+
+
+def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
+    alone: RankGroup,
+) -> None:
+    """Several micro-batches forward before the first goes back, as GPipe has it."""
+    training = Optimizer(0.1, 1, weight_decay=0.1)
+    stages = [ToyStage(0, 2) for _ in range(3)]
+    for stage in stages:
+        stage.blocks = nn.ModuleList([nn.Linear(D, D, bias=False)])
+        stage.blocks[0].weight = nn.Parameter(torch.eye(D))
+        stage.layer = nn.Sequential(stage.layer, stage.blocks[0])
+    for stage in stages[1:]:
+        shard(stage, alone, CPU)
+    assert [is_sharded(stage) for stage in stages] == [False, True, True]
+    buffers = [FlatBuffer(stage.parameters()) for stage in stages]
+    optimizers = [training.build(buffer.parameters) for buffer in buffers]
+
+    def updated(number: int, step: int) -> float:
+        buffer, exchange = buffers[number], (Sharded if number else AllReduce)(alone)
+        buffer.zero()
+        batches = [samples(torch.arange(4) + 4 * i) for i in range(3)]
+        sent = [stages[number](None, batch).send["hidden"].square().sum() for batch in batches]
+        for loss in sent:
+            loss.backward()
+        total = exchange.before_update(step, buffer, sent[0].detach())
+        assert torch.equal(total, sent[0].detach()) and buffer.is_finite()
+        norm = buffer.squared_norm()
+        buffer.scale(0.5)
+        optimizers[number].step()
+        return norm
+
+    def values(number: int) -> list[torch.Tensor]:
+        return list(whole(stages[number].state_dict(), keep=True).values())
+
+    for step in (1, 2):
+        assert updated(0, step) == pytest.approx(updated(1, step))
+    assert all(torch.equal(a, b) for a, b in zip(values(0), values(1), strict=True))
+    assert whole(stages[1].state_dict(), keep=False) == {}
+    state = TrainedModule(stages[1], optimizers[1]).state_dict()
+    assert all(type(v) is torch.Tensor for v in state.values() if isinstance(v, torch.Tensor))
+    TrainedModule(stages[2], optimizers[2]).load_state_dict(state)
+    for number in (0, 2):
+        updated(number, 3)
+    assert all(torch.equal(a, b) for a, b in zip(values(0), values(2), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:
+    buffer = FlatBuffer([nn.Parameter(torch.ones(3))])
+
+    class OfTwo(GlooCollectives):
+        def sum(self, values: torch.Tensor) -> None:
+            values += torch.tensor([1.0, others], dtype=torch.float64)
+
+    assert isinstance(alone.group, GlooCollectives)
+    group = RankGroup(0, (0, 1), OfTwo(alone.group._group))
+    for others in (16.0, math.nan, math.inf):
+        buffer.parameters[0].grad.fill_(1.0)
+        assert float(Sharded(group).before_update(1, buffer, torch.tensor(2.0))) == 3.0
+        assert buffer.is_finite() is math.isfinite(others)
+        assert buffer.squared_norm() == pytest.approx(19.0) or not math.isfinite(others)
 
 
 @pytest.mark.parametrize(

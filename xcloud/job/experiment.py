@@ -25,7 +25,7 @@ from xcloud.security.observer import LeakMeter
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
+from xcloud.training.settings import Checkpoints, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +173,7 @@ class Experiment(Job):
                 "averaging, and here is one replica; choose strategy=data_parallel or "
                 "local_updates, or security/privacy=sample"
             )
-        averaging = self.strategy.averaging
-        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
-        if isinstance(privacy, CloudPrivacy) and elastic:
+        if isinstance(privacy, CloudPrivacy) and self.strategy.is_elastic:
             raise ConfigError(
                 "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
                 "leave=go_on: what a merge left out is sent again with the next one, so that no "
@@ -264,6 +262,13 @@ class Experiment(Job):
         if self.security.meter is not None and not self.cluster.crosses_clouds:
             parts.append("leak meter: off (one cloud)")
         return parts
+
+    @property
+    def checkpoint(self) -> Checkpoints:
+        """None of several replicas yet: the word to save would have to reach all of them."""
+        if self.cluster.num_replicas > 1:
+            return Checkpoints(every_steps=0, every_minutes=0)
+        return self.training.checkpoint
 
     @property
     def is_elastic(self) -> bool:

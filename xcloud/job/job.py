@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,30 @@ from xcloud.cluster.clouds import Layout
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
+from xcloud.training.settings import Checkpoints
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How run.py starts the ranks of a run on this machine.
+
+    max_restarts: how often, if some die, all are started again from the last checkpoint.
+    """
+
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_int("launch.max_restarts", self.max_restarts, 0)
 
 
 class AnyTraining(Protocol):
-    """max_steps: updates in all."""
+    """max_steps: updates in all. checkpoint: when to save what the run can go on from."""
 
     @property
     def max_steps(self) -> int: ...
+
+    @property
+    def checkpoint(self) -> Checkpoints: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +60,7 @@ class Job(ABC):
     sweep: str | None = None
     label: str | None = None
     cache_dir: str = ".cache"
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0)
@@ -85,6 +103,11 @@ class Job(ABC):
     def leak_meter(self) -> LeakMeter | None:
         """Measures, after the run, what other clouds could recover; None where it is off."""
         return None
+
+    @property
+    def checkpoint(self) -> Checkpoints:
+        """When to save what the run can go on from."""
+        return self.training.checkpoint
 
     @property
     def max_steps(self) -> int:

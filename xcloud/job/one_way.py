@@ -15,6 +15,7 @@ from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.plan import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
+from xcloud.training.settings import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class OneWayTraining:
     """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
     all ranks of the consumer; how large a batch is, the model says.
     on_divergence, max_skips_in_a_row: as of a pipeline's Training, for the consumer's updates and
-    each producer's own. A producer whose forward is not finite has no batch to send: it stops."""
+    each producer's own. A producer whose forward is not finite has no batch to send: it stops.
+    checkpoint: in steps of the consumer."""
 
     max_steps: int
     batches_per_step: int
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
     def __post_init__(self) -> None:
         check_int("training.max_steps", self.max_steps, 1)

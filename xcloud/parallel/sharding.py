@@ -7,7 +7,10 @@ All ranks of the stage must compute in step, for gathering takes all of them.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +22,9 @@ from xcloud.errors import ConfigError
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, rank_actions
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_LARGE_BYTES = 1 << 18
 
 
 def shard(module: nn.Module, group: RankGroup, device: torch.device) -> None:
@@ -37,6 +43,15 @@ def shard(module: nn.Module, group: RankGroup, device: torch.device) -> None:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(module, "predict")
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """From now on large tensors get pages of their own, which go back to the system when they are
+    freed. Gathering frees and allocates so often that glibc's heap else grows to twice what is in
+    use (109 million weights on two CPUs: 1.6 instead of 3.1 GB a rank)."""
+    if device.type == "cpu" and sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # a libc without it
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -97,6 +97,13 @@ class Strategy:
         """Updates that a replica's contribution to an averaging sums up."""
         return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
 
+    def most_contributions(self, num_updates: int) -> int:
+        """Of a replica, with the same values in them, in so many updates."""
+        if not isinstance(self.averaging, LocalUpdates):
+            return num_updates
+        full, rest = divmod(num_updates, self.averaging.every)
+        return full + (rest > 0 or self.averaging.fragments > 1)  # the last step ends with one
+
     @property
     def is_elastic(self) -> bool:
         """Whether the run goes on where a cloud is late or lost."""

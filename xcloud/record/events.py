@@ -2,17 +2,21 @@
 summary.py.
 
 `events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish; in
-one-way jobs also fed, producer; where a cloud may be late or lost also merge, partial_merge,
-absence. Rank 0 writes it for all ranks (reporter.py), the parent follows. A step is complete when
-every rank has reported it, but those of clouds that are gone.
+start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish;
+checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a cloud may be
+late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks (reporter.py), the
+parent follows. A step is complete when every rank has reported it, but those of clouds that are
+gone.
+
+A run that was interrupted goes on in the same file. "resume" says from which step: what was told
+before of later steps is superseded (`one_timeline`).
 """
 
 import json
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +77,48 @@ class EventReader:
                 log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
+
+
+def one_timeline(events: Iterable[Event]) -> list[Event]:
+    """Without what was told of steps that were done again. A "resume" event then has
+    "steps_again", the number of these steps, and "lost_s": from the end of the step that the run
+    went on from until it did."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == "resume":
+            step, steps = _step(event), [e for e in kept if e["event"] == "step"]
+            done_at_s = [_at_s(e) for e in steps if _step(e) <= step] or list(map(_at_s, kept[:1]))
+            lost_s = _at_s(event) - max(done_at_s, default=_at_s(event))
+            again = len({_step(e) for e in steps if _step(e) > step})
+            event = {**event, "steps_again": again, "lost_s": lost_s}
+            kept = [_seen_from(step, e) for e in kept if not _is_superseded(e, step)]
+        kept.append(event)
+    return kept
+
+
+def _step(event: Event) -> int:
+    """0 for an event of no step, and for one that is malformed."""
+    step = event.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _at_s(event: Event) -> float:
+    at_s = event.get("t")
+    return at_s if isinstance(at_s, int | float) else 0.0
+
+
+def _is_superseded(event: Event, step: int) -> bool:
+    if event["event"] in ("finish", "timeline"):  # of the end of an attempt
+        return True
+    stays = event["event"] in ("resume", "checkpoint", "lost_checkpoint")
+    return not stays and _step(event) > step
+
+
+def _seen_from(step: int, event: Event) -> Event:
+    """The time that an earlier attempt has lost lies within what a later one loses, if that goes
+    further back."""
+    is_within = event["event"] == "resume" and _step(event) >= step
+    return {**event, "lost_s": 0.0} if is_within else event
 
 
 @dataclass
@@ -150,6 +196,9 @@ class StepCollector:
         self._complete: deque[StepTotals] = deque()
 
     def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "resume":  # from a step before those that were done
+            self._reports.clear()
+            self._done = min(self._done, event["step"])
         if event["event"] == "absence":
             self._note_absence(event)
         if event["event"] == "step":

@@ -16,6 +16,10 @@ How the figures are made:
   are counted separately under `wan_bytes_per_step.other`.
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
+- `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
+  steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
+  last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+- `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
@@ -62,7 +66,9 @@ class RunStatistics:
         """bandwidth_bits_per_s: of the WAN link, each way; None if it is not emulated."""
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
         self.final_loss: float | None = None
-        self.num_skipped_updates = 0
+        self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
+        self._lost_s = 0.0
+        self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
         self._merges: Counter[str] = Counter()
         self._collector = StepCollector(num_ranks)
@@ -98,6 +104,12 @@ class RunStatistics:
             self._merges[event["what"]] += 1
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
+        if event["event"] == "lost_checkpoint":
+            self._lost_checkpoints.add(int(event["step"]))
+        if event["event"] == "resume":
+            self.num_resumes += 1
+            self.num_steps_done_twice += event.get("steps_again", 0)
+            self._lost_s += event.get("lost_s", 0.0)
         if event["event"] == "quality":
             self._quality[event["split"]] = event
         if event["event"] == "memory":
@@ -151,6 +163,10 @@ class RunStatistics:
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
+            "num_resumes": self.num_resumes,
+            "num_steps_done_twice": self.num_steps_done_twice,
+            "goodput": self._goodput(),
+            "num_lost_checkpoints": len(self._lost_checkpoints),
             "privacy": self._privacy,
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
@@ -197,6 +213,10 @@ class RunStatistics:
             return None
         return round(self._last_event_at_s - self._started_at_s, 1)
 
+    def _goodput(self) -> float | None:
+        wall_s = self._wall_s()
+        return round(1 - self._lost_s / wall_s, 4) if wall_s else None
+
 
 def num_warmup_steps(num_steps: int) -> int:
     """Number of first steps excluded from everything measured in seconds."""
@@ -211,6 +231,15 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
     draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json of a run; empty if it was killed before writing one."""
+    try:
+        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class _Sums:

@@ -91,6 +91,8 @@ class ProgressLine:
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))
+        elif kind == "resume":
+            self.note(_describe_resume(event))
 
     def note(self, text: str) -> None:
         """Print one or more lines at once, on a terminal above the live line."""
@@ -168,6 +170,14 @@ def human_duration(seconds: float) -> str:
         return f"{max(seconds, 0):.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _describe_resume(event: Event) -> str:
+    text = f"goes on from step {event['step']}" if event["step"] else "begins anew"
+    if again := event.get("steps_again"):
+        text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
+    changed = ", ".join(event.get("changed", ()))
+    return text + (f"; changed: {changed}" if changed else "")
 
 
 def _describe_quality(event: Event) -> str:

@@ -23,6 +23,8 @@ END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
+_STOPPED = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal came before it could be handled
 _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -50,10 +52,14 @@ def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
         return None
 
 
+class RunStopped(KeyboardInterrupt):
+    """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1)."""
+
+
 def start_process(
     command: list[str], environment: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    with open(log, "wb") as file:
+    with open(log, "ab") as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -81,11 +87,17 @@ class LocalRanks:
         everyone = frozenset(range(len(cloud_of_rank)))
         self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.is_asked_to_stop = False
         self._restart_s = restart_s
         self._due_s: dict[str, float] = {}  # when lost clouds begin again
         self._environment: dict[str, str] = {}
 
     def start(self) -> None:
+        """May be called again once `wait` has raised RunFailed."""
+        if self.is_asked_to_stop:
+            raise RunStopped
+        self._remove_meeting_point()
+        self.processes = []
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._environment = {
@@ -105,6 +117,19 @@ class LocalRanks:
         here = {**self._environment, "LOCAL_RANK": str(rank)}
         return start_process(command, here, self.log(rank))
 
+    def ask_to_stop(self) -> None:
+        """All ranks save the step under way and end; those that do not train yet just end."""
+        self.is_asked_to_stop = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+
+    @property
+    def may_come_right(self) -> bool:
+        """Whether a failure may not come again: it was no error that a rank itself has named."""
+        failures = [failure_of(self.run_dir, rank) for rank in self._own_failures()]
+        return not any(failure and failure["expected"] for failure in failures)
+
     def log(self, rank: int) -> Path:
         return self.run_dir / f"rank{rank}.log"
 
@@ -114,7 +139,7 @@ class LocalRanks:
 
         Raises RunFailed naming the first cause if an essential rank fails. The others notice,
         report the rest and end; those that do not are ended, as are all ranks on any other
-        exception (Ctrl+C).
+        exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
         done_at_s = 0.0
         try:
@@ -122,21 +147,30 @@ class LocalRanks:
                 codes = [process.poll() for process in self.processes]
                 met = meanwhile()
                 needed = [codes[rank] for rank in self.essential]
-                if any(codes) and (not met or self._lost_before_ready()):
-                    raise RunFailed(self._first_cause())
-                if any(code not in (None, 0) for code in needed):
+                if any(map(_has_failed, codes)) and (not met or self._lost_before_ready()):
+                    self._fail(self._first_cause())
+                if any(map(_has_failed, needed)):
                     cause = self._first_cause()
                     self._hear_last_words()
-                    raise RunFailed(cause)
-                if met and self._restart_s is not None and None in needed:
+                    self._fail(cause)
+                restarts = met and None in needed and not self.is_asked_to_stop
+                if restarts and self._restart_s is not None:
                     self._begin_again(self._restart_s)
-                if all(code == 0 for code in needed):
+                if all(code in (0, *_STOPPED) for code in needed):
                     done_at_s = done_at_s or time.monotonic()
                     if None not in codes or time.monotonic() - done_at_s > LATE_S:
+                        if any(code in _STOPPED for code in needed):
+                            raise RunStopped
                         return
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
+
+    def _fail(self, cause: str) -> None:
+        """Ranks that are asked to end go one by one, and the others lose them."""
+        if self.is_asked_to_stop and not self._own_failures():
+            raise RunStopped
+        raise RunFailed(cause)
 
     def _begin_again(self, restart_s: float) -> None:
         """Clouds that have lost a rank, by a signal or with another rank, are started again."""
@@ -158,7 +192,7 @@ class LocalRanks:
 
     def _lost_before_ready(self) -> bool:
         return any(
-            process.poll() and not ready_file(self.run_dir, rank).exists()
+            _has_failed(process.poll()) and not ready_file(self.run_dir, rank).exists()
             for rank, process in enumerate(self.processes)
             if rank not in self.essential
         )
@@ -181,7 +215,10 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # Files of the rendezvous, no longer needed.
+        self._remove_meeting_point()
+
+    def _remove_meeting_point(self) -> None:
+        """Files by which ranks have met: of no use to others, and after a kill still there."""
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
@@ -192,7 +229,7 @@ class LocalRanks:
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled and not self._own_failures():
             time.sleep(0.05)
-        failed = [r for r, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        failed = [r for r, p in enumerate(self.processes) if _has_failed(p.poll())]
         rank = (self._own_failures() or failed)[0]
         code = self.processes[rank].poll()
         assert code is not None
@@ -209,8 +246,7 @@ class LocalRanks:
         """Ranks whose failure is not just the loss of another rank."""
         found = []
         for rank, process in enumerate(self.processes):
-            code = process.poll()
-            if code in (None, 0):
+            if not _has_failed(process.poll()):
                 continue
             failure = failure_of(self.run_dir, rank)
             if failure is None or not failure["peer_lost"]:
@@ -220,3 +256,7 @@ class LocalRanks:
     def _last_line(self, rank: int) -> str:
         lines = self.log(rank).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "its log is empty"
+
+
+def _has_failed(code: int | None) -> bool:
+    return code not in (None, 0, *_STOPPED)

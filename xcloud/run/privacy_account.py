@@ -8,8 +8,10 @@ from xcloud.security.privacy import Privacy, SamplePrivacy, most_squared_uses, s
 from xcloud.training.batch_plan import BatchPlan
 
 
-def account(privacy: Privacy, plan: BatchPlan, num_updates: int, covers: int) -> dict[str, Any]:
-    """covers: updates between two merges of the same values.
+def account(
+    privacy: Privacy, plan: BatchPlan, num_updates: int, num_contributions: int
+) -> dict[str, Any]:
+    """num_contributions: of each cloud to averagings of the same values.
 
     epsilon: against whoever sees all that other replicas gave, and knows the batches, which follow
     from the seed. epsilon_if_sampled: as usually reported, for secret random batches; None where
@@ -24,7 +26,7 @@ def account(privacy: Privacy, plan: BatchPlan, num_updates: int, covers: int) ->
         except ImportError:
             pass
     else:
-        uses = num_updates // covers + (covers > 1)  # the last step ends with a merge of its own
+        uses = num_contributions
     return {
         "unit": privacy.unit,
         "clip": privacy.clip,

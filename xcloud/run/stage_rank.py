@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
+from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
@@ -19,7 +20,8 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import shard, whole
+from xcloud.parallel.sharding import return_freed_memory, shard, whole
+from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
@@ -87,6 +89,8 @@ class StageRank(Role[Experiment]):
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
+        if layout.clouds[self.placement.cloud].shard:
+            return_freed_memory(self.context.device)
         stages = {}
         for stage in self.placement.stages:
             build = BuildContext(
@@ -155,6 +159,13 @@ class StageRank(Role[Experiment]):
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
             layout.lanes_in_step,
         )  # fmt: skip
+        facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
+        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
+        trainer.decide = checkpoints.decide
+        if trainer.num_updates:  # another cloud may load longer than a message may take
+            with self.wiring.alive():
+                self.wiring.meet()
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
@@ -163,6 +174,9 @@ class StageRank(Role[Experiment]):
             ready_file(run_dir, rank).touch()
         if transport is not None and transport.is_newcomer:
             trainer.num_updates = local.rejoin()
+        self.context.asked.is_armed = job.checkpoint.are_made
+        if rank == 0 and job.training.checkpoint.are_made and not job.checkpoint.are_made:
+            self.reporter.note("no checkpoints are made of a run with several replicas yet")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)
@@ -170,6 +184,8 @@ class StageRank(Role[Experiment]):
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
+            if checkpoints.after(step, report.word):
+                return self._stop(checkpoints, step)
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
@@ -177,6 +193,8 @@ class StageRank(Role[Experiment]):
                         evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.asked.is_armed = False
+        checkpoints.save_last(job.training.max_steps)
         if observer is not None:
             with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
                 if averaged is not None:
@@ -184,11 +202,14 @@ class StageRank(Role[Experiment]):
                 observer.write(run_dir)
         if privacy is not None and rank == 0:
             with self.wiring.alive():
-                told = account(privacy, trainer.plan, trainer.num_updates, job.strategy.covers)
+                made = trainer.num_updates
+                contributions = job.strategy.most_contributions(made)
+                told = account(privacy, trainer.plan, made, contributions)
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
-        if not job.is_elastic:  # it asks all ranks at once
+        # None is recorded if the last step was made before the run went on.
+        if not job.is_elastic and self.clock.recorded:  # it asks all ranks at once
             report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
@@ -198,12 +219,24 @@ class StageRank(Role[Experiment]):
                 tensors = whole(module.exported(), exports)
                 if exports:
                     export_stage(run_dir, stage, module, tensors, data)
+            checkpoints.wait()
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
             if is_first:
                 evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
+            checkpoints.close()
+        checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
+
+    def _stop(self, checkpoints: Checkpointer, step: int) -> None:
+        """Before the end, as asked, with a checkpoint of this step."""
+        with self.wiring.alive():
+            checkpoints.wait()
+            self.wiring.meet()
+            checkpoints.close()
+        self.reporter.event("stop", step=step)
+        self.is_stopped = True
 
 
 def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:

@@ -199,10 +199,11 @@ def _join_control_of(
     peer: int,
 ) -> None:
     rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
-    handlers = (
+    handlers: dict[Kind, Callable[[Frame], None]] = (
         {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
     window = ends.window(_CONTROL_AHEAD, capacity)
+    handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
     overdue_s, advice = layout.overdue_s(rank, peer, capacity), layout.overdue_advice(rank, peer)
     control.out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
     control.incoming[peer] = ends.incoming(

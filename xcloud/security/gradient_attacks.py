@@ -4,8 +4,9 @@ which order. Pure tensor code: reads no file, knows no link. What single message
 Shapes: V words, H features of a layer's input, O outputs, N candidates, B texts, S positions,
 K dimensions of a row space.
 
-Each attack finds its own threshold where the sorted scores drop most steeply (`_steepest`), so it
-works on exact and on compressed gradients, and recovers nothing where no drop stands out.
+Each attack finds its own threshold, from where the sorted scores drop most steeply or from how
+far they spread, so it works on exact and on compressed gradients, and recovers nothing where
+nothing stands out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 _LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less
 _LEAST_RANK_DROP = 10.0  # between neighbouring singular values; the last ones of noise vary more
+_CLEAR_DROP = 100.0  # whatever stands before it is no noise
+_OUTLIER = 8.0  # standard deviations (by the median of deviations) of rows that are noise alone
 _FLOOR = 1e-7  # of the largest score: below it is rounding error of float32 sums
 _CHUNK = 4096  # candidates at a time
 
@@ -39,7 +42,14 @@ def changed_rows(change_VH: Tensor, weights_VH: Tensor | None = None) -> Tensor:
         squares = before.square().sum(1)
         factors = (rows * before).sum(1)[squares > 0] / squares[squares > 0]
         rows = rows - factors.median() * before
-    return _before_drop(rows.norm(dim=1))
+    norms = rows.norm(dim=1)
+    clear = _before_drop(norms, _CLEAR_DROP)
+    if len(clear):
+        return clear
+    middle = norms.median()
+    spread = 1.4826 * (norms - middle).abs().median()
+    outliers: Tensor = (norms > middle + _OUTLIER * spread).nonzero()[:, 0]
+    return outliers
 
 
 def raised_words(gradient_VH: Tensor) -> Tensor:
@@ -251,7 +261,7 @@ def _reader(
 
 class _Layers(NamedTuple):
     """alone: linear layers that read one and the same input, of a token whatever stands beside
-    it. in_order: those with one input behind the first attention that looks back only.
+    it. in_order: those with one input that depends on tokens before, and on none behind.
     knows_place: whether the input of `alone` depends on the position."""
 
     alone: list[str]
@@ -281,8 +291,8 @@ class _Layers(NamedTuple):
             looks_ahead = not _equal(rows[0, 1], rows[2, 1])
             if not (looks_back or looks_ahead or alone):
                 alone = members
-            elif looks_back and not (looks_ahead or in_order):
-                in_order = members
+            elif looks_back and not looks_ahead and len(members) > len(in_order):
+                in_order = members  # the more, the larger is their common row space
         knows_place = bool(alone) and not _equal(seen[alone[0]][0, 0], seen[alone[0]][0, 2])
         return cls(alone, in_order, knows_place)
 
@@ -309,10 +319,10 @@ def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: in
     return 2 * right / (runs[0].total() + runs[1].total()) if right else 0.0
 
 
-def _before_drop(scores_N: Tensor) -> Tensor:
+def _before_drop(scores_N: Tensor, least: float = _LEAST_DROP) -> Tensor:
     """The places of the scores before their steepest drop, the largest first."""
     ordered = scores_N.sort(descending=True)
-    places: Tensor = ordered.indices[: _steepest(ordered.values)]
+    places: Tensor = ordered.indices[: _steepest(ordered.values, least)]
     return places
 
 

@@ -9,6 +9,7 @@ left out.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -145,7 +146,9 @@ def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -
         return math.inf
     accountant = PRVAccountant()
     accountant.history = [(noise, rate, num_updates)]
-    return float(accountant.get_epsilon(delta))
+    with warnings.catch_warnings():  # of the grid on which it begins its search
+        warnings.simplefilter("ignore")
+        return float(accountant.get_epsilon(delta))
 
 
 def _log_phi(x: float) -> float:

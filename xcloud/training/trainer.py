@@ -13,7 +13,7 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import StageSums
+from xcloud.parallel.control import StageSums, Word
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
@@ -42,6 +42,7 @@ class StepReport:
     num_samples: int
     num_tokens: float
     skipped: str | None = None
+    word: Word = Word.GO_ON  # what all ranks do now
 
 
 class Work(NamedTuple):
@@ -79,6 +80,7 @@ class Trainer:
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
     tied: TiedGradients | None = None
     privacy: Privacy | None = None
+    decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in rank 0
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -135,7 +137,7 @@ class Trainer:
         elif total_loss is not None and self._keeps_losses:
             total_loss = float(loss) * len(update_from) / num_own
         leads = total_loss is not None
-        total = self._agree(step)
+        total, word = self._agree(step)
         what = f"the loss or gradient of step {step}"
         is_skipped = self._guard.skips(what, math.isfinite(total))
         grad_norm = None if is_skipped else self._clip(total)
@@ -158,6 +160,7 @@ class Trainer:
             num_own if self._counts_samples else 0,
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
+            word,
         )
 
     def _leave_out(self, step: int) -> StepReport:
@@ -230,9 +233,10 @@ class Trainer:
                 self.tied.sum(step, self._buffers)
         return total
 
-    def _agree(self, step: int) -> float:
+    def _agree(self, step: int) -> tuple[float, Word]:
         """The squared norm of the whole gradient, the same bits in every rank: not finite if the
-        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm.
+        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
+        it comes rank 0's word.
 
         One small message of each stage's leader to rank 0 and one back, in every step. They cost
         no round trip of their own: rank 0 has the first stage, whose backward is the last, so the
@@ -247,13 +251,16 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            total = math.nan
+            total, word = math.nan, self.decide(step) if self.rank == 0 else Word.GO_ON
             if squares:
-                total = self.sums.sum_over_stages(step, squares, self.pipeline.num_stages)
+                total, word = self.sums.sum_over_stages(
+                    step, squares, self.pipeline.num_stages, word
+                )
         with clock.during("average"):
             for lanes in self.lanes.values():
-                total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
-        return total
+                both = torch.tensor([total, word], dtype=torch.float64)
+                total, word = lanes.from_leader(both).tolist()
+        return total, Word(int(word))
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:
