@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -265,9 +265,12 @@ class Experiment(Job):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """None of several replicas yet: the word to save would have to reach all of them."""
-        if self.cluster.num_replicas > 1:
+        """Replicas save by the number of the step, which all of them know; none are made where a
+        cloud may leave and come back."""
+        if self.is_elastic:
             return Checkpoints(every_steps=0, every_minutes=0)
+        if self.cluster.num_replicas > 1:
+            return replace(self.training.checkpoint, every_minutes=0)
         return self.training.checkpoint
 
     @property
