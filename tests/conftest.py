@@ -7,10 +7,12 @@ time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,8 +46,11 @@ def _ranks_start_warm() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
-        return  # not installed or switched off; or one of the processes itself
+    if hasattr(config, "workerinput"):  # one of the processes: it knows the command line alone
+        config.option.loadgroup = config.workerinput["dist"] == "loadgroup"
+        return
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # not installed or switched off
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
@@ -55,11 +60,22 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.loadscopereorder = False  # ours, below: slow tests first
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.option.dist
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

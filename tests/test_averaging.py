@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,8 @@ from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError, FrameError, LinkTimeout
-from xcloud.parallel.averaging import AllToAll, Averager
+from xcloud.parallel.averaging import Aggregators, AllToAll, Averager
+from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_mean
 
 SHAPES = {
@@ -57,6 +58,16 @@ def all_to_all(compressor: Compressor, feedback: bool = True) -> Callable[[Memor
     return lambda links: AllToAll(links, codec(compressor, feedback))
 
 
+def aggregators(compressor: Compressor) -> Callable[[MemoryLinks], Aggregators]:
+    def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
+        return TensorCodec(shapes, lambda name, shape: compressor, 7, True)
+
+    return lambda links: Aggregators(links, SHAPES, new_codec)
+
+
+KINDS = (all_to_all, aggregators)
+
+
 def run(replicas: list[Averager], steps: range) -> list[list[Tensor]]:
     """The last step's result, with other tensors in every replica and step."""
     found: list[list[Tensor]] = []
@@ -70,6 +81,7 @@ def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: i
     tensors = [drawn(r) for r in range(num_replicas)]
     weights = [float(r + 1) for r in range(num_replicas)]
     summed = exchange(averagers(num_replicas, all_to_all(Nothing())), 1, tensors)
+    in_parts = exchange(averagers(num_replicas, aggregators(Nothing())), 1, tensors)
     mean = exchange(
         averagers(num_replicas, lambda links: AllToAll(links, codec(Nothing()), weighted_mean)),
         1, tensors, weights,
@@ -81,15 +93,16 @@ def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: i
         torch.testing.assert_close(summed[0][i].double(), stacked.sum(0), rtol=1e-6, atol=1e-6)
         expected = (stacked * scale).sum(0) / sum(weights)
         torch.testing.assert_close(mean[0][i].double(), expected, rtol=1e-6, atol=1e-6)
-    assert same_bits(summed) and same_bits(mean)
+    assert same_bits(summed + in_parts) and same_bits(mean)
 
 
 @pytest.mark.parametrize("compressor", LOSSY, ids=repr)
 def test_replicas_are_equal_bit_for_bit_after_every_exchange(compressor: Compressor) -> None:
-    for num_replicas in (2, 3, 5):
-        replicas = averagers(num_replicas, all_to_all(compressor))
-        for step in range(1, 4):
-            assert same_bits(run(replicas, range(step, step + 1)))
+    for make in KINDS:
+        for num_replicas in (2, 3, 5):
+            replicas = averagers(num_replicas, make(compressor))
+            for step in range(1, 4):
+                assert same_bits(run(replicas, range(step, step + 1)))
 
 
 @pytest.mark.parametrize("compressor", BIASED, ids=repr)
@@ -138,28 +151,31 @@ def test_what_is_under_way_does_not_follow_the_callers_tensors() -> None:
 def test_a_gradient_that_is_not_finite_reaches_all_and_spoils_no_later_one(
     compressor: Compressor,
 ) -> None:
-    replicas = averagers(3, all_to_all(compressor))
-    run(replicas, range(1, 3))
-    bad = [drawn(r) for r in range(3)]
-    bad[1][0][3, 3] = math.nan
-    assert not any(found[0].isfinite().all() for found in exchange(replicas, 3, bad))
+    for make in KINDS:
+        replicas = averagers(3, make(compressor))
+        run(replicas, range(1, 3))
+        bad = [drawn(r) for r in range(3)]
+        bad[1][0][3, 3] = math.nan
+        assert not any(found[0].isfinite().all() for found in exchange(replicas, 3, bad))
 
-    assert all(tensor.isfinite().all() for found in run(replicas, range(4, 6)) for tensor in found)
+        later = run(replicas, range(4, 6))
+        assert all(tensor.isfinite().all() for found in later for tensor in found)
 
 
 @pytest.mark.parametrize("compressor", LOSSY, ids=repr)
 def test_restored_averagers_go_on_as_if_nothing_had_happened(compressor: Compressor) -> None:
-    make = all_to_all(compressor)
-    original, restored = averagers(3, make), averagers(3, make)
-    run(original, range(1, 3))
-    for r, averager in enumerate(original):  # under way while the state is saved
-        averager.start(3, drawn(r))
-    for averager, other in zip(original, restored, strict=True):
-        other.load_state_dict(copy.deepcopy(averager.state_dict()))
-    late = [finished(group, 3) for group in (original, restored)]
+    for kind in KINDS:
+        make = kind(compressor)
+        original, restored = averagers(3, make), averagers(3, make)
+        run(original, range(1, 3))
+        for r, averager in enumerate(original):  # under way while the state is saved
+            averager.start(3, drawn(r))
+        for averager, other in zip(original, restored, strict=True):
+            other.load_state_dict(copy.deepcopy(averager.state_dict()))
+        late = [finished(group, 3) for group in (original, restored)]
 
-    assert same_bits(late[0] + late[1])
-    assert same_bits(run(original, range(4, 6)) + run(restored, range(4, 6)))
+        assert same_bits(late[0] + late[1])
+        assert same_bits(run(original, range(4, 6)) + run(restored, range(4, 6)))
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
@@ -169,6 +185,25 @@ def test_a_state_of_other_settings_is_refused() -> None:
         codec(Nothing()).load_state_dict(codec(Cast()).state_dict())
     with pytest.raises(ValueError, match=r"'num_calls', which belongs to none"):
         codec(Nothing()).load_state_dict({"0.num_calls": 3})
+
+
+def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_messages() -> None:
+    shapes = {"w": torch.Size((6, 4))}
+    tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for compressor in (Cast("bfloat16"), Cast("float16"), Chain(bf16=Cast("bfloat16"))):
+        sender = TensorCodec(shapes, lambda n, s, c=compressor: c, 1, True, torch.bfloat16)
+        for _ in range(2):
+            parts, seen = sender.encode([tensor])
+            assert same_bits([sender.decode(parts), seen])
+        if compressor.label == "bf16":
+            assert torch.equal(seen[0], tensor)
+    sender = codec(TopK(0.1))
+    sender.encode(drawn(1))
+    state = sender.state_dict()
+    kept = copy.deepcopy(state)
+    sender.load_state_dict(state)
+    sender.encode(drawn(2))
+    assert all(torch.equal(state[k], kept[k]) for k in kept if isinstance(kept[k], Tensor))
 
 
 def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> None:
@@ -237,3 +272,59 @@ def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
     assert alone.arrived(1, wait_s=0.0) == (0,)
     with pytest.raises(LinkTimeout, match="from replica 1"):
         alone.finish(1)
+
+
+@pytest.mark.parametrize(
+    "compressor", [Chain(topk=TopK(0.2), int4=BlockInt(4)), PowerSgd(1)], ids=repr
+)
+def test_both_sides_of_an_aggregator_keep_what_they_lost(compressor: Compressor) -> None:
+    replicas = averagers(3, aggregators(compressor))
+    told, merged = drawn(7), [torch.zeros(shape) for shape in SHAPES.values()]
+    for step in range(1, 16):
+        # The same in every step: a sum without feedback would miss the same values for ever.
+        found = exchange(replicas, step, [told, told, told])
+        merged = [m + f for m, f in zip(merged, found[0], strict=True)]
+
+    for total, tensor in zip(merged, told, strict=True):
+        wanted = 3 * 15 * tensor
+        assert float((total - wanted).norm()) <= 0.3 * float(wanted.norm())
+
+
+def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
+    sent = {}
+    for num_replicas in (2, 5):
+        for make in KINDS:
+            links = connected(num_replicas)
+            exchange([make(Nothing())(own) for own in links], 1, [drawn(1)] * num_replicas)
+            values = [own.num_bytes / (4 * 157) for own in links]
+            sent[num_replicas, make] = sum(values) / num_replicas
+    weights = 8 / (4 * 157)  # a message
+    assert sent[2, all_to_all] == pytest.approx(1 + weights)
+    assert sent[2, aggregators] == pytest.approx(1 + 2 * weights)
+    assert sent[5, all_to_all] == pytest.approx(4 + 4 * weights)
+    assert sent[5, aggregators] == pytest.approx(8 / 5 + 8 * weights)
+
+
+def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
+    for make in KINDS:
+        fragments = []
+        for links in connected(3):
+            mail = Mailbox(links)
+            fragments.append([make(Nothing())(mail), make(Nothing())(mail)])
+            fragments[-1][1]._channel = 1
+        for r, (first, second) in enumerate(fragments):
+            first.start(1, drawn(r))
+            second.start(1, drawn(10 + r))
+        second = finished([own[1] for own in fragments], 1)
+        first = finished([own[0] for own in fragments], 1)
+
+        assert same_bits(first) and same_bits(second)
+        torch.testing.assert_close(first[0][0], sum(drawn(r)[0] for r in range(3)))
+        torch.testing.assert_close(second[0][0], sum(drawn(10 + r)[0] for r in range(3)))
+
+
+def test_aggregators_need_everybody() -> None:
+    (one, _) = averagers(2, aggregators(Nothing()))
+    one.start(1, drawn(1))
+    with pytest.raises(ValueError, match=r"need all replicas in every merge, got \[0\] of 2"):
+        one.finish(1, [0])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.test_conf import composed
-from tests.test_run import losses, weights
+from tests import warm_ranks
+from tests.configs import composed
+from tests.runs import losses, weights
 from xcloud.errors import ConfigError, DataError
 from xcloud.run import causal, generate
 from xcloud.run.causal import TrainedCausal
 from xcloud.run.generate import Generator
 from xcloud.run.local import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
     "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
     "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
@@ -30,6 +32,8 @@ PROMPTS = ["Ana", "The doctor has"]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if sys.platform == "linux":
+        warm_ranks.import_first("transformers.models.llama.modeling_llama", "peft")
     return tmp_path_factory.mktemp("cache")
 
 

@@ -94,7 +94,7 @@ class Scalar:
         **options: Any,
     ) -> None:
         self.parameter = nn.Parameter(torch.zeros(1))
-        self.change, self.replica = change, replica
+        self.change, self.replica, self.is_newcomer = change, replica, is_newcomer
         self.made: list[int] = []
         self.rounds = ElasticRounds(
             settings,
@@ -104,15 +104,16 @@ class Scalar:
             last_step,
             lambda step: 1.0,
             Pace(settings.every, ALONE),
-            is_newcomer,
         )
 
     def run(
         self, first: int, last: int, before: Callable[[int], None] = lambda step: None
     ) -> None:
-        self.rounds.begin()
+        if self.is_newcomer:
+            first = self.rounds.join() + 1
         for step in range(first, last + 1):
             if not self.rounds.is_idle(step):
+                self.rounds.begin_step(step)
                 before(step)
                 self.parameter.data += self.change
                 self.made.append(step)
@@ -144,6 +145,18 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
     assert all(equal(job[0].values, other.values) for other in job[1:])
     assert diary.weights == {4: (4, 4, 4), 8: (4, 4, 4), 12: (4, 4, 4)}
     assert not diary.absences and not any(told.is_partial for told in diary.merges)
+
+
+def test_the_hub_shows_every_contribution_that_comes() -> None:
+    post, diary, seen = Post(2), Diary(), list[tuple[int, int, float]]()
+    job = [Scalar(r, post, GO_ON, 4, diary, change=1.0 + r) for r in range(2)]
+    hub = job[0].rounds._end
+    assert isinstance(hub, Hub)
+    hub.names = ["weight"]
+    hub.watch = lambda step, replica, named: seen.append((step, replica, float(named["weight"])))
+    in_threads([lambda r=r: r.run(1, 4) for r in job])
+
+    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
 
 
 def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> None:
@@ -317,8 +330,8 @@ def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
     ]  # fmt: skip
 
     def run(number: int) -> None:
-        rounds[number].begin()
         for step in range(1, 5):
+            rounds[number].begin_step(step)
             parameters[number].data += 1.0 + job[number][0]
             rounds[number].end_step(step)
 

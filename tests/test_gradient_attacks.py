@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from xcloud.parallel.stage import Batch, Stage
 
 from tests.causal_models import WIDTH, WORDS, batch_of, loss_of, saved, words
 from tests.causal_models import build as build_causal
 from tests.causal_models import where as where_causal
 from tests.understanding_models import build, model, question, where
+from xcloud.contracts.stage import Batch, Stage
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
 from xcloud.security.gradient_attacks import (

@@ -117,6 +117,7 @@ def test_the_network_is_the_same_in_two_stages_and_in_three(tmp_path: Path, way:
     assert torch.equal(losses[0], losses[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     stages = build(model(pooling="mean", **WAYS[way]), 3, where(tmp_path))
@@ -127,6 +128,7 @@ def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     assert sum(losses[-10:]) < bound * sum(losses[:10]), losses[::10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [VALUE, SPAN], ids=lambda h: h.kind)
 def test_values_and_spans_are_learnt(tmp_path: Path, head: Head) -> None:
     made = model("span" if head is SPAN else "sample", "mean", head_rank=8)

@@ -41,6 +41,7 @@ def fresh(config: EncoderConfig = CONFIG) -> Encoder:
         return Encoder(config)
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_falls_far_below_the_unigram_baseline() -> None:
     sentences = counting_texts(300)
     counts = Counter(word for sentence in sentences for word in sentence)

@@ -166,3 +166,15 @@ def test_the_largest_of_those_drawn_arrive_and_the_others_have_their_turn() -> N
     # 20 values, 20 of 200 positions in 110 bits, a seed.
     specs = compressor.wire_specs(TensorSpec.of(tensor))
     assert sum(spec.num_bytes for spec in specs) == 80 + 14 + 8
+
+
+@pytest.mark.parametrize("numel", [1000, 20_000, 150_000])
+def test_topk_finds_what_a_sort_finds_whatever_the_size(numel: int) -> None:
+    gaussian = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    periodic = torch.zeros(numel)
+    periodic[1::2] = gaussian[1::2]  # a sample of every second value sees zeros only
+    for values in (gaussian, gaussian.round(), gaussian.sort().values, periodic):
+        for rate in (0.001, 0.02, 0.3):
+            (kept, _), k = TopK(rate).compress(values), round(rate * numel)
+            order = values.abs().sort(descending=True, stable=True).indices[:k]
+            assert torch.equal(kept, values[order.sort().values]), (rate, k)

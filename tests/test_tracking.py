@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.event_lines import append_step
+from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
 from xcloud.errors import ConfigError
+from xcloud.record.events import EVENTS_FILE
 from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracked_values import final_metrics
@@ -40,6 +41,13 @@ class FakeClient:
 
     def create_run(self, *args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(info=SimpleNamespace(run_id="id-of-the-run"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        assert run_id == "id-of-the-run", "there is no other"
+        self._take("reopened", status)
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        return [SimpleNamespace(step=step) for step, _ in self.curve(key)]
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         self._take("metrics", [(metric.key, metric.step, metric.value) for metric in metrics])
@@ -157,7 +165,9 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
     said = places_of(tracker.recorded())
     assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
     assert said["MLflow run"] == "id-of-the-run"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "events.jsonl", "mlflow_run.json"
+    ]  # fmt: skip
 
 
 def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
@@ -252,3 +262,30 @@ heavy = {{"mlflow", "torch", "rich", "rich.table"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+
+    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> MlflowTracker:
+        tracker = MlflowTracker(flush_s=0.01)
+        tracker.start(tracked(tmp_path, params={"rate": rate}))
+        if resume is not None:
+            append_event(tmp_path / EVENTS_FILE, "resume", rank=0, cloud="c", step=resume)
+        for number in steps:
+            append_step(tmp_path, number, float(number))
+            scores = {"split": "dev", "step": number, "values": {"bleu": 1.0}}
+            append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
+        tracker.finish("finished", SUMMARY)
+        return tracker
+
+    attempt(1, 2, 3)
+    second = attempt(3, 4, resume=2, rate=0.7)
+
+    assert second.run_id == "id-of-the-run" and client.taken("reopened") == ["RUNNING"]
+    assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]
+    assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 3, 4]  # at worst the last again
+    assert client.taken("params") == [[("rate", "0.6")]]

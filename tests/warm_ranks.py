@@ -86,7 +86,7 @@ class Server:
     def start(self, command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
         """In place of launch.start_process."""
         where = {"cwd": os.getcwd(), "log": str(log.resolve())}
-        pid = self.ask({"command": command, "environment": environment, **where})
+        pid: int = self.ask({"command": command, "environment": environment, **where})
         self.ranks.append(WarmRank(self, pid, log.resolve()))
         return self.ranks[-1]
 
@@ -103,6 +103,13 @@ def start(command: list[str], environment: dict[str, str], log: Path) -> WarmRan
     global _server
     _server = _server or Server()
     return _server.start(command, environment, log)
+
+
+def import_first(*names: str) -> None:
+    """For runs whose ranks import more than most."""
+    global _server
+    _server = _server or Server()
+    _server.ask({"import": names})
 
 
 def close() -> None:
@@ -127,6 +134,8 @@ def serve(connection: socket.socket) -> None:
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif "import" in request:
+            answer = [importlib.import_module(name).__name__ for name in request["import"]]
         else:
             answer = os.fork()
             if not answer:
@@ -148,8 +157,11 @@ def become_rank(command: list[str], environment: dict[str, str], cwd: str, log: 
         os.environ.update(environment)
         sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        assert command[1:3] == ["-m", "xcloud"] and command[-2] == "--parent", command
-        importlib.import_module("xcloud.__main__").main([*command[3:-1], str(os.getppid())])
+        assert command[1:3] == ["-m", "xcloud"], command
+        words = command[3:]
+        if "--parent" in words:
+            words[words.index("--parent") + 1] = str(os.getppid())
+        importlib.import_module("xcloud.__main__").main(words)
     except SystemExit as ended:
         print(ended, file=sys.stderr)
     except BaseException:

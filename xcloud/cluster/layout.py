@@ -172,6 +172,18 @@ class ClusterLayout(Layout[Cloud]):
         stages = range(self.num_stages)
         return tuple(sorted({self.ranks_of(stage, replica)[0] for stage in stages}))
 
+    @property
+    def num_averaging_lines(self) -> int:
+        """Directions between two clouds in which replicas average a stage."""
+        together = {
+            (self.stage_cloud(stage, one), self.stage_cloud(stage, other))
+            for stage in range(self.num_stages)
+            for one in range(self.num_replicas)
+            for other in range(self.num_replicas)
+            if one != other
+        }
+        return len(together)
+
     def min_micro_batches(self) -> int:
         """Fewer micro-batches than this leave a rank without work."""
         return max(
@@ -180,8 +192,9 @@ class ClusterLayout(Layout[Cloud]):
             for replica, ranks in enumerate(self.replicas_of(stage))
         )
 
-    def describe(self) -> str:
-        clouds = ", ".join(
+    @property
+    def _described(self) -> str:
+        return ", ".join(
             f"{name}: {num_ranks_in_words(cloud.num_ranks)}, "
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
             + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
@@ -189,6 +202,3 @@ class ClusterLayout(Layout[Cloud]):
             + (", dealt over its ranks" if cloud.shard else "")
             for name, cloud in self.clouds.items()
         )
-        if not self.crosses_clouds:
-            return f"one cloud ({clouds}), no link between clouds"
-        return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"

@@ -73,6 +73,9 @@ class MemoryTransport:
             return None
         return MemoryCollectives(self._world.meeting(tuple(ranks)), tuple(ranks), self.rank)
 
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return False
+
     def run_number(self) -> int:
         return self._world.run_number
 

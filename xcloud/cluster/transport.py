@@ -59,6 +59,10 @@ class Transport(Protocol):
     def group(self, ranks: Sequence[int]) -> Collectives | None:
         """What joins several ranks; None for a single one, and outside them."""
 
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks have begun again since it was asked last. The ends made from
+        now on are with the new ones."""
+
     def run_number(self) -> int:
         """The same in all ranks, and not that of an earlier run."""
 
@@ -88,6 +92,9 @@ class GlooTransport:
             return None
         group = dist.new_group(list(ranks), timeout=_FOREVER)
         return GlooCollectives(group) if self.rank in ranks else None
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return False  # a process group ends with its first rank
 
     def run_number(self) -> int:
         number = torch.tensor([time.time_ns()])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ class Svd:
     NaN or inf anywhere makes every value NaN, so that divergence stays visible.
     """
 
+    family: ClassVar[Family] = "low_rank"
+    feedback: ClassVar[Feedback] = "needed"
     rate: float
     method: str = "subspace"
     iterations: int = 1  # of method "subspace"
@@ -58,14 +61,6 @@ class Svd:
         check_number("Svd.rate", self.rate, 0, 1, above=True)
         check_choice("Svd.method", self.method, _METHODS)
         check_int("Svd.iterations", self.iterations, 1)
-
-    @property
-    def family(self) -> Family:
-        return "low_rank"
-
-    @property
-    def feedback(self) -> Feedback:
-        return "needed"
 
     @property
     def label(self) -> str:

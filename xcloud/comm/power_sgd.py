@@ -6,6 +6,7 @@ Shapes: the tensor as a matrix [R, D], R rows, D columns; r columns of each fact
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,19 +43,13 @@ class PowerSgd:
     NaN or inf anywhere makes every value NaN, so that divergence stays visible.
     """
 
+    family: ClassVar[Family] = "low_rank"
+    feedback: ClassVar[Feedback] = "needed"
     rank: int = 4
     _basis_Dr: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("PowerSgd.rank", self.rank, 1)
-
-    @property
-    def family(self) -> Family:
-        return "low_rank"
-
-    @property
-    def feedback(self) -> Feedback:
-        return "needed"
 
     @property
     def label(self) -> str:
@@ -101,7 +96,7 @@ class PowerSgd:
             basis_Dr = basis_Dr.mul_(_FRESH_SHARE).add_(known_Dr)
         left_Rr = torch.linalg.qr(matrix_RD @ basis_Dr).Q
         right_rD = left_Rr.T @ matrix_RD
-        self._basis_Dr = right_rD.T.clone()
+        self._basis_Dr = right_rD.T.clone(memory_format=torch.contiguous_format)
         return left_Rr, right_rD
 
 

@@ -38,15 +38,16 @@ class _Coded:
 
     def encode(self, tensor: Tensor) -> tuple[Parts, Tensor]:
         matrix = tensor.detach().reshape(self.spec.shape)
-        meant = matrix if self.residual is None else matrix + self.residual
+        # One bad update is skipped by every replica; it must not spoil those after it.
+        keeps = self.residual is not None and _is_bounded(matrix)
+        # In place here and below: for large tensors memory takes longer than arithmetic.
+        meant = self.residual.add_(matrix) if self.residual is not None and keeps else matrix
         parts = self.compressor.compress(meant)
-        seen = self.compressor.decompress(parts, self.spec)
-        if self.residual is not None:
-            lost = meant - seen
-            # One bad update is skipped by every replica; it must not spoil those after it.
-            self.residual = lost if _is_finite(lost) else self.residual
-        elif seen.data_ptr() == tensor.data_ptr():
-            seen = seen.clone()  # the caller goes on using its tensor
+        if keeps:
+            parts = tuple(_apart(part, meant) for part in parts)
+        seen = _apart(self.compressor.decompress(parts, self.spec), meant)
+        if keeps:
+            meant.sub_(seen)
         return parts, seen.view(self.shape)
 
     def state_dict(self) -> State:
@@ -54,7 +55,7 @@ class _Coded:
         if isinstance(self.compressor, Stateful):
             state |= join_states({"compressor": self.compressor.state_dict()})
         if self.residual is not None:
-            state["residual"] = self.residual
+            state["residual"] = self.residual.clone()
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -65,11 +66,11 @@ class _Coded:
             fits and self.residual is not None
         ):
             raise ValueError(
-                f"the state of {self.name!r} has {_named(residual)} for a residual, expected "
-                f"{_named(self.residual)}; it was saved with other settings"
+                f"the state of {self.name!r} has {_in_words(residual)} for a residual, expected "
+                f"{_in_words(self.residual)}; it was saved with other settings"
             )
         if isinstance(residual, Tensor) and self.residual is not None:
-            self.residual = residual.to(self.residual)
+            self.residual = residual.to(self.residual, copy=True)
         parts = {"compressor"} if isinstance(self.compressor, Stateful) else set[str]()
         split = split_state(rest, parts, f"the tensor {self.name!r}")
         if isinstance(self.compressor, Stateful):
@@ -119,12 +120,17 @@ class TensorCodec:
         """Begin the random streams of this replica. All draw the same positions, so that what one
         sends of a sum of others is what these have sent; their rounding is independent, so that
         its errors average out."""
-        for number, coded in enumerate(self._coded):
+        for coded in self._coded:
             made = coded.compressor
             for name, member in made.members.items() if isinstance(made, Chain) else [("", made)]:
                 if isinstance(member, Randomized):
                     whose = "all" if member.family == "sparse" else replica
-                    member.use_stream(seed_from(self._identity, number, name, whose))
+                    member.use_stream(seed_from(self._identity, coded.name, name, whose))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [coded.name for coded in self._coded]
 
     @property
     def wire_specs(self) -> tuple[TensorSpec, ...]:
@@ -193,8 +199,18 @@ class TensorCodec:
     def take_back(self, seen: Sequence[Tensor]) -> None:
         """A message was not used: with feedback, the next one tells it too."""
         for coded, tensor in zip(self._coded, seen, strict=True):
-            if coded.residual is not None and _is_finite(tensor):
-                coded.residual = coded.residual + tensor.view(coded.spec.shape)
+            if coded.residual is not None and _is_bounded(tensor):
+                coded.residual.add_(tensor.view(coded.spec.shape))
+
+    def state_of(self, name: str) -> State:
+        """What is kept for one tensor."""
+        return self._named(name).state_dict()
+
+    def load_state_of(self, name: str, state: State) -> None:
+        self._named(name).load_state_dict(state)
+
+    def _named(self, name: str) -> _Coded:
+        return next(coded for coded in self._coded if coded.name == name)
 
     def state_dict(self) -> State:
         """Residuals and what compressors carry on, by the number of the tensor."""
@@ -206,12 +222,19 @@ class TensorCodec:
             numbered[number].load_state_dict(part)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _is_bounded(tensor: Tensor) -> bool:
+    """No NaN, no inf, and nothing so large that a residual might overflow."""
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor)  # one pass; NaN anywhere makes both NaN
-    return bool(low.isfinite() & high.isfinite())
+    return max(-float(low), float(high)) < torch.finfo(tensor.dtype).max / 16
 
 
-def _named(value: object) -> str:
+def _apart(made: Tensor, source: Tensor) -> Tensor:
+    """`made`, or a copy if it shares memory with `source`, which will change."""
+    same = made.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return made.clone() if same else made
+
+
+def _in_words(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else "none"

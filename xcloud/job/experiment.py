@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -15,14 +16,16 @@ from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
+from xcloud.training.settings import Checkpoints, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,7 @@ class Experiment(Job):
                 "cluster hold the same stage, and each needs a micro-batch; set it to at least "
                 f"{fewest}"
             )
-        pieces = micro_batches * self.training.accumulate_steps
-        if self.training.batch_size < pieces:
+        if self.training.batch_size < self.num_pieces:
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
                 f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
@@ -70,17 +72,29 @@ class Experiment(Job):
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
-            stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in stages}
-            self.security.check(tuple(layout.clouds), fields, stage_cloud)
-            if self.security.weights:
-                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
-                self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
+            self._check_visibility(replica, fields)
         if self.ties_ends:
             self._check_tied()
         self._check_sharded()
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
+        self._check_privacy()
+
+    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
+        layout, clouds = self.cluster, tuple(self.cluster.clouds)
+        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
+        try:
+            self.security.check(clouds, fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
+                self.security.check_weights(clouds, parts, stage_cloud)
+        except ConfigError as error:
+            if replica == 0:
+                raise
+            raise ConfigError(
+                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
+            ) from error
 
     @property
     def ties_ends(self) -> bool:
@@ -100,6 +114,11 @@ class Experiment(Job):
                     f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
                     "with other clouds: leave one of the two out"
                 )
+            if self.security.privacy is not None:
+                raise ConfigError(
+                    f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
+                    "rank would hold a part: leave one of the two out"
+                )
             turns = [
                 {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
                 for rank in layout.ranks_in(name)
@@ -117,6 +136,11 @@ class Experiment(Job):
         """The gradient of the embeddings tells which words are in a batch, and that of the head
         which are to be guessed: neither may go where these may not be."""
         layout = self.cluster
+        if self.security.privacy is not None:
+            raise ConfigError(
+                "model.embeddings=tie hands the other end gradients as they are, and "
+                "security.privacy noises them apart: take untie or freeze"
+            )
         if not isinstance(self.strategy.averaging, GradientAveraging | None):
             raise ConfigError(
                 f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
@@ -150,6 +174,47 @@ class Experiment(Job):
                         "(one_stage_per_rank: false)"
                     )
 
+    def _check_privacy(self) -> None:
+        """Clipping with noise must protect from whoever sees what the other clouds get."""
+        privacy, layout = self.security.privacy, self.cluster
+        if isinstance(privacy, CloudPrivacy) and layout.num_replicas == 1:
+            raise ConfigError(
+                "security/privacy=cloud noises what replicas in several clouds give to an "
+                "averaging, and here is one replica; choose strategy=data_parallel or "
+                "local_updates, or security/privacy=sample"
+            )
+        averaging = self.strategy.averaging
+        elastic = isinstance(averaging, LocalUpdates) and averaging.is_elastic
+        if isinstance(privacy, CloudPrivacy) and elastic:
+            raise ConfigError(
+                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
+                "leave=go_on: what a merge left out is sent again with the next one, so that no "
+                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
+            )
+        if not isinstance(privacy, SamplePrivacy):
+            return
+        if any(cloud.shard for cloud in layout.clouds.values()):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient in one rank, but "
+                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
+            )
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            raise ConfigError(
+                "security/privacy=sample noises parameter gradients, but this cluster cuts the "
+                "model between clouds, which pass each sample's activations and gradients on "
+                "without that noise, so its epsilon would not hold there. Keep each replica in "
+                "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
+            )
+        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
+        if self.training.batch_size != pieces:
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient, so every micro-batch must "
+                f"be one sample, but training.batch_size is {self.training.batch_size} and there "
+                f"are {pieces} micro-batches (schedule.num_micro_batches * "
+                "training.accumulate_steps); make them equal, most cheaply by "
+                "training.accumulate_steps"
+            )
+
     def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
         return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
@@ -165,6 +230,11 @@ class Experiment(Job):
             return "none" if compression.is_identity else compression.label
         averaging = compression.averaging_label
         return "none" if averaging == "none" else f"averaging {averaging}"
+
+    @property
+    def strategy_in_force(self) -> str:
+        """Its label; "" for a pipeline, which is what the cluster says."""
+        return "" if self.strategy.averaging is None else self.strategy.label
 
     @property
     def defences_in_force(self) -> str:
@@ -183,33 +253,50 @@ class Experiment(Job):
 
     @property
     def variant(self) -> str:
-        return self.compression_in_force
+        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
+    def _described(self) -> Sequence[str]:
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        line = (
-            f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
-            f"{self.cluster.describe()}; compression: {compression}"
-        )
-        if self.strategy.averaging is not None:
-            line += f"; strategy: {self.strategy.describe(self.cluster)}"
+        parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
+        parts.append(f"compression: {compression}")
+        if self.strategy_in_force:
+            parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
-            line += f"; defences: {defences}"
-            if self.defences_in_force == "off":
-                line += " (off: nothing they protect leaves its cloud)"
+            off = " (off: nothing they protect leaves its cloud)"
+            parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
+        if self.security.privacy is not None:
+            parts.append(self.security.privacy.label)
         if self.security.meter is not None and not self.cluster.crosses_clouds:
-            line += "; leak meter: off (one cloud)"
-        return line
+            parts.append("leak meter: off (one cloud)")
+        return parts
 
     @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
+    def checkpoint(self) -> Checkpoints:
+        """None of several replicas yet: the word to save would have to reach all of them."""
+        if self.cluster.num_replicas > 1:
+            return Checkpoints(every_steps=0, every_minutes=0)
+        return self.training.checkpoint
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.strategy.is_elastic and self.cluster.num_replicas > 1
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        local = self.strategy.averaging
+        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
+            return super().essential_ranks
+        return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
+
+    @property
+    def restart_s(self) -> float | None:
+        local = self.strategy.averaging
+        return local.restart_s if isinstance(local, LocalUpdates) else None
 
     @property
     def schedule_label(self) -> str:
@@ -237,8 +324,12 @@ class Experiment(Job):
     @property
     def max_micro_batch(self) -> int:
         """Samples of the largest micro-batch, in training or evaluation."""
-        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+        return max(-(-self.training.batch_size // self.num_pieces), self.training.eval_batch_size)
+
+    @property
+    def num_pieces(self) -> int:
+        """Micro-batches of an update, over all passes."""
+        return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
         """The batches of training. A sample keeps its lanes where a memory is kept for it: both

@@ -7,22 +7,19 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, TokenIds
 from xcloud.errors import ConfigError
+from xcloud.hub.cache import bytes_of, key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
@@ -118,16 +115,14 @@ def measured_basis(
         said, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
     drawn = context.seed if split.method == "identity" else None
     path = cache_dir / "cuts" / f"{_key(split, cut, texts, max_length, drawn)}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            context.report(
-                f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
-            )
-            basis = _measure(split, cut, texts, context)
-            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file(asdict(basis), unfinished)
-            unfinished.replace(path)
+
+    def make(part: Path) -> None:
+        context.report(
+            f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
+        )
+        save_file(asdict(_measure(split, cut, texts, context)), part)
+
+    make_once(path, make)
     return Basis(**load_file(path))
 
 
@@ -198,13 +193,11 @@ def _key(split: Split, cut: CutBlock, texts: _Texts, max_length: int, seed: int 
         "config": cut.described,
         "seed": seed,
     }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for name, tensor in sorted(cut.tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    for text, types in zip(texts.ids, texts.types, strict=True):
-        digest.update(array("q", [len(text), *text, *types]).tobytes())
-    return digest.hexdigest()[:32]
+    weights = (
+        name.encode() + tensor.contiguous().numpy().tobytes()
+        for name, tensor in sorted(cut.tensors.items())
+    )
+    return key_of(described, weights, bytes_of(texts.ids), bytes_of(texts.types))
 
 
 def _measure(

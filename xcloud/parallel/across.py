@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State, join_states, split_state, whole_number
+from xcloud.comm.memory import State, load_states, split_state, states_of, whole_number
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
+from xcloud.parallel.pieces import dealt
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 
@@ -30,57 +30,15 @@ MakeAverager = Callable[[Mapping[str, torch.Size]], Averager]
 """For the tensors that a rank carries across, by name."""
 
 
-class Piece(NamedTuple):
-    """A tensor's rows (axis 0) that belong to one share, or the whole tensor. start: of its first
-    value among the gradients of its stage."""
-
-    name: str
-    stage: int
-    start: int
-    shape: torch.Size
-
-    def of(self, buffer: FlatBuffer) -> Tensor:
-        """A view of the gradient."""
-        flat = buffer.gradients[self.start : self.start + self.shape.numel()]
-        return flat.view(self.shape)
-
-
-def shares(
-    parameters: Mapping[int, Mapping[str, nn.Parameter]], num_shares: int
-) -> list[list[Piece]]:
-    """The trained parameters, by stage and name, in parts of about equal numbers of values.
-    Tensors are cut between rows only, for compressors that see matrices."""
-    total = sum(p.numel() for named in parameters.values() for p in named.values())
-    found: list[list[Piece]] = [[] for _ in range(num_shares)]
-    seen = 0
-    for stage, named in parameters.items():
-        start = 0
-        for name, parameter in named.items():
-            rows = parameter.shape[0] if parameter.dim() else 1
-            width = parameter.numel() // rows if rows else 0
-            first = 0
-            while first < rows and width:
-                share = min(num_shares - 1, num_shares * (seen + first * width) // total)
-                ends_at = total * (share + 1) // num_shares - seen  # in values of this tensor
-                last = rows if share == num_shares - 1 else min(rows, -(-ends_at // width))
-                last = max(last, first + 1)
-                shape = (last - first, *parameter.shape[1:]) if parameter.dim() else ()
-                piece = Piece(f"{stage}.{name}", stage, start + first * width, torch.Size(shape))
-                found[share].append(piece)
-                first = last
-            start += parameter.numel()
-            seen += parameter.numel()
-    return found
-
-
 class AcrossClouds:
     """Of one rank. `exchanges` gives the trainer one for each stage; the last of them in an update
     sends what all have gathered, and only then are the gradients of the others whole.
 
-    parameters: trained ones of the rank's stages, by stage and name, in the order of the modules.
+    parameters: trained ones of the rank's stages, by stage and name.
     group: the ranks of the same cloud that hold the same stages.
     num_shares: how many of a cloud's ranks carry across, the same in all replicas.
-    make_averager: its `merge` is a sum, as losses are divided by the weight of the whole update.
+    make_averager: its `merge` is a sum, as losses are divided by the weight of the whole update;
+        or, with is_mean, a mean.
     delay: 1 = an update gets the gradient of the one before; the first gets zero.
     """
 
@@ -91,22 +49,29 @@ class AcrossClouds:
         num_shares: int,
         num_replicas: int,
         make_averager: MakeAverager,
+        is_mean: bool,
         delay: int,
         check: ReplicaCheck,
     ) -> None:
         self._group, self._num_replicas, self._delay = group, num_replicas, delay
-        self._check = check
-        self._shares = shares(parameters, num_shares)
-        self._buffers: dict[int, FlatBuffer] = {}
+        self._check, self._scale = check, num_replicas if is_mean else 1
+        named = {f"{s}.{name}": p for s, own in parameters.items() for name, p in own.items()}
+        self._parameters = list(named.values())
+        self._shares = dealt({name: p.shape for name, p in named.items()}, num_shares)
         self._averager: Averager | None = None
         if group.lane < num_shares:
             pieces = {piece.name: piece.shape for piece in self._shares[group.lane]}
             self._averager = make_averager({LOSS: torch.Size([1])} | pieces)
-        self._under_way = 0  # with delay: the step whose gradients are used next
-        self._arrived: list[Tensor] | None = None  # what was merged of it, if it is here already
+        self._buffers: dict[int, FlatBuffer] = {}
+        self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         self.exchanges: dict[int, GradientExchange] = {
             stage: _OfStage(self, stage, stage == max(parameters)) for stage in parameters
         }
+
+    @property
+    def max_bytes(self) -> int:
+        """Of its largest message across."""
+        return 0 if self._averager is None else self._averager.max_bytes
 
     def gather(self, stage: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
         """Sum over the ranks of the cloud."""
@@ -118,10 +83,9 @@ class AcrossClouds:
         """Across clouds; leaves the merged gradients in the buffers. loss: of this cloud's ranks.
         Returns that of all."""
         self._send(step, loss)
-        if not self._delay:
-            total = self._receive(step)
-        elif self._under_way:
-            total = self._receive(self._under_way)
+        due = self._under_way if self._delay else step
+        if due:
+            total = self._receive(due)
         else:
             for buffer in self._buffers.values():
                 buffer.zero()
@@ -133,68 +97,53 @@ class AcrossClouds:
 
     def after_update(self, step: int) -> None:
         if self._check.is_due(step):
-            if self._under_way:  # messages are taken in the order in which they were sent
-                self._arrived = self._finish(self._under_way)
             self._check.compare(step)
 
     def state_dict(self) -> State:
-        state: State = {"under_way": self._under_way}
-        if self._averager is not None:
-            state |= join_states({"averager": self._averager.state_dict()})
-        for number, tensor in enumerate(self._arrived or ()):
-            state[f"arrived.{number}"] = tensor.clone()
-        return state
+        parts = {} if self._averager is None else {"averager": self._averager}
+        return {"under_way": self._under_way} | states_of(parts)
 
     def load_state_dict(self, state: State) -> None:
         self._under_way = whole_number(state, "under_way")
-        rest = {name: value for name, value in state.items() if name != "under_way"}
-        parts = split_state(rest, ("averager", "arrived"), "an exchange of gradients over clouds")
-        if self._averager is not None:
-            self._averager.load_state_dict(parts["averager"])
-        arrived = [parts["arrived"][str(n)] for n in range(len(parts["arrived"]))]
-        self._arrived = [t for t in arrived if isinstance(t, Tensor)] or None
+        parts = {} if self._averager is None else {"averager": self._averager}
+        load_states(parts, state, "an exchange of gradients over clouds", ["under_way"])
 
     def _send(self, step: int, loss: Tensor) -> None:
         if self._averager is None:
             return
-        tensors = [
-            piece.of(self._buffers[piece.stage]) for piece in self._shares[self._group.lane]
-        ]
+        pieces = [piece.of(self._gradients) for piece in self._shares[self._group.lane]]
         if not all(buffer.is_finite() for buffer in self._buffers.values()):
             loss = torch.full_like(loss, math.nan)  # tells it; compressors need not bear it
-            tensors = [torch.zeros_like(tensor) for tensor in tensors]
-        self._averager.start(step, [loss.reshape(1), *tensors])
-
-    def _finish(self, step: int) -> list[Tensor]:
-        """The merged loss and this rank's share; nothing in a rank that carries none."""
-        merged, self._arrived = self._arrived, None
-        if merged is None and self._averager is not None:
-            merged = self._averager.finish(step)
-        return merged or []
+            pieces = [torch.zeros_like(piece) for piece in pieces]
+        self._averager.start(step, [loss.reshape(1), *pieces])
 
     def _receive(self, step: int) -> Tensor:
         """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
-        merged = self._finish(step)
-        for share, tensors in zip(self._shares, self._spread(merged), strict=False):
-            for piece, tensor in zip(share, tensors[1:], strict=True):
-                piece.of(self._buffers[piece.stage]).copy_(tensor.view(piece.shape))
-            loss = tensors[0]
-        return loss.reshape(())
+        merged = [] if self._averager is None else self._averager.finish(step)
+        gradients = self._gradients
+        everyone = self._spread(merged)
+        for share, (_, *tensors) in zip(self._shares, everyone, strict=True):
+            for piece, tensor in zip(share, tensors, strict=True):
+                piece.of(gradients).copy_(tensor.view(piece.shape)).mul_(self._scale)
+        return everyone[0][0].reshape(()) * self._scale
 
     def _spread(self, merged: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """The loss and the pieces of every share."""
+        """The loss and the pieces of every share. merged: of this rank's; empty without one."""
         if self._group.num_lanes == 1:
             return [merged]
         sizes = [[1, *(piece.shape.numel() for piece in share)] for share in self._shares]
-        longest = max(map(sum, sizes))
-        row = next(iter(self._buffers.values())).flat.new_zeros(longest)
+        row = next(iter(self._buffers.values())).flat.new_zeros(max(map(sum, sizes)))
         if merged:
             flat = torch.cat([tensor.reshape(-1) for tensor in merged])
             row[: len(flat)] = flat
-        rows = self._group.gather(row)
-        return [
-            torch.split(row[: sum(own)], own) for row, own in zip(rows, sizes, strict=False)
-        ]  # ranks that carry nothing come last
+        rows = self._group.gather(row)[: len(sizes)]  # the ranks without a share are the last
+        return [torch.split(row[: sum(own)], own) for row, own in zip(rows, sizes, strict=True)]
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """Views of the buffers."""
+        found = [p.grad for p in self._parameters]
+        return [gradient for gradient in found if gradient is not None]
 
 
 @dataclass(frozen=True)

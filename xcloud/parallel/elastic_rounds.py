@@ -26,7 +26,6 @@ class ElasticRounds:
 
     parameters: the same in every rank of `inside`. end: the hub or a member, in the first of these
     ranks; None in the others. work: samples or tokens that this replica trains on in a step.
-    is_newcomer: of a job that has begun without it.
     """
 
     def __init__(
@@ -38,36 +37,37 @@ class ElasticRounds:
         last_step: int,
         work: Callable[[int], float],
         pace: Pace,
-        is_newcomer: bool = False,
     ) -> None:
         assert (end is not None) == inside.leads
         self._settings, self._parameters, self._inside = settings, list(parameters), inside
         self._end, self._last_step, self._work, self._pace = end, last_step, work, pace
         self._weight = 0.0
-        self._is_anchored, self._is_newcomer = False, is_newcomer
+        self._is_anchored = False
 
     def is_idle(self, step: int) -> bool:
         return self._pace.is_idle(step)
 
-    def begin(self) -> None:
-        """Before the first step: the anchor is what replicas start from. A newcomer gets it."""
-        if self._is_anchored:
-            return
-        self._is_anchored = True
+    def join(self) -> int:
+        """Of a cloud that begins again in a job that goes on: take the values of the others.
+        Returns the step at which they are; this replica goes on with the next one."""
+        self._begin()
         hub_step = 0
         if self._end is not None:
+            assert isinstance(self._end, Member)
+            hub_step = self._end.join()
+        return self._tell(hub_step, True)
+
+    def _begin(self) -> None:
+        """The anchor is what replicas start from."""
+        if not self._is_anchored and self._end is not None:
             self._end.ends.values.drop()
-            if self._is_newcomer:
-                assert isinstance(self._end, Member)
-                hub_step = self._end.join()
-        if self._is_newcomer:
-            self._tell(hub_step, False)
+        self._is_anchored = True
 
     def begin_step(self, step: int) -> None:
-        self.begin()
+        self._begin()
 
     def end_step(self, step: int) -> None:
-        self.begin()
+        self._begin()
         is_last = step == self._last_step
         is_due = step % self._settings.every == 0 or is_last
         if not self.is_idle(step):
@@ -96,8 +96,9 @@ class ElasticRounds:
                 end.ends.values.take()  # nothing can count any more: replicas end equal
         return hub_step, taken
 
-    def _tell(self, hub_step: int, is_taken: bool) -> None:
-        """The first rank's parameters and progress to the others of its cloud."""
+    def _tell(self, hub_step: int, is_taken: bool) -> int:
+        """The first rank's parameters and progress to the others of its cloud. Returns the step at
+        which the hub is."""
         if self._inside.num_lanes > 1:
             told = torch.tensor([hub_step, int(is_taken)])
             hub_step, is_taken = self._inside.from_leader(told).tolist()
@@ -106,6 +107,7 @@ class ElasticRounds:
         if is_taken:
             self._weight = 0.0
         self._pace.idle_until(hub_step)
+        return hub_step
 
     def state_dict(self) -> State:
         if not self._is_anchored:

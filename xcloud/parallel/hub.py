@@ -23,13 +23,14 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.anchor import Anchored
+from xcloud.parallel.averaging import Watch
 from xcloud.parallel.merging import Contribution, Merge
 from xcloud.parallel.replica_links import ReplicaLinks
 
 HUB = 0
 NEWCOMER = -1  # knows no merge
 HUB_WAIT_S = 3600.0  # of a replica that comes first: the hub may have a long round before it
-_KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
+KEPT = 4  # merges that a late replica is told one by one; if it missed more, all values
 _ASKS, _ANSWERS = 0, 1  # in the place of the micro-batch
 _HEADS = (
     "step, newest merge known, weight of this replica",
@@ -141,7 +142,8 @@ class _Asked(NamedTuple):
 @dataclass
 class Hub:
     """late: whether a replica that has not come after wait_s is left out of this merge alone, or
-    counts as one that has left. leave: whether the others go on then."""
+    counts as one that has left. leave: whether the others go on then. watch: see averaging.Watch;
+    names: of the tensors, for it."""
 
     ends: Ends
     merge_rule: Merge
@@ -150,8 +152,10 @@ class Hub:
     wait_s: float
     on_merge: Callable[[Told], None] = lambda told: None
     on_absence: Callable[[Absence], None] = lambda absence: None
+    watch: Watch | None = None
+    names: Sequence[str] = ()
     known: int = 0
-    _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=KEPT))
     _peers: dict[int, _Peer] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,12 +234,15 @@ class Hub:
             return None
         peer.number += 1
         head, *rest = _checked(parts, _SPECS[0], f"replica {replica}")
-        _, known, weight = head.tolist()
+        asked_at, known, weight = head.tolist()
         if not 0 <= weight < math.inf:
             raise FrameError(f"replica {replica} sent a weight of {weight}")
         contribution = None
         if rest:
             contribution = Contribution(self.ends.codec.decode(tuple(rest)), weight)
+            if self.watch is not None:
+                named = zip(self.names, contribution.tensors, strict=True)
+                self.watch(int(asked_at), replica, dict(named))
         return _Asked(int(known), contribution)
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:

@@ -107,7 +107,7 @@ class LocalRounds:
     parameters: trained ones of this rank's stages by name, in the same order in every rank that
     holds them. inside: the ranks of this replica that hold the same. num_shares: how many of them
     carry something across. make_averager: not called in the others. work: samples or tokens that
-    this replica trains on in a step.
+    this replica trains on in a step. after_last: called with the last step when all are equal.
     """
 
     def __init__(
@@ -120,8 +120,10 @@ class LocalRounds:
         last_step: int,
         work: Callable[[int], float],
         pace: Pace,
+        after_last: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._settings, self._last_step, self._work = settings, last_step, work
+        self._after_last = after_last
         self._pace = pace
         self._fragments: list[_Fragment] = []
         names, trained = list(parameters), list(parameters.values())
@@ -163,6 +165,8 @@ class LocalRounds:
             for fragment in self._under_way:
                 self._finish(fragment, 0.0 if is_last else settings.mix)
         self._pace.end_step(step)
+        if is_last:
+            self._after_last(step)
 
     @property
     def _under_way(self) -> list[_Fragment]:

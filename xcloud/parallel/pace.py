@@ -70,4 +70,4 @@ class Pace:
         numbers = state["numbers"]
         assert isinstance(numbers, torch.Tensor)
         self._num_tokens, elapsed_s = numbers.tolist()
-        self._started_s = self.clock() - elapsed_s
+        self._started_s = self.clock() - elapsed_s if self.is_limited else None

@@ -75,8 +75,10 @@ class Pipeline:
     stages of this rank: it computes micro-batches first, first + period, ... num_replicas: of the
     whole pipeline; micro-batch i is of replica i mod num_replicas, and replica 0 evaluates.
     autocast: makes the context that stages compute in. watch: told of every batch of training,
-    with its step.
+    with its step. on_backward: told of each stage whose backward of a micro-batch is done.
     """
+
+    on_backward: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -131,6 +133,8 @@ class Pipeline:
                     loss += work.loss.detach() / weight
             else:
                 self._backward(action, in_flight.pop(place), now, weight)
+                if self.on_backward is not None:
+                    self.on_backward(action.stage)
         self.clock.place = NOWHERE
         return loss
 

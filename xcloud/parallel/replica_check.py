@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.errors import ReplicasDiffer
+from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_links import ReplicaLinks
 
 _NUMBER = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
 _BYTES = 16
@@ -22,24 +22,26 @@ _BYTES = 16
 class ReplicaCheck:
     """Of one rank. Every rank of all replicas makes the same calls.
 
-    links: None in a rank that has no counterparts; it is compared inside its cloud.
+    mail: None in a rank that has no counterparts; it is compared inside its cloud.
     stages: those of this rank. group: the ranks of its cloud that hold them too.
-    name_of: a counterpart in words. every: updates between two comparisons, 0 = never.
+    name_of: a counterpart in words. every: updates between two comparisons, 0 = none. last_step:
+    of training, compared too.
     """
 
     def __init__(
         self,
-        links: ReplicaLinks | None,
+        mail: Mailbox | None,
         group: RankGroup,
         stages: Mapping[int, nn.Module],
         name_of: Callable[[int], str],
         every: int,
+        last_step: int,
     ) -> None:
-        self._links, self._group, self._stages = links, group, stages
-        self._name_of, self._every = name_of, every
+        self._mail, self._group, self._stages = mail, group, stages
+        self._name_of, self._every, self._last_step = name_of, every, last_step
 
     def is_due(self, step: int) -> bool:
-        return bool(self._every) and step % self._every == 0
+        return step == self._last_step or (bool(self._every) and step % self._every == 0)
 
     def compare(self, step: int) -> None:
         """After update `step`; 0 = before the first, where frozen parameters are compared too.
@@ -49,14 +51,13 @@ class ReplicaCheck:
         mine = torch.stack([digest(self._parameters(m, step)) for m in self._stages.values()])
         for lane, theirs in enumerate(self._group.gather(mine)):
             self._judge(mine, theirs, f"rank {self._group.ranks[lane]} of the same cloud", step)
-        if self._links is None:
+        if self._mail is None:
             return
-        key = MessageKey(Kind.AVERAGING, step, _NUMBER)
-        others = [r for r in range(self._links.num_replicas) if r != self._links.replica]
-        for replica in others:
-            self._links.send(replica, key, (mine,), ("digests of the parameters of stages",), 0)
-        for replica in others:
-            (theirs,) = self._links.recv(replica, key, (TensorSpec.of(mine),))
+        key, specs = MessageKey(Kind.AVERAGING, step, _NUMBER), (TensorSpec.of(mine),)
+        for replica in self._mail.others:
+            self._mail.send(replica, key, (mine,), ("digests of parameters",), 0, specs)
+        for replica in self._mail.others:
+            (theirs,) = self._mail.recv(replica, key)
             self._judge(mine, theirs.cpu(), self._name_of(replica), step)
 
     def _parameters(self, module: nn.Module, step: int) -> Iterable[Tensor]:

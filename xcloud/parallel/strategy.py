@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from xcloud.checks import check_choice, check_int
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import Robust, check_merge, check_robust
 
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
@@ -23,6 +25,8 @@ class GradientAveraging:
     delay: 1 = an update uses the gradient of the one before, which crosses while the next is
         computed; another trajectory than with 0, which waits for it.
     feedback: what a lossy compressor leaves out of a gradient is added to the next one.
+    merge: one that bears a bad cloud (parallel/merging.py); null = the sum. A gradient that is not
+        finite then counts as zero.
     check_every: updates after which replicas compare digests of their parameters; 0 = only
         before the first.
     """
@@ -30,8 +34,10 @@ class GradientAveraging:
     delay: int = 0
     feedback: bool = True
     check_every: int = 100
+    merge: Robust | None = None
 
     def __post_init__(self) -> None:
+        check_robust(self.merge)
         check_choice("strategy.averaging.delay", self.delay, (0, 1))
         check_choice("strategy.averaging.feedback", self.feedback, (True, False))
         check_int("strategy.averaging.check_every", self.check_every, 0)
@@ -41,7 +47,8 @@ class GradientAveraging:
         """Differences from the default, in words; may be empty."""
         return ", ".join(
             [*(["one update late"] if self.delay else []),
-             *([] if self.feedback else ["without feedback"])]
+             *([] if self.feedback else ["without feedback"]),
+             *([repr(self.merge)] if self.merge is not None else [])]
         )  # fmt: skip
 
 
@@ -56,14 +63,17 @@ class Strategy:
 
     name: str = "pipeline"
     replicas: int | None = 1
-    averaging: GradientAveraging | None = None
+    averaging: GradientAveraging | LocalUpdates | None = None
 
     def __post_init__(self) -> None:
         if self.replicas is not None:
             check_int("strategy.replicas", self.replicas, 1)
-        if self.averaging is not None and not isinstance(self.averaging, GradientAveraging):
+        if self.averaging is not None and not isinstance(
+            self.averaging, GradientAveraging | LocalUpdates
+        ):
             raise ConfigError(
-                f"strategy.averaging must be a GradientAveraging or null, got {self.averaging!r}"
+                "strategy.averaging must be a GradientAveraging, LocalUpdates or null, got "
+                f"{self.averaging!r}"
             )
         if self.averaging is None and self.replicas != 1:
             raise ConfigError(
@@ -77,6 +87,21 @@ class Strategy:
         more = self.averaging.label if self.averaging is not None else ""
         return f"{self.name} ({more})" if more else self.name
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each replica makes updates of its own."""
+        return isinstance(self.averaging, LocalUpdates)
+
+    @property
+    def covers(self) -> int:
+        """Updates that a replica's contribution to an averaging sums up."""
+        return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on where a cloud is late or lost."""
+        return isinstance(self.averaging, LocalUpdates) and self.averaging.is_elastic
+
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
         if self.averaging is None:
@@ -88,6 +113,14 @@ class Strategy:
     def arrange(self, layout: ClusterLayout) -> ClusterLayout:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
+        arranged = self._arranged(layout)
+        if self.averaging is not None and self.averaging.merge is not None:
+            check_merge(self.averaging.merge, arranged.num_replicas)
+        if isinstance(self.averaging, LocalUpdates):
+            _check_whole(arranged, self.averaging)
+        return arranged
+
+    def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
         if layout.num_replicas > 1:
             return self._as_written(layout)
         number = len(layout.clouds) if self.replicas is None else self.replicas
@@ -138,6 +171,18 @@ class Strategy:
                     "with one that holds the same, so cut every replica alike"
                 )
         return layout
+
+
+def _check_whole(layout: ClusterLayout, settings: LocalUpdates) -> None:
+    """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+    for name, cloud in layout.clouds.items():
+        is_whole = len(cloud.stages or ()) == layout.num_stages
+        if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
+            raise ConfigError(
+                f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
+                f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
+                "one_stage_per_rank=false, or leave the setting out"
+            )
 
 
 def _is_by_position(layout: ClusterLayout) -> bool:

@@ -54,6 +54,12 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
+        metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
+    metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
+    if summary.get("num_resumes"):
+        for name in ("num_resumes", "num_steps_done_twice", "goodput"):
+            metrics[name] = summary.get(name)
     for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
         metrics[name] = summary.get(name)
     metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None

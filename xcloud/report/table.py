@@ -126,6 +126,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = [f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")]
+        yield (
+            "merges",
+            str(merges["whole"] + merges["partial"]),
+            (f"{merges['partial']} without a cloud; clouds: {', '.join(counts)}"),
+        )
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
@@ -145,6 +152,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if summary.get("token_recovery") is not None:
         remark = f"{100 * summary['token_recovery_baseline']:.1f} % without looking"
         yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
+    if (privacy := summary.get("privacy")) is not None:
+        yield "privacy, epsilon", _number(privacy["epsilon"], ".2f"), _privacy_remark(privacy)
+    if (averaged := summary.get("averaging_token_recovery")) is not None:
+        remark = f"{100 * summary['averaging_token_recovery_baseline']:.1f} % without looking"
+        if (order := summary.get("averaging_order_recovery")) is not None:
+            remark += f", word order {100 * order:.1f} %"
+        yield "tokens read in averages", f"{100 * averaged:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
         yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
@@ -165,6 +179,13 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"fed by {name}", share, remark
     if feed["num_skipped"]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
+
+
+def _privacy_remark(privacy: Mapping[str, Any]) -> str:
+    remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
+    if (sampled := privacy["epsilon_if_sampled"]) is not None:
+        remark += f"; {sampled:.2f} if batches were random and secret"
+    return remark
 
 
 def _leak_remark(summary: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@ replicas, and where a matrix is tied, at the pipeline's other end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,8 @@ from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import FrameError
+from xcloud.errors import FrameError, LinkClosed
+from xcloud.parallel.hub import HUB
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 
 _AHEAD = 4  # messages under way on a link
@@ -38,26 +39,27 @@ class PeerEnds:
         self._in: dict[int, InLink] = {}
         self._overdue_s: dict[int, float] = {}
 
-    def open(self, capacity_bytes: int) -> None:
+    def open(self, capacity_bytes: int, wait_s: float = 0.0) -> None:
         """Make the ends. capacity_bytes: of the longest message, frame included; the same in all
-        replicas."""
-        capacity = capacity_bytes + FRAME_SLACK_BYTES
+        replicas. wait_s: how long another replica may take, if that is longer than its link."""
+        self._capacity, self._wait_s = capacity_bytes + FRAME_SLACK_BYTES, wait_s
+        for replica in range(len(self.peers)):
+            if replica != self.replica:
+                self._open(replica)
+
+    def _open(self, replica: int) -> None:
+        peer, capacity = self.peers[replica], self._capacity
         window = self._ends.window(_AHEAD, capacity)
-        for replica, peer in enumerate(self.peers):
-            if replica == self.replica:
-                continue
-            ways = ("up", "down") if self.replica < replica else ("down", "up")
-            out, incoming = (f"{self._name}.{way}" for way in ways)
-            rank, layout = self._ends.rank, self._layout
-            overdue_s = layout.overdue_s(rank, peer, capacity)
-            self._out[replica] = self._ends.out(
-                out, peer, capacity, window, self._stage, overdue_s
-            )
-            self._in[replica] = self._ends.incoming(
-                incoming, peer, capacity, window, border=self._stage,
-                advice=layout.overdue_advice(rank, peer),
-            )  # fmt: skip
-            self._overdue_s[replica] = overdue_s
+        ways = ("up", "down") if self.replica < replica else ("down", "up")
+        out, incoming = (f"{self._name}.{way}" for way in ways)
+        rank, layout = self._ends.rank, self._layout
+        overdue_s = layout.overdue_s(rank, peer, capacity)
+        self._out[replica] = self._ends.out(out, peer, capacity, window, self._stage, overdue_s)
+        self._in[replica] = self._ends.incoming(
+            incoming, peer, capacity, window, border=self._stage,
+            advice=layout.overdue_advice(rank, peer),
+        )  # fmt: skip
+        self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
     def name_of(self, replica: int) -> str:
         """The counterpart there, in words."""
@@ -97,12 +99,17 @@ class PeerEnds:
 
 class ReplicaEnds(PeerEnds):
     """To the ranks that train the same share of the same stages in the other replicas. Of a stage
-    with unequal numbers of lanes the surplus ranks have no peers."""
+    with unequal numbers of lanes the surplus ranks have no peers.
+
+    num_shares: ranks that carry something of these stages across; num_parts: of all stages of a
+    replica."""
 
     def __init__(self, ends: Ends, layout: ClusterLayout, device: torch.device) -> None:
         own = layout.placement(ends.rank)
         stage = min(own.stages)
-        self.num_shares = min(len(ranks) for ranks in layout.replicas_of(stage))
+        self.num_shares = _num_shares(layout, stage)
+        self.num_lines = layout.num_averaging_lines
+        self.num_parts = sum(_num_shares(layout, head) for head in _heads(layout))
         lane = layout.ranks_of(stage, own.replica).index(ends.rank)
         peers: tuple[int, ...] = ()
         if lane < self.num_shares:
@@ -115,10 +122,80 @@ class ReplicaEnds(PeerEnds):
     @staticmethod
     def join_lines(ends: Ends, layout: ClusterLayout) -> None:
         """Called in every rank: a line for each way between the replicas of each stage."""
-        heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
-        for stage in sorted(heads):
+        for stage in _heads(layout):
             everyone = sorted(rank for ranks in layout.replicas_of(stage) for rank in ranks)
             _join(ends, f"averaging.{stage}", everyone)
+
+
+class HubEnds(ReplicaEnds):
+    """Links between replica 0 and each other one, which may end and begin again.
+
+    rejoin: called in replica 0 for each rank of a cloud that has begun again.
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        layout: ClusterLayout,
+        device: torch.device,
+        rejoin: Callable[[int], None],
+    ) -> None:
+        super().__init__(ends, layout, device)
+        self._rejoin = rejoin
+        self._ended: set[int] = set()
+        self._back: set[int] = set()  # of these the ones whose cloud has begun again
+
+    def recv(
+        self,
+        from_replica: int,
+        key: MessageKey,
+        specs: Sequence[TensorSpec] | None,
+        wait_s: float | None = None,
+    ) -> Parts:
+        """Of a replica that has begun again: first LinkClosed for what it was, then its new
+        messages."""
+        if self.replica == HUB:
+            self._look_for(from_replica)
+        try:
+            return super().recv(from_replica, key, specs, wait_s)
+        except LinkClosed:
+            self._end(from_replica)
+            raise
+
+    def _open(self, replica: int) -> None:
+        if HUB in (self.replica, replica):
+            super()._open(replica)
+
+    def _look_for(self, replica: int) -> None:
+        ranks = self._ranks_of(replica)
+        if replica not in self._back and self._ends.begins_again(ranks):
+            self._back.add(replica)
+            if replica not in self._ended:
+                self._end(replica)
+                raise LinkClosed(f"{self.name_of(replica)} has begun again")
+        if replica in self._back:
+            self._back.discard(replica)
+            self._ended.discard(replica)
+            for rank in ranks:
+                self._rejoin(rank)
+            self._open(replica)
+
+    def _end(self, replica: int) -> None:
+        self._ended.add(replica)
+        for rank in self._ranks_of(replica):
+            self._ends.forget(rank)
+
+    def _ranks_of(self, replica: int) -> tuple[int, ...]:
+        return self._layout.ranks_in(self._layout.stage_cloud(0, replica))
+
+
+def _heads(layout: ClusterLayout) -> list[int]:
+    """The first stage of every rank, which stands for all that it holds."""
+    return sorted({min(layout.placement(rank).stages) for rank in range(layout.num_ranks)})
+
+
+def _num_shares(layout: ClusterLayout, stage: int) -> int:
+    return min(len(ranks) for ranks in layout.replicas_of(stage))
 
 
 def tied_ends(ends: Ends, layout: ClusterLayout, device: torch.device) -> PeerEnds | None:

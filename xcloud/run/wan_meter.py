@@ -52,8 +52,10 @@ class WanMeter:
 
     def _read(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
         """Bytes sent, FP32 bytes of the tensors in them, seconds on the emulated line: each by the
-        name of the traffic, which for a border's tensors is the direction of their channel."""
-        averaging = [e for e in (self._wiring.replicas, self._wiring.tied) if e is not None]
+        name of the traffic, which for a border's tensors is the direction of their channel.
+        Seconds of averaging are a share of all the lines that it takes."""
+        replicas = self._wiring.replicas
+        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
         more = (AVERAGING,) if averaging else ()
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
@@ -67,4 +69,6 @@ class WanMeter:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:
             raw[AVERAGING] += ends.raw_bytes
+        if replicas is not None:
+            line_s[AVERAGING] /= replicas.num_lines  # type: ignore[assignment]
         return sent, raw, line_s

@@ -17,7 +17,7 @@ import torch
 
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import InLink, LinkStats, OutLink
+from xcloud.cluster.link import LinkStats
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
@@ -37,13 +37,14 @@ from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
+from xcloud.errors import LinkClosed, LinkTimeout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.parallel.guard import ReceiveGuard, SendGuard
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
-from xcloud.run.replica_wiring import PeerEnds, ReplicaEnds, tied_ends
+from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
 
@@ -58,7 +59,8 @@ class Wiring:
     """All ends that one rank holds. channels: every one that ends here, by its identity in words.
     guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
     where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
-    stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks."""
+    stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks.
+    is_elastic: other clouds may be late or gone, and only merges wait for them."""
 
     ends: Ends
     sums: StageSums
@@ -67,6 +69,7 @@ class Wiring:
     control: Control | None = None
     replicas: ReplicaEnds | None = None
     tied: PeerEnds | None = None
+    is_elastic: bool = False
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
@@ -106,13 +109,13 @@ class Wiring:
 
     def meet(self) -> None:
         """Wait until every rank has come here; see Control.meet."""
-        if self.control is not None:
+        if self.control is not None and not self.is_elastic:
             self.control.meet()
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
         with self.alive():
-            self.ends.close()
+            self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 
 def wire(
@@ -130,6 +133,7 @@ def wire(
     *,
     seed: int,
     ties_ends: bool = False,
+    is_elastic: bool = False,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
@@ -138,10 +142,12 @@ def wire(
     messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
     draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
+    is_elastic: see Wiring.
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
-    wiring = Wiring(ends, StageSums(ends.rank, layout.leaders(replica)))
+    sums = StageSums(ends.rank, layout.leaders(replica))
+    wiring = Wiring(ends, sums, is_elastic=is_elastic)
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
             lanes = ends.group(ranks)
@@ -153,6 +159,10 @@ def wire(
     if layout.num_replicas > 1:
         ReplicaEnds.join_lines(ends, layout)
         wiring.replicas = ReplicaEnds(ends, layout, device)
+        if is_elastic:
+            assert wiring.control is not None
+            rejoin = partial(_join_control_of, wiring.control, ends, layout, on_report)
+            wiring.replicas = HubEnds(ends, layout, device, rejoin)
     if ties_ends:
         wiring.tied = tied_ends(ends, layout, device)
     for stage, border in sorted(borders.items()):
@@ -174,20 +184,31 @@ def _join_control(
     rank, everyone = ends.rank, range(layout.num_ranks)
     ends.line("control", everyone)
     peers = everyone[1:] if rank == 0 else everyone[:1]
-    capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
-    handlers = (
+    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
+    control = Control(rank, {}, {}, overdue_s, ends.lives)
+    for peer in peers:
+        _join_control_of(control, ends, layout, on_report, peer)
+    return control
+
+
+def _join_control_of(
+    control: Control,
+    ends: Ends,
+    layout: ClusterLayout,
+    on_report: Callable[[Frame], None],
+    peer: int,
+) -> None:
+    rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
+    handlers: dict[Kind, Callable[[Frame], None]] = (
         {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
     window = ends.window(_CONTROL_AHEAD, capacity)
-    out: dict[int, OutLink] = {}
-    incoming: dict[int, InLink] = {}
-    for peer in peers:
-        overdue_s = layout.overdue_s(rank, peer, capacity)
-        out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
-        advice = layout.overdue_advice(rank, peer)
-        incoming[peer] = ends.incoming("control", peer, capacity, window, handlers, advice=advice)
-    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
-    return Control(rank, out, incoming, overdue_s, ends.lives)
+    handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
+    overdue_s, advice = layout.overdue_s(rank, peer, capacity), layout.overdue_advice(rank, peer)
+    control.out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
+    control.incoming[peer] = ends.incoming(
+        "control", peer, capacity, window, handlers, advice=advice
+    )
 
 
 def _join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control) -> StageSums:

@@ -17,10 +17,12 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
+from xcloud.parallel.control import Word
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
 from xcloud.record.reporter import Reporter
+from xcloud.run.checkpointing import Checkpointer, News
 from xcloud.run.launch import failure_of
 from xcloud.run.one_way.consumer_events import ConsumerEvents
 from xcloud.run.one_way.feeding import Feeding
@@ -67,6 +69,8 @@ class ConsumerRun:
         self._step = 0
         self._used: list[Arrived] = []  # in the step under way
         self._skipped: Counter[Source] = Counter()
+        self._checkpoints: Checkpointer | None = None
+        self._word = Word.GO_ON
         # What is agreed on after every attempt at a step, as one vector.
         self._pairs = [(s, c) for s in self.plan.sources for c in range(num_lanes)]
 
@@ -95,9 +99,17 @@ class ConsumerRun:
             "guard": self._guard, "exchange": self._exchange,
         }  # fmt: skip
 
-    def train(self, until_step: int | None = None) -> None:
-        """From where it stands to until_step, or to the end. Raises LinkClosed when no producer is
-        left, or one is lost that must not be."""
+    def save_with(self, checkpoints: Checkpointer) -> None:
+        """Before `train`. Of a run that goes on: producers that it had lost are there again."""
+        self._checkpoints = checkpoints
+        for p in self.plan.readmit_lost():
+            self._inbox.readmit(p)
+            said = "was lost and may take its share again once it is ready"
+            self._events.producer(self._step, p, State.ABSENT, said)
+
+    def train(self, until_step: int | None = None) -> bool:
+        """From where it stands to until_step, or to the end; whether it ended before, as it was
+        asked to. Raises LinkClosed when no producer is left, or one is lost that must not be."""
         self._events.waiting_for_producers()
         last = self.experiment.training.max_steps if until_step is None else until_step
         for step in range(self._step + 1, last + 1):
@@ -124,6 +136,45 @@ class ConsumerRun:
             )  # fmt: skip
             if is_skipped:
                 self._events.skipped_update(step, self._guard.note(what))
+            if self._save(self._word):
+                return True
+        return False
+
+    def _save(self, word: Word) -> bool:
+        """Between two steps; whether the run ends here. All that was ordered arrives first, so
+        that it is in the state of this rank, and the producers save once they have made it."""
+        if (checkpoints := self._checkpoints) is None:
+            return False
+        if word is Word.GO_ON:
+            return checkpoints.after(self._step, word)
+        is_last = word is Word.STOP
+        if self._leads:
+            self._feeding.send_save(self._step, News.SAVE_AND_STOP if is_last else News.SAVE)
+        missing = self._wait_for_ordered()
+        if missing:
+            checkpoints.fail(self._step, f"batches of {', '.join(missing)} are missing")
+        else:
+            checkpoints.after(self._step, word)
+        if is_last:
+            checkpoints.wait()
+            while self._leads and checkpoints.is_pending and not self._lost_ones():
+                time.sleep(_POLL_S)
+        return is_last
+
+    def _wait_for_ordered(self) -> list[str]:
+        """Producers that are too slow to wait for."""
+        with self._clock.during("wait"):
+            while not self._inbox.is_whole():
+                slow = [p for p in range(len(self._names)) if self._is_slow(p)]
+                if slow and self.feed.on_slow == "redistribute":
+                    return [self._names[p] for p in slow]
+                self._inbox.wait(_POLL_S, self._inbox.is_whole)
+        return []
+
+    def _lost_ones(self) -> list[int]:
+        """Producers that are gone and that the plan does not know of yet."""
+        gone = [p for p in range(len(self._names)) if self._inbox.ended(p)]
+        return [p for p in gone if self.plan.state[p] is not State.DEAD]
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
@@ -253,10 +304,22 @@ class ConsumerRun:
         for source, c in self._pairs:
             mine = c == lane
             numbers += [consumed[source] * mine, skipped[source] * mine]
+        numbers += self._news()
         return self._cloud.sum(torch.tensor(numbers, dtype=torch.float64))
+
+    def _news(self) -> tuple[float, float]:
+        """The first rank's word, and a checkpoint that all ranks have agreed on."""
+        if self._checkpoints is None or not self._leads:
+            return 0.0, 0.0
+        agreed, self._feeding.agreed_step = self._feeding.agreed_step, 0
+        return float(self._checkpoints.decide(self._step)), float(agreed)
 
     def _move_on(self, agreed: Tensor) -> None:
         num = len(self._names)
+        self._word, agreed_step = Word(int(agreed[-2])), int(agreed[-1])
+        if agreed_step and not self._leads and self._checkpoints is not None:
+            self._checkpoints.hear_agreed(agreed_step)
+        agreed = agreed[:-2]
         flags = agreed[: 3 * num].view(num, 3).long()
         counts = agreed[3 * num :].view(len(self._pairs), 2).long()
         consumed, skipped = (
@@ -280,6 +343,9 @@ class ConsumerRun:
     def _lose(self, p: int, before: State) -> None:
         reason = self._why_gone(p)
         expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
+        if self._leads and self._checkpoints is not None:
+            for rank in self.layout.ranks_in(self._names[p]):
+                self._checkpoints.lose(rank)
         if before is State.ABSENT and not expected:
             raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
         if self.feed.on_dead == "stop":
@@ -295,7 +361,7 @@ class ConsumerRun:
 
     def _why_gone(self, p: int) -> str:
         """In its own words where it has left them on this machine."""
-        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_of(self._names[p]))
+        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_in(self._names[p]))
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self._inbox.end_of(p)) or "lost by another rank"
 

@@ -88,7 +88,7 @@ class ConsumerEvents:
             taken[name] += 1
             if self._layout.crosses_clouds:
                 fed_bytes[name] += arrived.num_bytes
-                wan = self._layout.wan_between(self._layout.ranks_of(name)[0], 0)
+                wan = self._layout.wan_between(self._layout.ranks_in(name)[0], 0)
                 if isinstance(wan, LinkProfile):
                     line_s[name] = line_s.get(name, 0.0) + wan.line_s(arrived.num_bytes)
         event: dict[str, Any] = {

@@ -16,11 +16,15 @@ class Feeding(Protocol):
 
     cloud: RankGroup
     inbox: Inbox
+    agreed_step: int
+    """First rank: a checkpoint that the others of the consumer have not heard of yet."""
 
     @property
     def other_bytes(self) -> int: ...
 
     def send_orders(self, orders: list[Order]) -> None: ...
+
+    def send_save(self, step: int, code: int) -> None: ...
 
     def send_stop(self, last_numbers: dict[Source, int]) -> None: ...
 
@@ -32,7 +36,7 @@ class LocalFeeding:
         sources = [Source(index, 0) for index in range(len(producers))]
         self.cloud = RankGroup.alone()
         self.inbox = Inbox(sources, max_payload_bytes)
-        self.other_bytes = 0  # nothing crosses
+        self.other_bytes = self.agreed_step = 0  # nothing crosses
         self._producers = producers
         for source in sources:
             self.inbox.set_ready(source)
@@ -46,6 +50,9 @@ class LocalFeeding:
             key = MessageKey(Kind.BATCH, order.number)
             frame = Frame(key, (fed.payload.cpu(),), order.number, 0.0, fed.payload.numel())
             self.inbox.put(order.source, frame)
+
+    def send_save(self, step: int, code: int) -> None:
+        """They are saved with the consumer."""
 
     def send_stop(self, last_numbers: dict[Source, int]) -> None:
         """They wait for nothing."""
