@@ -21,12 +21,12 @@ def of_this_attempt(store: Store, rank: int, num_ranks: int) -> Store:
     of them: a rank that was signed in and has died is not among those who wait for that word.
     """
     if rank == 0:
-        attempt = store.add(f"{_NAME}.count", 1)
-        store.set(f"{_NAME}.current", str(attempt))
-        names = [store.get(f"{_NAME}.{attempt}.{other}") for other in range(1, num_ranks)]
-        store.set(f"{_NAME}.{attempt}.all", b",".join(names))
-        return PrefixStore(f"{_NAME}.{attempt}", store)
-    name = uuid.uuid4().hex.encode()
+        number = store.add(f"{_NAME}.count", 1)
+        store.set(f"{_NAME}.current", str(number))
+        names = [store.get(f"{_NAME}.{number}.{other}") for other in range(1, num_ranks)]
+        store.set(f"{_NAME}.{number}.all", b",".join(names).decode())
+        return PrefixStore(f"{_NAME}.{number}", store)
+    name = uuid.uuid4().hex
     signed_in = ""
     while True:
         attempt = store.get(f"{_NAME}.current").decode()
@@ -34,6 +34,6 @@ def of_this_attempt(store: Store, rank: int, num_ranks: int) -> Store:
             store.set(f"{_NAME}.{attempt}.{rank}", name)
             signed_in = attempt
         begun = f"{_NAME}.{attempt}.all"
-        if store.check([begun]) and name in store.get(begun).split(b","):
+        if store.check([begun]) and name in store.get(begun).decode().split(","):
             return PrefixStore(f"{_NAME}.{attempt}", store)
         time.sleep(_LOOK_EVERY_S)
