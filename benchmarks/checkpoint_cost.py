@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from xcloud.comm.memory import State
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
+from xcloud.run.launch import _MEMORY
 from xcloud.training.settings import Checkpoints
 
 STEPS, TURNS, EVERY = 40, 6, 20
@@ -145,6 +148,9 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
+    if not _MEMORY.items() <= os.environ.items():  # as the launcher has it: freed memory is kept
+        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
+                  {**os.environ, **_MEMORY})  # fmt: skip
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)

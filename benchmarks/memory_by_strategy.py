@@ -1,7 +1,7 @@
 """Memory of a rank and time of a step by strategy, for one causal model; then the same model where
 a rank may not have the memory of a whole one.
 
-python -m benchmarks.memory_by_strategy [--width 640] [--blocks 8] [--steps 2] [--limit-mb 1120]
+python -m benchmarks.memory_by_strategy [--width 640] [--blocks 8] [--steps 2] [--limit-mb 1250]
 
 All weights of a Llama of random weights are trained with AdamW in FP32, two stages, links without
 a limit; the C library gives back freed memory at once. `limit` is RLIMIT_DATA of every process of
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--limit-mb", type=int, default=1120)
+    parser.add_argument("--limit-mb", type=int, default=1250)
     parser.add_argument("--only-limit", action="store_true", help="leave out the first table")
     parser.add_argument(
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "xcloud-memory"

@@ -73,7 +73,8 @@ class Attempt:
             self.schedule, self.folder, number, rank.wiring.control, parts, about,
             Reporter(number, "a", self.lines.append), self.asked, self.from_step,
         )  # fmt: skip
-        trainer.decide = made.decide
+        is_one = trainer.pipeline.num_replicas == 1
+        trainer.decide = made.decide if is_one else made.decide_by_step
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
             word = trainer.update(step).word

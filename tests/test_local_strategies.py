@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.channels import stored
+from tests.configs import build
 from tests.pipelines import in_threads
 from tests.test_strategies import clouds, values
 from tests.trainers import Rank, ranks, update
@@ -149,3 +150,20 @@ def test_the_hub_tells_of_every_merge() -> None:
 def test_what_needs_whole_replicas_is_refused_for_pipelines(settings: Any) -> None:
     with pytest.raises(ConfigError, match="each rank must hold the whole model"):
         local(2, **settings).arrange(clouds(4))
+
+
+def test_every_kind_of_local_updates_is_a_word() -> None:
+    labels = {
+        name: build("+exp=abnet_iwslt", f"strategy={name}").strategy.label
+        for name in ("local_updates", "fedavg", "streaming")
+    }
+    assert labels["local_updates"] == "local_updates (every 50, nesterov(0.7, 0.9))"
+    assert labels["fedavg"] == "fedavg (every 50, mean)"
+    assert labels["streaming"].endswith("4 fragments, overlap 5, mix 0.5)")
+    kept = build(
+        "+exp=abnet_iwslt", "strategy=local_updates", "strategy.averaging.leave=go_on",
+        "strategy.averaging.restart_s=2",
+    )  # fmt: skip
+    assert kept.is_elastic and kept.essential_ranks == frozenset({0}) and kept.restart_s == 2
+    with pytest.raises(ConfigError, match=r"restart_s needs strategy.averaging.leave=go_on"):
+        LocalUpdates(restart_s=2.0)

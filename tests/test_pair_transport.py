@@ -33,7 +33,11 @@ def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> Non
 
     def deliver(sender: PairTransport, value: float) -> float:
         incoming = hub.incoming("up", 1, InSettings("rank 1", 4096, window=WINDOW))
-        threading.Event().wait(0.05)  # its thread now waits in the store
+        threading.Event().wait(0.05)  # its thread now waits in the store, and nobody else does
+        asks = threading.Thread(target=hub.begins_again, args=([3],), daemon=True)
+        asks.start()
+        asks.join(10.0)
+        assert not asks.is_alive()
         out = sender.out("up", 0, OutSettings("rank 0", 4096, window=WINDOW))
         out.send(KEY, (torch.tensor([value]),))
         return float(incoming.recv(KEY, 20.0)[0])

@@ -128,6 +128,7 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
         (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
         (["strategy=data_parallel"], "data_parallel exchanges whole ones"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
+        (["security/privacy=sample"], "bounds gradients of whole stages"),
         (["cluster.clouds.cloud_a.shard=2"], r"cloud\.shard must be one of"),
     ],
 )

@@ -55,7 +55,7 @@ def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
         for name in found.fields_of(rank):
             assert place.cloud in found.security.holders.get(name, [place.cloud])
     with pytest.raises(ConfigError, match="but is in cloud"):  # a copy for each cloud
-        configs.job_from_config(composed(*chats, "+strategy=data_parallel"))
+        configs.job_from_config(composed(*chats, "strategy=data_parallel"))
 
 
 @pytest.mark.parametrize(

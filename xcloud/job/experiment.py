@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -114,6 +114,11 @@ class Experiment(Job):
                     f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
                     "with other clouds: leave one of the two out"
                 )
+            if self.security.privacy is not None:
+                raise ConfigError(
+                    f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
+                    "rank would hold a part: leave one of the two out"
+                )
             turns = [
                 {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
                 for rank in layout.ranks_in(name)
@@ -131,6 +136,11 @@ class Experiment(Job):
         """The gradient of the embeddings tells which words are in a batch, and that of the head
         which are to be guessed: neither may go where these may not be."""
         layout = self.cluster
+        if self.security.privacy is not None:
+            raise ConfigError(
+                "model.embeddings=tie hands the other end gradients as they are, and "
+                "security.privacy noises them apart: take untie or freeze"
+            )
         if not isinstance(self.strategy.averaging, GradientAveraging | None):
             raise ConfigError(
                 f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
@@ -265,9 +275,12 @@ class Experiment(Job):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """None of several replicas yet: the word to save would have to reach all of them."""
-        if self.cluster.num_replicas > 1:
+        """Replicas save by the number of the step, which all of them know; none are made where a
+        cloud may leave and come back."""
+        if self.is_elastic:
             return Checkpoints(every_steps=0, every_minutes=0)
+        if self.cluster.num_replicas > 1:
+            return replace(self.training.checkpoint, every_minutes=0)
         return self.training.checkpoint
 
     @property

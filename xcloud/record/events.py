@@ -192,7 +192,7 @@ class StepCollector:
         self._reports: dict[int, dict[int, Event]] = {}
         self._ranks_of: dict[str, set[int]] = {}  # as far as clouds have reported
         self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
-        self._done = 0  # the latest complete step, once ranks have gone
+        self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
 
     def feed(self, event: Event) -> StepTotals | None:

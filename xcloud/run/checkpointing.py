@@ -135,6 +135,12 @@ class Checkpointer:
         # Never two under way: they would be held in memory twice.
         return Word.CHECKPOINT if self._is_due and self._pending is None else Word.GO_ON
 
+    def decide_by_step(self, step: int) -> Word:
+        """The same where the replicas of a pipeline have no word of each other in every step: by
+        the number of the step alone, so that all of them decide alike."""
+        every = self.settings.every_steps
+        return Word.CHECKPOINT if every and step % every == 0 else Word.GO_ON
+
     def after(self, step: int, word: Word) -> bool:
         """Between two updates; whether this rank ends here."""
         self._tell_news()
@@ -148,6 +154,7 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Copy the state and have it written. Every rank calls it after the same update."""
+        self.wait()  # for the last one, which would be held in memory twice
         started_s = time.monotonic()
         self._last_s, self._is_due = started_s, False
         self._last_step, self._has_any = step, True
@@ -169,7 +176,6 @@ class Checkpointer:
         """After the last update: where there are checkpoints, the last of them is of its end. A
         short run makes none."""
         if self._has_any and self._last_step != step:
-            self.wait()
             self.save(step)
 
     @property

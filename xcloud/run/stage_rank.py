@@ -162,7 +162,8 @@ class StageRank(Role[Experiment]):
         facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
         parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
         checkpoints = self.checkpoints(parts, self.wiring.control, facts)
-        trainer.decide = checkpoints.decide
+        is_one = layout.num_replicas == 1
+        trainer.decide = checkpoints.decide if is_one else checkpoints.decide_by_step
         if trainer.num_updates:  # another cloud may load longer than a message may take
             with self.wiring.alive():
                 self.wiring.meet()
@@ -174,9 +175,9 @@ class StageRank(Role[Experiment]):
             ready_file(run_dir, rank).touch()
         if transport is not None and transport.is_newcomer:
             trainer.num_updates = local.rejoin()
-        self.context.asked.is_armed = job.checkpoint.are_made
-        if rank == 0 and job.training.checkpoint.are_made and not job.checkpoint.are_made:
-            self.reporter.note("no checkpoints are made of a run with several replicas yet")
+        self.context.asked.is_armed = is_one and job.checkpoint.are_made
+        if rank == 0 and job.is_elastic and job.training.checkpoint.are_made:
+            self.reporter.note("no checkpoints: clouds of this run may leave and come back")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with memory.first_step():
                 report = trainer.update(step)

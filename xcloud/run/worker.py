@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
@@ -38,6 +39,7 @@ from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
 from xcloud.run.launch import EXIT_START_AGAIN, error_file
+from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
@@ -115,7 +117,11 @@ def _join(job: Job, rank: int, run_dir: Path, under_torchrun: bool) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point."""
     num_ranks = job.cluster.num_ranks
     if under_torchrun:
-        dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
+        store, _, size = next(rendezvous("env://", timeout=_SETUP_TIMEOUT))
+        store = of_this_attempt(store, rank, size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
+        )
     elif num_ranks > 1:
         store = f"file://{run_dir.resolve() / 'rendezvous'}"
         dist.init_process_group(

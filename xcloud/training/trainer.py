@@ -80,7 +80,7 @@ class Trainer:
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
     tied: TiedGradients | None = None
     privacy: Privacy | None = None
-    decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in rank 0
+    decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -251,7 +251,8 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            total, word = math.nan, self.decide(step) if self.rank == 0 else Word.GO_ON
+            first = self.rank == self.sums.leaders[0]
+            total, word = math.nan, self.decide(step) if first else Word.GO_ON
             if squares:
                 total, word = self.sums.sum_over_stages(
                     step, squares, self.pipeline.num_stages, word
