@@ -18,8 +18,10 @@ from xcloud.parallel.control import send_report
 from xcloud.record.tracking import NullTracker
 from xcloud.run import worker
 from xcloud.run.agreement import Agreed
+from xcloud.run.checkpointing import StopSignal
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.run.monitor import Monitor
+from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.security.wire_audit import join_audit
 
@@ -121,7 +123,15 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     monkeypatch.setattr(worker, "role_of", lambda job, rank: RingRank)
     monitor = Monitor(job, {}, tmp_path)
 
-    in_threads([partial(worker.live, job, rank, tmp_path, Agreed()) for rank in range(2)])
+    in_threads(
+        [
+            partial(
+                worker.live, job, rank, tmp_path, Agreed(), Holder.of(job, rank, tmp_path, {}),
+                StopSignal(),
+            )
+            for rank in range(2)
+        ]
+    )  # fmt: skip
     monitor.poll()
     summary = monitor.finish(None)
 

@@ -17,13 +17,16 @@ from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.one_way.plan import Source
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.one_way.producer import ProducerRun, feed
 from xcloud.run.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
+from xcloud.training.settings import Checkpoints
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
@@ -49,7 +52,7 @@ def frame(kind: Kind, *parts: torch.Tensor) -> Frame:
     ("num_lanes", "frozen", "made"), [(1, False, 0), (2, False, 3), (2, True, 0)]
 )
 def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
-    num_lanes: int, frozen: bool, made: int
+    num_lanes: int, frozen: bool, made: int, tmp_path: Path
 ) -> None:
     book, lines = OrderBook(), []
     context = OneWayContext(1, torch.device("cpu"), Path(), lambda: None, lines.append, 9)
@@ -60,18 +63,14 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
 
-    feed(
-        ProducerRun(
-            part,
-            cloud,
-            num_lanes,
-            "a",
-            reporter,
-            DivergenceGuard(),
-            MemoryMeter(torch.device("cpu")),
-        ),
-        wiring,
+    run = ProducerRun(
+        part, cloud, num_lanes, "a", reporter, DivergenceGuard(),
+        MemoryMeter(torch.device("cpu")),
+    )  # fmt: skip
+    checkpoints = Checkpointer(
+        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
     )
+    feed(run, wiring, checkpoints)
     reporter.flush()
     told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
     assert sum(event["num_batches"] for event in told) == made

@@ -125,7 +125,7 @@ def test_what_never_belongs_to_a_step_is_not_noted() -> None:
         LinkLog(LinkName(0, 0, 1), log).sending(MessageKey(kind, step), 0, 100, 0.0, 0.0, None)
 
     assert {message.key.kind for message in log.sent} == {
-        Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.REPORT,
+        Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.REPORT, Kind.AVERAGING,
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class MessageLog:
         return key.step >= self.from_step and key.kind not in _OF_NO_STEP
 
 
-_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE)
+_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
 
 
 @dataclass(frozen=True)

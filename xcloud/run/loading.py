@@ -22,14 +22,10 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
     """
     task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
     unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
-    told = (
-        isinstance(control, Control)
-        and 0 not in unseeing
-        and bool(unseeing)
-        and asks_for_sizes(task)
-    )
-    if told and rank in unseeing:
-        assert isinstance(control, Control)
+    told = 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    if control is None or isinstance(control, StoreFacts):
+        told = False
+    elif told and rank in unseeing:
         task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
@@ -43,8 +39,7 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
     facts = {"the task's data": data.fingerprint()} if fields or not told else {}
     if told:
         sizes = {split: data.num_samples(split) for split in SPLITS}
-        if rank == 0:
-            assert isinstance(control, Control)
+        if rank == 0 and not isinstance(control, StoreFacts):
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
         unread = told_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()
