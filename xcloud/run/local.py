@@ -46,6 +46,8 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
     run_dir.mkdir(parents=True, exist_ok=True)
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)
+    for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
+        stale.unlink()
 
     monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster

@@ -83,8 +83,6 @@ class Monitor:
         self.is_stopped = False  # ended before its time, as it was asked to
 
     def start(self) -> None:
-        for stale in self.run_dir.glob("rank*.wire.json"):  # of an earlier run in this folder
-            stale.unlink()
         self._take_all(self._read_anew(), shows=False)  # of earlier attempts at this run
         experiment = self.experiment
         tags = {

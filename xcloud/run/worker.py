@@ -43,7 +43,7 @@ from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
-from xcloud.security.wire_audit import write_rank_audit
+from xcloud.security.wire_audit import audit_file, write_rank_audit
 
 EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
@@ -207,7 +207,8 @@ def main(words: Sequence[str] | None = None) -> None:
     run_dir = arguments.run_dir or file.resolve().parent
     run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
-    error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
+    for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
+        stale.unlink(missing_ok=True)  # of an earlier run in this folder
     code, monitor = 0, None
     asked = StopSignal()
     ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()

@@ -51,6 +51,11 @@ UNFRAMED_ELASTIC = [
 ]
 
 
+def audit_file(run_dir: Path, rank: int) -> Path:
+    """What one rank writes, for `join_audit`."""
+    return run_dir / f"rank{rank}.wire.json"
+
+
 def write_rank_audit(
     run_dir: Path,
     rank: int,
@@ -65,7 +70,7 @@ def write_rank_audit(
 
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
-    path = run_dir / f"rank{rank}.wire.json"
+    path = audit_file(run_dir, rank)
     sent = [message for record in records for message in record.described()]
     crosses = any(message["kind"] == "report" for message in sent)
     audit = {
