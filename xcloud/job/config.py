@@ -109,6 +109,19 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
+def built(config: DictConfig, key: str) -> Any:
+    """One part of a config that job_from_config has checked, such as its cluster as written."""
+    return instantiate(OmegaConf.select(config, key), _convert_="all")
+
+
+def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:
+    """A copy with these settings, by dotted name; None where a setting is to be null."""
+    found = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config)))
+    for key, value in settings.items():
+        OmegaConf.update(found, key, value, merge=False)
+    return found
+
+
 def write(config: DictConfig, path: Path) -> None:
     """The resolved experiment file: everything a worker on another machine needs."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])

@@ -68,3 +68,7 @@ class Planning:
         if given is None:
             given = [k * 2**n for n in range(8) for k in (1, 3)]
         return sorted({m for m in (*given, own) if m <= min(batch_size, 128)})
+
+
+def no_plan() -> None:
+    """For conf/plan/none.yaml."""
