@@ -118,7 +118,10 @@ class Pricer:
         self._simulators: dict[object, Simulator] = {}
         self._sums = lru_cache(maxsize=256)(self._sums_at)
         self._ways = lru_cache(maxsize=4096)(self._directions_at)
-        self._lines = {name: self._lines_of(a.layout) for name, a in arranged.items()}
+        self._lines = {
+            name: lines_of(found.layout, profile.lines, bandwidth)
+            for name, found in arranged.items()
+        }
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
@@ -340,25 +343,6 @@ class Pricer:
             [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
         )
 
-    def _lines_of(self, layout: ClusterLayout) -> dict[str, Line]:
-        found, given = {}, self.profile.lines
-        for here, there in permutations(layout.clouds, 2):
-            pair, turned = f"{here}-{there}", f"{there}-{here}"
-            own = layout.links.get(pair, layout.links.get(turned, layout.wan))
-            profile = given.get(pair, given.get(turned, given.get("*", own)))
-            if profile == "real":
-                raise ConfigError(
-                    f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
-                    "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
-                    'names "*" or this pair'
-                )
-            if isinstance(profile, LinkProfile) and self.bandwidth is not None:
-                profile = replace(profile, bandwidth_bits_per_s=self.bandwidth, trace=())
-            elif self.bandwidth is not None:
-                profile = LinkProfile(self.bandwidth)
-            found[pair] = Line(profile) if isinstance(profile, LinkProfile) else FREE
-        return found
-
     # Memory.
 
     def _memory(self, plan: Plan, arranged: Arranged) -> dict[str, int]:
@@ -401,6 +385,31 @@ class _Part(NamedTuple):
     compute_s: float
     idle_s: float = 0.0
     num_bytes: float = 0.0
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, Line]:
+    """Between every two clouds, by "a-b". given: by pair, or "*"; comes before the layout's own.
+    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
+    found = {}
+    for here, there in permutations(layout.clouds, 2):
+        pair, turned = f"{here}-{there}", f"{there}-{here}"
+        own = layout.links.get(pair, layout.links.get(turned, layout.wan))
+        profile = given.get(pair, given.get(turned, given.get("*", own)))
+        if profile == "real":
+            raise ConfigError(
+                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
+                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
+                'names "*" or this pair'
+            )
+        line = profile if isinstance(profile, LinkProfile) else None
+        if bandwidth is not None:
+            if line is None:
+                line = LinkProfile(bandwidth)
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[pair] = FREE if line is None else Line(line)
+    return found
 
 
 def schedule_of(micro_batches: int, in_flight: int | None) -> Schedule:

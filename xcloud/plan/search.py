@@ -5,8 +5,9 @@ Also where compressors begin to pay, and the paper's formulas beside the simulat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -159,13 +160,20 @@ class Crossing(NamedTuple):
     pays_below: float
 
 
-def crossings(pricer: Pricer, plan: Plan, compressions: Sequence[str]) -> list[Crossing]:
-    """With everything else as in `plan`. Where there are several, the highest bandwidth."""
+StepAt = Callable[[str, float], float]
+"""Step time with a compressor over lines of a bandwidth, everything else as in one plan."""
+
+
+def step_at(pricer: Pricer, plan: Plan) -> StepAt:
+    there = cache(pricer.at_bandwidth)
+    return cache(lambda name, rate: there(rate).step_s(plan._replace(compression=name)))
+
+
+def crossings(step_s: StepAt, compressions: Sequence[str]) -> list[Crossing]:
+    """Where there are several for a compressor, the highest bandwidth."""
 
     def gain_s(name: str, bandwidth: float) -> float:
-        there = pricer.at_bandwidth(bandwidth)
-        without = there.step_s(plan._replace(compression=NO_COMPRESSION))
-        return without - there.step_s(plan._replace(compression=name))
+        return step_s(NO_COMPRESSION, bandwidth) - step_s(name, bandwidth)
 
     found = []
     for name in compressions:
@@ -180,7 +188,7 @@ def crossings(pricer: Pricer, plan: Plan, compressions: Sequence[str]) -> list[C
             found.append(Crossing(name, math.inf))
             continue
         low, high = math.log(BANDWIDTHS[last]), math.log(BANDWIDTHS[last + 1])
-        while high - low > 1e-4:
+        while high - low > 1e-3:
             middle = (low + high) / 2
             low, high = (middle, high) if gain_s(name, math.exp(middle)) > 0 else (low, middle)
         found.append(Crossing(name, math.exp(low)))
@@ -188,17 +196,11 @@ def crossings(pricer: Pricer, plan: Plan, compressions: Sequence[str]) -> list[C
 
 
 def over_bandwidth(
-    pricer: Pricer, plan: Plan, compressions: Sequence[str]
+    step_s: StepAt, compressions: Sequence[str]
 ) -> dict[str, list[tuple[float, float]]]:
     """Bandwidth and step time of each compressor, for a picture."""
-    return {
-        name: [
-            (bandwidth, pricer.at_bandwidth(bandwidth).step_s(plan._replace(compression=name)))
-            for bandwidth in BANDWIDTHS
-            if 1e5 <= bandwidth <= 1e11
-        ]
-        for name in compressions
-    }
+    rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
+    return {name: [(rate, step_s(name, rate)) for rate in rates] for name in compressions}
 
 
 class AtCount(NamedTuple):
@@ -210,6 +212,18 @@ class AtCount(NamedTuple):
     free: float
     blocking: float
     overlapped: float
+
+
+def best_pipeline(pricer: Pricer, space: Space, ranked: Ranked) -> Plan | None:
+    """The fastest plan that cuts the model; None if there is none."""
+    best = ranked.best[0].plan
+    if len(best.ends) > 1:
+        return best
+    splits = {name: found for name, found in space.splits.items() if len(found[0]) > 1}
+    own = space.own.strategy
+    if not splits or ("strategy" not in space.varies and own not in splits):
+        return None
+    return search(pricer, replace(space, splits=splits), 1).best[0].plan
 
 
 def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:

@@ -68,7 +68,7 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         for crossing in report.crossings:
             say(f"  {crossing.compression:<12} {bandwidth_text(crossing)}")
     if report.over_micro_batches:
-        say(best_m(report.over_micro_batches, ranked.best[0].plan.micro_batches))
+        say(best_m(report.over_micro_batches))
 
 
 def bandwidth_text(crossing: Crossing) -> str:
@@ -86,14 +86,14 @@ def human_bandwidth(bits_per_s: float) -> str:
     return f"{bits_per_s / 1e3:.3g} kbit/s"
 
 
-def best_m(counted: Sequence[AtCount], chosen: int) -> str:
+def best_m(counted: Sequence[AtCount]) -> str:
     """One line: the best number of micro-batches, and the paper's formulas at it."""
     best = min(counted, key=lambda entry: entry.step_s)
     others = ", ".join(f"{e.micro_batches}: {human_seconds(e.step_s)}" for e in counted)
     return (
         f"best m = {best.micro_batches}: bubble {best.bubble_ratio:.3f} simulated, "
         f"{best.free:.3f} by (1), {best.blocking:.3f} by (2), {best.overlapped:.3f} by (2'); "
-        f"step by m at the schedule of plan 1: {others}"
+        f"step by m, with the best pipeline's other settings: {others}"
     )
 
 

@@ -16,17 +16,19 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer
+from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer, lines_of
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
     NO_COMPRESSION,
     Space,
+    best_pipeline,
     crossings,
     over_bandwidth,
     over_micro_batches,
     search,
     splits_of,
+    step_at,
 )
 from xcloud.plan.settings import Planning
 from xcloud.project import in_project
@@ -118,16 +120,20 @@ class Planner:
                 f"plan: none of {', '.join(map(str, self.counts))} micro-batches suits this "
                 "cluster; give plan.micro_batches others"
             )
-        best = ranked.best[0].plan
-        crosses = self.cluster.crosses_clouds
+        crosses, best = self.cluster.crosses_clouds, ranked.best[0].plan
         took_s = time.perf_counter() - started_s
+        step_s, pipeline = step_at(pricer, best), best_pipeline(pricer, space, ranked)
+        counted = [] if pipeline is None else self._counts_for(pipeline)
         return Report(
-            pricer, ranked, took_s,
-            crossings(pricer, best, names) if crosses else [],
-            over_micro_batches(pricer, best, self._counts_for(best)),
-            over_bandwidth(pricer, best, names) if crosses else {},
-            stale, self.not_planned,
-        )  # fmt: skip
+            pricer,
+            ranked,
+            took_s,
+            crossings(step_s, names) if crosses else [],
+            [] if pipeline is None else over_micro_batches(pricer, pipeline, counted),
+            over_bandwidth(step_s, names) if crosses else {},
+            stale,
+            self.not_planned,
+        )
 
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""
@@ -224,6 +230,7 @@ class Planner:
         if plan.profile is not None:
             found = read_profile(in_project(plan.profile))
             return found, found.stale_because(of, plan.max_age_days)
+        lines_of(self.cluster, {})  # raises before anything is measured
         file = profiling.profile_file(job.cache_path, of)
         if file.exists():
             found = read_profile(file)

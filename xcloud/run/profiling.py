@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from xcloud import __version__
-from xcloud.cluster.frame import Kind, MessageKey, decode_frame, encode_frame, frame_bytes
+from xcloud.cluster.frame import (
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    seal_frame,
+)
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border, BorderField, Message
 from xcloud.comm.channel import Codec
@@ -359,7 +366,8 @@ class _Measuring:
     def _way(
         self, codec: Codec, fields: Sequence[BorderField], messages: Mapping[int, Message]
     ) -> Way:
-        """Compressing with framing, and the reverse. Memories are left out."""
+        """Compressing with framing, and decompressing, as the main thread of a rank does them.
+        Memories are left out."""
         key, points = MessageKey(Kind.ACTIVATION), []
         codec.use_stream(0)
         for b, message in sorted(messages.items()):
@@ -376,9 +384,11 @@ class _Measuring:
                 return encode_frame(key, tuple(parts), 0)
 
             frame = encode()
+            seal_frame(frame, 0.0)
+            came = decode_frame(frame, "this process").parts
 
-            def decode(frame: Tensor = frame, made=made, specs=specs) -> None:  # type: ignore[no-untyped-def]
-                rest = list(decode_frame(frame, "this process").parts)
+            def decode(came=came, made=made, specs=specs) -> None:  # type: ignore[no-untyped-def]
+                rest = list(came)
                 for entry in fields:
                     spec = specs.get(entry.name)
                     count = 1 if spec is None else len(made.wire_specs(spec))
