@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, permutations
+from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
@@ -122,6 +122,22 @@ class Pricer:
             name: lines_of(found.layout, profile.lines, bandwidth)
             for name, found in arranged.items()
         }
+        self._shapes = {
+            name: [self._shape(name, layout) for layout in replicas]
+            for name, replicas in self._replicas.items()
+        }
+        self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
+
+    def _shape(self, strategy: str, layout: ClusterLayout) -> _Shape:
+        lines, stages = self._lines[strategy], range(layout.num_stages)
+        clouds = [layout.stage_cloud(stage) for stage in stages]
+        behind = [*pairwise(clouds), (clouds[-1], clouds[-1])]
+        return _Shape(
+            [layout.clouds[cloud].slowdown for cloud in clouds],
+            [len(layout.ranks_of(stage)) for stage in stages],
+            [lines.get(f"{here}-{there}") for here, there in behind],
+            [lines.get(f"{there}-{here}") for here, there in behind],
+        )
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
@@ -173,33 +189,26 @@ class Pricer:
             return self.step_s(plan)
         forward, backward, _ = self._sums(b)
         least, starts = 0.0, (0, *plan.ends[:-1])
-        stages = range(len(plan.ends))
-        for layout in self._replicas[name]:
+        nothing = Direction()
+        for shape in self._shapes[name]:
             m = self.passes * (plan.micro_batches // arranged.layout.num_replicas)
-            ways, before_s = self._borders(plan, layout, name), 0.0
-            for stage in stages:
-                here = layout.stage_cloud(stage)
-                slow = layout.clouds[here].slowdown
-                out, back = ways[stage - 1] if stage else (Direction(), Direction())
-                into, gone = ways[stage] if stage < len(ways) else (Direction(), Direction())
-                own_s = slow * (
-                    forward[plan.ends[stage]] - forward[starts[stage]]
-                    + backward[plan.ends[stage]] - backward[starts[stage]]
-                )  # fmt: skip
-                codec_s = out.decompress_s + back.compress_s + into.compress_s + gone.decompress_s
-                turns = math.ceil(m / len(layout.ranks_of(stage)))
-                least = max(least, before_s + turns * (own_s + codec_s))
-                if stage < len(ways):
-                    there = layout.stage_cloud(stage + 1)
-                    before_s += own_s + codec_s
-                    if here != there:
-                        up = self.line(name, here, there)
-                        down = self.line(name, there, here)
-                        busy = (up.line_s(into.num_bytes), down.line_s(gone.num_bytes))
-                        longest = m * max(busy) + min(busy)
-                        least = max(least, before_s + longest)
-                        before_s += sum(busy) + up.latency_s
-                        before_s += down.latency_s if gone.num_bytes else 0.0
+            before_s, out, back = 0.0, nothing, nothing
+            for stage, (start, end) in enumerate(zip(starts, plan.ends, strict=True)):
+                up, down = shape.up[stage], shape.down[stage]
+                into, gone = nothing, nothing
+                if up is not None:
+                    into, gone = self._ways(plan.compression, end, b)
+                own_s = forward[end] - forward[start] + backward[end] - backward[start]
+                own_s *= shape.slowdown[stage]
+                own_s += out.decompress_s + back.compress_s + into.compress_s + gone.decompress_s
+                least = max(least, before_s + math.ceil(m / shape.lanes[stage]) * own_s)
+                before_s += own_s
+                if up is not None and down is not None:
+                    busy = up.line_s(into.num_bytes), down.line_s(gone.num_bytes)
+                    least = max(least, before_s + m * max(busy) + min(busy))
+                    before_s += sum(busy) + up.latency_s
+                    before_s += down.latency_s if gone.num_bytes else 0.0
+                out, back = into, gone
         return self._exchange(plan).step_s(least)
 
     # One replica.
@@ -295,6 +304,12 @@ class Pricer:
         return cloud.slowdown * compute_s, cloud.slowdown * update_s
 
     def _exchange(self, plan: Plan) -> Exchange:
+        key = plan.strategy, plan.ends, plan.compression
+        if key not in self._exchanges:
+            self._exchanges[key] = self._new_exchange(plan)
+        return self._exchanges[key]
+
+    def _new_exchange(self, plan: Plan) -> Exchange:
         costs = self.profile.compressors[plan.compression].averaging
         arranged = self.arranged[plan.strategy]
         averaging = arranged.strategy.averaging
@@ -374,6 +389,16 @@ class Pricer:
 
 
 Ways = tuple[tuple[Direction, Direction], ...]
+
+
+class _Shape(NamedTuple):
+    """A replica, by stage. lanes: ranks. up, down: lines to the next stage and back; None inside a
+    cloud."""
+
+    slowdown: Sequence[float]
+    lanes: Sequence[int]
+    up: Sequence[Line | None]
+    down: Sequence[Line | None]
 
 
 class _Part(NamedTuple):

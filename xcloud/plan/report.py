@@ -77,7 +77,7 @@ class Report:
         return {
             "predicted_step_time_s": None if chosen is None else chosen.step_s,
             "chosen": None if chosen is None else self.row(chosen, ""),
-            "own": self.row(self.ranked.own, ""),
+            "own": self.row(self.ranked.own, self.ranked.advice_to_own),
             "plans": self.rows,
             "num_plans": self.ranked.num_plans,
             "num_simulated": self.ranked.num_simulated,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple
@@ -62,14 +62,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Ranked:
-    """best: the fastest first, one schedule of each. own: the job's plan. num_plans: in the space;
-    num_simulated: of these priced exactly, the others were slower by their bound."""
+    """best: the fastest first. own: the job's plan; near_own: the fastest that differs from it in
+    one thing. num_plans: in the space; num_simulated: of these priced exactly, the others were
+    slower by their bound."""
 
     best: list[Priced]
     own: Priced
+    near_own: tuple[float, Plan] | None
     num_plans: int
     num_simulated: int
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def advice(self, place: int) -> str:
         """The one change that makes a plan of `best` fastest, if there is one; else what to do
@@ -80,6 +81,13 @@ class Ranked:
             if len(changed) == 1:
                 return f"{changed[0]}: {1 - other.step_s / mine.step_s:.0%} less"
         return _remedy(mine.bound)
+
+    @property
+    def advice_to_own(self) -> str:
+        if self.near_own is not None and self.near_own[0] < self.own.step_s:
+            (change,) = _changes(self.own.plan, self.near_own[1])
+            return f"{change}: {1 - self.near_own[0] / self.own.step_s:.0%} less"
+        return _remedy(self.own.bound)
 
 
 def splits_of(pieces: Sequence[Piece], num_stages: int) -> list[tuple[int, ...]]:
@@ -124,26 +132,35 @@ def _even_split(
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
-    """The `keep` fastest plans; exact, as a plan is left out only where its bound is slower."""
+    """The fastest plans; exact, as a plan is left out only where its bound is slower. Where
+    strategy or compression vary, the best one of each pair of them."""
     groups = list(space.groups(pricer.arranged))
-    bounds = sorted(
-        ((pricer.bound_s(plan), number) for number, plan in enumerate(groups)),
-    )
-    found: list[tuple[float, Plan]] = []
+    bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
+    varied = {(plan.strategy, plan.compression) for plan in groups}
+    keep = min(keep, len(varied) if len(varied) > 1 else len(groups))
+    found: dict[object, tuple[float, tuple[int, int, str], Plan]] = {}
     num_simulated, worst_s = 0, math.inf
     for bound_s, number in bounds:
         if bound_s > worst_s:
             break
-        options = space.schedules(groups[number])
+        group = groups[number]
+        options = space.schedules(group)
         num_simulated += len(options)
-        found.append(min((pricer.step_s(plan), _order(plan), plan) for plan in options)[::2])
+        best = min((pricer.step_s(plan), _order(plan), plan) for plan in options)
+        key = (group.strategy, group.compression) if len(varied) > 1 else group
+        found[key] = min(best, found.get(key, best))
         if len(found) >= keep:
-            found = sorted(found, key=lambda entry: (entry[0], _order(entry[1])))[:keep]
-            worst_s = found[-1][0]
-    found.sort(key=lambda entry: (entry[0], _order(entry[1])))
+            worst_s = sorted(found.values())[keep - 1][0]
     num_plans = sum(len(space.schedules(plan)) for plan in groups)
-    best = [pricer.price(plan) for _, plan in found]
-    return Ranked(best, pricer.price(space.own), num_plans, num_simulated)
+    near = [plan for plan in groups if len(_changes(space.own, plan)) == 1]
+    steps = [(pricer.step_s(plan), plan) for plan in near]
+    return Ranked(
+        [pricer.price(plan) for _, _, plan in sorted(found.values())[:keep]],
+        pricer.price(space.own),
+        min(steps, default=None),
+        num_plans,
+        num_simulated,
+    )
 
 
 def _order(plan: Plan) -> tuple[int, int, str]:

@@ -45,7 +45,7 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     table.add_column("bound by")
     table.add_column("next")
     rows = [(str(i + 1), row) for i, row in enumerate(report.rows)]
-    rows.append(("yours", report.row(ranked.own, "")))
+    rows.append(("yours", report.row(ranked.own, ranked.advice_to_own)))
     for name, row in rows:
         starred = ["strategy", "compression"]
         cells = [row["strategy"], row["split"], str(row["micro_batches"]), row["schedule"],
