@@ -7,10 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.configs import composed
+from tests.test_planner import COMPRESSORS, piece
 from tests.toy import toy_config
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
-from xcloud.plan.profile import read_profile
+from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run.local import run
@@ -95,6 +96,25 @@ def test_apply_takes_a_compressor_where_the_search_names_it(tmp_path: Path) -> N
     assert chosen.schedule == configs.job_from_config(config).schedule
 
 
+def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path) -> None:
+    """Without measuring: the costs come from a file."""
+    config = composed("+exp=lora_clm", "plan=apply", "cluster/wan=free", "compression=none")
+    model, length = configs.job_from_config(config).model, 16  # type: ignore[attr-defined]
+    assert model.num_blocks(length) == 4 and model.block_counts(2, length) == [2, 2]
+    assert model.with_block_counts([1, 3]).block_counts(2, length) == [1, 3]
+    pieces = [piece(f"block {i}", forward_s=0.01) for i in range(3)]
+    pieces.append(piece("block 3", forward_s=0.03, border=None))
+    names = ("none", "fp16_int8", "int8", "int4_int8", "int4")
+    costs = dict.fromkeys(names, COMPRESSORS["none"])
+    write_profile(tmp_path / "mine.json", Profile(pieces, costs))
+    config.plan.profile = str(tmp_path / "mine.json")
+
+    chosen = planned(config, tmp_path / "run")
+
+    assert list(chosen.model.blocks_per_stage) == [3]
+    assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
+
+
 def test_without_a_plan_the_config_stays() -> None:
     config = composed("+exp=abnet_iwslt")
 
@@ -121,6 +141,8 @@ def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
         read_summary(tmp_path / "run"), json.loads((tmp_path / "run" / PLAN_FILE).read_text())
     )  # fmt: skip
     assert summary["status"] == "finished"
-    assert summary["predicted_step_time_s"] == pytest.approx(table["predicted_step_time_s"])
+    assert summary["predicted_step_time_s"] == pytest.approx(
+        table["predicted_step_time_s"], abs=1e-6
+    )
     job = configs.read_job(tmp_path / "run" / configs.EXPERIMENT_FILE)
     assert job.schedule.num_micro_batches == table["chosen"]["micro_batches"]  # type: ignore[attr-defined]
