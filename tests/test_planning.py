@@ -119,6 +119,7 @@ def test_without_a_plan_the_config_stays() -> None:
     config = composed("+exp=abnet_iwslt")
 
     assert planned(config, Path("nowhere")) is config
+    assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
 
 
 def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:

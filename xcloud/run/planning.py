@@ -58,9 +58,8 @@ def planned(config: Any, run_dir: Path) -> Any:
     print(run_dir / PICTURE if report.curves else run_dir, flush=True)
     if chosen is None:
         return None
-    return configs.changed(
-        config, planner.settings(chosen, report, configs.plain_settings(config))
-    )
+    given = configs.plain_settings(config, without=("hydra",))
+    return configs.changed(config, planner.settings(chosen, report, given))
 
 
 @dataclass
