@@ -45,6 +45,7 @@ def main(config: DictConfig) -> None:
     composed = True
     from xcloud.job.follow_up import compose_follow_up
     from xcloud.run.local import run
+    from xcloud.run.planning import planned
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -53,8 +54,11 @@ def main(config: DictConfig) -> None:
         run(config, run_dir, resumes=True)
         return
     with exit_codes():
-        following = compose_follow_up(config, CONF, run_dir)
-        run(config, run_dir)
+        chosen = planned(config, run_dir)
+        if chosen is None:  # it was only to be shown
+            return
+        following = compose_follow_up(chosen, CONF, run_dir)
+        run(chosen, run_dir)
         if following is not None:
             run(following, run_dir / "follow_up")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -68,3 +68,18 @@ class SplitModel(Protocol):
 
         architecture: the exported stage's `architecture`.
         """
+
+
+@runtime_checkable
+class FreelyCut(Protocol):
+    """A model of equal blocks that may be cut behind any of them, so that a planner can choose.
+    Its setting is `blocks_per_stage`: a count for each stage but the last."""
+
+    def num_blocks(self, max_length: int) -> int:
+        """0 where other settings say where the model is cut."""
+
+    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
+        """Of each stage, as its settings say now."""
+
+    def with_block_counts(self, counts: Sequence[int]) -> Self:
+        """counts: of each stage."""

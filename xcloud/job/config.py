@@ -25,6 +25,7 @@ from xcloud.job.moved_names import with_names_of_today
 from xcloud.project import project_root
 
 EXPERIMENT_FILE = "experiment.yaml"
+NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
 
 
 def job_from_config(config: DictConfig) -> Job:
@@ -109,9 +110,22 @@ def check_keys(node: Any, path: str) -> None:
         check_keys(entry, f"{path}.{key}" if path else str(key))
 
 
+def built(config: DictConfig, key: str) -> Any:
+    """One part of a config that job_from_config has checked, such as its cluster as written."""
+    return instantiate(OmegaConf.select(config, key), _convert_="all")
+
+
+def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:
+    """A copy with these settings, by dotted name; None where a setting is to be null."""
+    found = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config)))
+    for key, value in settings.items():
+        OmegaConf.update(found, key, value, merge=False)
+    return found
+
+
 def write(config: DictConfig, path: Path) -> None:
     """The resolved experiment file: everything a worker on another machine needs."""
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in NOT_RUN])
     OmegaConf.save(plain, path, resolve=True)
 
 
@@ -158,9 +172,9 @@ def read_job(path: Path) -> Job:
     return job_from_config(read_config(path))
 
 
-def plain_settings(config: DictConfig) -> dict[str, Any]:
-    """The experiment as plain containers, resolved, without what belongs to Hydra."""
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:
+    """The experiment as plain containers, resolved, without what is no part of a run."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key not in without])
     return cast(dict[str, Any], OmegaConf.to_container(plain, resolve=True))
 
 

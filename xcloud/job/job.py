@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from xcloud.checks import check_int
 from xcloud.cluster.clouds import Layout
+from xcloud.plan.settings import Planning
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
@@ -49,6 +50,7 @@ class Job(ABC):
     sweep: a name that runs share which belong together.
     label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
     cache_dir: relative to the project's folder.
+    plan: what to find out before the run (run/planning.py); null in whatever is run.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Job(ABC):
     label: str | None = None
     cache_dir: str = ".cache"
     launch: Launch = field(default_factory=Launch)
+    plan: Planning | None = None
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0)

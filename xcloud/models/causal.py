@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -312,6 +312,16 @@ class CausalLM:
                 f"the last) that add up to {num_blocks} blocks at most, got {list(counts)}"
             )
         return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
+
+    def num_blocks(self, max_length: int) -> int:
+        return 0 if self._cut.layer is not None else depth(self._config(max_length))
+
+    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
+        config = self._config(max_length)
+        return [len(self._part(config, s, num_stages).blocks) for s in range(num_stages)]
+
+    def with_block_counts(self, counts: Sequence[int]) -> CausalLM:
+        return replace(self, blocks_per_stage=tuple(counts[:-1]))
 
     def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
         """Whether anything in front of block `end`, where this stage ends, is trained."""

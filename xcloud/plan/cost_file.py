@@ -37,16 +37,16 @@ def read_costs(path: Path) -> TableCosts:
 
 
 def costs_from(table: object) -> TableCosts:
-    given = dict(_mapping("costs", table))
+    given = dict(table_of("costs", table))
     for name, kind in (("forward", Direction), ("backward", Direction), ("updates", Update)):
         if name in given:
-            entries = _list(name, given[name])
-            given[name] = [_build(f"{name}[{i}]", kind, e) for i, e in enumerate(entries)]
+            entries = listed(name, given[name])
+            given[name] = [build(f"{name}[{i}]", kind, e) for i, e in enumerate(entries)]
     for name in ("forward_s", "backward_s"):
         if name in given:
-            given[name] = _list(name, given[name])
+            given[name] = listed(name, given[name])
     if "slowdown" in given:
-        slowdown = _mapping("slowdown", given["slowdown"])
+        slowdown = table_of("slowdown", given["slowdown"])
         for rank in slowdown:
             if not str(rank).isdecimal():
                 raise ConfigError(f"costs.slowdown names ranks by number, got {rank!r}")
@@ -54,20 +54,20 @@ def costs_from(table: object) -> TableCosts:
     if "lines" in given:
         given["lines"] = {
             name: _line(f"lines.{name}", line)
-            for name, line in _mapping("lines", given["lines"]).items()
+            for name, line in table_of("lines", given["lines"]).items()
         }
-    return _build("costs", TableCosts, given)
+    return build("costs", TableCosts, given)
 
 
 def _line(name: str, table: object) -> Line:
-    given = dict(_mapping(name, table))
+    given = dict(table_of(name, table))
     if given.get("profile") is not None:
-        given["profile"] = _build(f"{name}.profile", LinkProfile, given["profile"])
-    return _build(name, Line, given)
+        given["profile"] = build(f"{name}.profile", LinkProfile, given["profile"])
+    return build(name, Line, given)
 
 
-def _build(name: str, kind: type[T], table: object) -> T:
-    given = _mapping(name, table)
+def build(name: str, kind: type[T], table: object) -> T:
+    given = table_of(name, table)
     allowed = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     for key in given:
         if key not in allowed:
@@ -78,13 +78,13 @@ def _build(name: str, kind: type[T], table: object) -> T:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _mapping(name: str, table: object) -> Mapping[str, Any]:
+def table_of(name: str, table: object) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{name} must be a table of keys and values, got {table!r}")
     return table
 
 
-def _list(name: str, value: object) -> list[Any]:
+def listed(name: str, value: object) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{name} must be a list, got {value!r}")
     return list(value)

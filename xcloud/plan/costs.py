@@ -46,8 +46,9 @@ class Update:
 class Costs(Protocol):
     """Every method is a pure function of its arguments."""
 
-    control_bytes: int
-    """Bytes of a message of the agreement on the gradient norm."""
+    @property
+    def control_bytes(self) -> int:
+        """Bytes of a message of the agreement on the gradient norm."""
 
     def action_s(self, rank: int, action: Action) -> float:
         """Seconds of computing; micro_batch counts within the update."""

@@ -55,6 +55,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
         metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
     metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
     if summary.get("num_resumes"):

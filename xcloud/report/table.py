@@ -134,6 +134,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             (f"{merges['partial']} without a cloud; clouds: {', '.join(counts)}"),
         )
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
+    if (predicted_s := summary.get("predicted_step_time_s")) is not None:
+        median_s, remark = summary["step_time_s"]["median"], ""
+        if median_s:
+            remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
+        yield "step time, predicted", human_seconds(predicted_s), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
     sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]

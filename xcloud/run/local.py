@@ -35,6 +35,8 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
     resumes: an earlier run in run_dir goes on, if there is one.
     """
     experiment = configs.job_from_config(config)
+    if experiment.plan is not None:
+        raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     experiment.check()
     if (run_dir / EVENTS_FILE).exists() and not resumes:
         raise ConfigError(

@@ -23,6 +23,7 @@ from xcloud.errors import XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
+from xcloud.plan.report import PLAN_FILE, predicted
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import RunCurves
 from xcloud.record.events import (
@@ -188,6 +189,7 @@ class Monitor:
             summary["strategy"] = experiment.strategy_in_force
         summary["link"] = experiment.cluster.describe()
         summary["defences"] = experiment.defences_in_force
+        summary |= predicted(self.run_dir)
         summary["lost_event_lines"] = self.lost_lines() + self._num_malformed
         summary |= self._audit_wire()
         if cause is None:
@@ -197,7 +199,7 @@ class Monitor:
             write_summary(summary_path, summary)
         except OSError as error:
             log.error("%s could not be written: %s", summary_path, error)
-        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE)
+        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE)
         kept = [self.run_dir / name for name in files] + pictures
         for path in kept:
             if path.exists():

@@ -4,7 +4,7 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -93,19 +93,10 @@ class StageRank(Role[Experiment]):
             return_freed_memory(self.context.device)
         stages = {}
         for stage in self.placement.stages:
-            build = BuildContext(
-                seed=job.seed,
-                device=self.context.device,
-                cache_dir=job.cache_path,
-                vocabularies={name: data.vocabulary(name) for name in data.text_fields},
-                sentences=data.sentences,
-                samples=partial(_spread, data),
-                max_length=job.task.max_length,
-                lane=lanes[stage].lane,
-                barrier=lanes[stage].barrier,
-                report=self.reporter.note,
-                head=data.head,
-            )
+            build = context_of(
+                job, data, self.context.device, self.reporter.note, lanes[stage].lane,
+                lanes[stage].barrier,
+            )  # fmt: skip
             built = job.model.build_stage(stage, layout.num_stages, build)
             stages[stage] = built.to(self.context.device)
         return stages
@@ -238,6 +229,30 @@ class StageRank(Role[Experiment]):
             checkpoints.close()
         self.reporter.event("stop", step=step)
         self.is_stopped = True
+
+
+def context_of(
+    job: Experiment,
+    data: TaskData,
+    device: torch.device,
+    report: Callable[[str], None],
+    lane: int = 0,
+    barrier: Callable[[], None] = lambda: None,
+) -> BuildContext:
+    """For the stages of a rank. lane, barrier: among the ranks that hold the same stage."""
+    return BuildContext(
+        seed=job.seed,
+        device=device,
+        cache_dir=job.cache_path,
+        vocabularies={name: data.vocabulary(name) for name in data.text_fields},
+        sentences=data.sentences,
+        samples=partial(_spread, data),
+        max_length=job.task.max_length,
+        lane=lane,
+        barrier=barrier,
+        report=report,
+        head=data.head,
+    )
 
 
 def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:

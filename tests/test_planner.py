@@ -1,0 +1,291 @@
+"""The search for plans, on profiles written by hand."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.plan import formulas
+from xcloud.plan.pricing import Arranged, Plan, Pricer
+from xcloud.plan.profile import (
+    AveragingCodec,
+    BorderCodec,
+    CompressorCosts,
+    Curve,
+    Piece,
+    Profile,
+    Way,
+    profile_from,
+    read_profile,
+    write_profile,
+)
+from xcloud.plan.search import (
+    NO_COMPRESSION,
+    Space,
+    crossings,
+    over_micro_batches,
+    search,
+    splits_of,
+    step_at,
+)
+from xcloud.plan.settings import DIMENSIONS, Planning
+
+TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
+PIPELINE = Strategy()
+
+
+def piece(
+    name: str, forward_s: float = 0.01, border: int | None = 0, fixed_s: float = 0.0
+) -> Piece:
+    """Seconds of a sample, and of each micro-batch besides."""
+    forward = Curve([(1, fixed_s + forward_s), (2, fixed_s + 2 * forward_s)])
+    backward = Curve([(1, fixed_s + 2 * forward_s), (2, fixed_s + 4 * forward_s)])
+    return Piece(name, forward, backward, border, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1)
+
+
+def codec(num_bytes: float, seconds: float = 0.0) -> BorderCodec:
+    """Bytes and seconds of each end for a sample."""
+    way = Way(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
+    return BorderCodec(way, way)
+
+
+COMPRESSORS = {
+    NO_COMPRESSION: CompressorCosts("none+none", [codec(1e6)], AveragingCodec(32_000)),
+    "int4": CompressorCosts(
+        "int4+int4", [codec(1.3e5, 0.001)], AveragingCodec(4_200, 0.001, 0.001)
+    ),
+}
+EIGHT = Profile(
+    [*(piece(f"block {i}") for i in range(7)), piece("head", border=None)], COMPRESSORS
+)
+
+
+def pricer(
+    profile: Profile = EIGHT, layout: ClusterLayout = TWO, *, batch_size: int = 16,
+    **strategies: Strategy,
+) -> Pricer:  # fmt: skip
+    arranged = {name: Arranged(s, s.arrange(layout))
+                for name, s in {"pipeline": PIPELINE, **strategies}.items()}  # fmt: skip
+    return Pricer(profile, arranged, batch_size)
+
+
+def space(priced: Pricer, counts: tuple[int, ...] = (1, 2, 4, 8), varies=DIMENSIONS) -> Space:  # type: ignore[no-untyped-def]
+    pieces = priced.profile.pieces
+    splits = {name: splits_of(pieces, found.num_stages) for name, found in priced.arranged.items()}
+    own = Plan("pipeline", splits["pipeline"][0], 4, None, NO_COMPRESSION)
+    return Space(own, splits, counts, list(priced.profile.compressors), varies)
+
+
+def test_unequal_pieces_are_cut_where_both_clouds_work_equally() -> None:
+    heavy = replace(EIGHT, pieces=[*EIGHT.pieces[:6], piece("heavy", 0.06), EIGHT.pieces[7]])
+    free = replace(TWO, wan="free")
+    priced = pricer(heavy, free)
+
+    found = search(priced, space(priced), 5)
+
+    assert found.best[0].plan.ends == (6, 8)
+    assert found.best[0].plan.compression == NO_COMPRESSION
+    assert found.best[0].bound.startswith("compute of stage 1")
+
+
+def test_a_cloud_that_computes_slowly_gets_less() -> None:
+    slow = replace(TWO, clouds={"a": Cloud(slowdown=3.0), "b": Cloud()}, wan="free")
+    priced = pricer(EIGHT, slow)
+
+    assert search(priced, space(priced), 1).best[0].plan.ends == (2, 8)
+
+
+def test_the_search_finds_what_pricing_every_plan_finds_with_fewer_simulations() -> None:
+    local = Strategy("local_updates", None, LocalUpdates(every=10))
+    parallel = Strategy("data_parallel", None, GradientAveraging())
+    for wan in (LinkProfile(8e6, 0.05), LinkProfile(1e9, 0.01), "free"):
+        priced = pricer(layout=replace(TWO, wan=wan), data_parallel=parallel, local=local)
+        room = space(priced)
+
+        found = search(priced, room, 3)
+
+        every = [p for plan in room.groups(priced.arranged) for p in room.schedules(plan)]
+        steps = {plan: priced.step_s(plan) for plan in every}
+        assert found.best[0].step_s == pytest.approx(min(steps.values()))
+        assert found.num_plans == len(every) and found.num_simulated < len(every)
+        assert all(priced.bound_s(plan) <= step_s * (1 + 1e-9) for plan, step_s in steps.items())
+
+
+def test_the_bound_is_below_the_simulation_with_unequal_ranks_and_borders() -> None:
+    line = LinkProfile(20e6, 0.02)
+    for a, b, m, wan in product((1, 2), (1, 3), (6, 12), (line, "free")):
+        layout = ClusterLayout({"a": Cloud(a), "b": Cloud(b), "c": Cloud()}, wan)
+        priced = pricer(layout=layout, batch_size=24)
+        for ends, name in product(((2, 5, 8), (1, 2, 8)), COMPRESSORS):
+            plan = Plan("pipeline", ends, m, None, name)
+            assert priced.bound_s(plan) <= priced.step_s(plan) * (1 + 1e-9), plan
+
+
+def test_a_compressor_pays_below_the_bandwidth_where_the_simulated_times_cross() -> None:
+    priced, plan = pricer(), Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+
+    (found,) = crossings(step_at(priced, plan), ["none", "int4"])
+
+    assert found.compression == "int4" and 1e8 < found.pays_below < 1e10
+    for factor, pays in ((0.99, True), (1.01, False)):
+        there = priced.at_bandwidth(factor * found.pays_below)
+        gain_s = there.step_s(plan) - there.step_s(plan._replace(compression="int4"))
+        assert (gain_s > 0) == pays
+
+
+def test_a_compressor_without_cost_pays_everywhere_and_one_without_gain_nowhere() -> None:
+    compressors = COMPRESSORS | {
+        "gift": CompressorCosts("gift", [codec(1e5)]),
+        "waste": CompressorCosts("waste", [codec(2e6, 0.01)]),
+    }
+    priced = pricer(replace(EIGHT, compressors=compressors))
+    plan = Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+
+    gift, waste = crossings(step_at(priced, plan), ["gift", "waste"])
+
+    assert gift.pays_below > 1e11 and waste.pays_below == 0
+
+
+def test_the_simulated_bubble_equals_formula_1_on_a_free_line_and_2_with_overlap() -> None:
+    pieces = [replace(p, optimizer_s=0.0) for p in EIGHT.pieces]
+    bare = replace(EIGHT, pieces=pieces, control_bytes=0)
+    plan = Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+    free = pricer(bare, replace(TWO, wan="free"))
+
+    for at in over_micro_batches(free, plan, [1, 4, 16]):
+        assert at.bubble_ratio == pytest.approx(at.free) == 1 / at.micro_batches
+
+    # 1 MB at 100 Mbit/s with packet headers; a micro-batch of 4 samples computes for 0.16 s.
+    busy = pricer(bare, replace(TWO, wan=LinkProfile(100e6, 0.0)))
+    (at,) = over_micro_batches(busy, plan, [4])
+    tt = LinkProfile(100e6).line_s(4_000_000)
+    whole_s = formulas.step_of_overlapped_transfers(2, 4, 0.16, 0.32, tt)
+    assert at.step_s == pytest.approx(whole_s)
+    assert at.overlapped == pytest.approx(at.bubble_ratio, rel=0.01)
+    assert at.blocking == pytest.approx(
+        formulas.bubble_of_blocking_transfers(2, 4, 0.16, 0.32, tt)
+    )
+
+
+def test_a_cost_of_each_micro_batch_gives_a_best_number_of_them() -> None:
+    fixed = [piece(f"block {i}", fixed_s=0.02) for i in range(8)]
+    priced = pricer(replace(EIGHT, pieces=fixed), replace(TWO, wan="free"))
+
+    found = search(priced, space(priced, (1, 2, 4, 8, 16)), 1).best[0].plan
+
+    assert 1 < found.micro_batches < 16
+
+
+def test_averaging_costs_bytes_over_bandwidth_and_rarely_where_rarely_done() -> None:
+    slow = replace(TWO, wan=LinkProfile(1e6, 0.1))
+    big = {NO_COMPRESSION: CompressorCosts("none", [codec(1e6)], AveragingCodec(10**6, 0.3, 0.2))}
+    priced = pricer(
+        replace(EIGHT, compressors=big), slow,
+        every=Strategy("data_parallel", None, GradientAveraging()),
+        hidden=Strategy("data_parallel", None, GradientAveraging(delay=1)),
+        rarely=Strategy("local_updates", None, LocalUpdates(every=100)),
+    )  # fmt: skip
+    plan = Plan("every", (8,), 4, None, NO_COMPRESSION)
+    alone_s = 2 * 8 * (0.04 + 0.08) + 8 * 0.001  # two micro-batches of 4 samples
+    wire_s = slow.wan.line_s(10**6) + 0.1  # type: ignore[union-attr]
+
+    assert priced.step_s(plan) == pytest.approx(alone_s + 0.5 + wire_s)
+    hidden_s = alone_s + 0.5 + max(0.0, wire_s - alone_s)
+    assert priced.step_s(plan._replace(strategy="hidden")) == pytest.approx(hidden_s)
+    rarely = priced.price(plan._replace(strategy="rarely"))
+    assert rarely.step_s == pytest.approx(alone_s + (0.5 + wire_s) / 100)
+    assert rarely.bytes_per_step == pytest.approx(2 * 10**6 / 100)
+    assert priced.price(plan).bound == "averaging over link a-b"
+
+
+def test_more_in_flight_is_more_memory() -> None:
+    priced = pricer()
+    gpipe = Plan("pipeline", (4, 8), 8, None, NO_COMPRESSION)
+
+    most, least = (priced.price(gpipe._replace(in_flight=k)).memory["a"] for k in (None, 2))
+
+    # 4 pieces x 1 MB for each of 2 samples, in 8 or 2 micro-batches; 4 values of 4 bytes each.
+    assert most == 8 * 2 * 4e6 + 4 * 16_000 and least == 2 * 2 * 4e6 + 4 * 16_000
+
+
+def test_a_dimension_that_is_not_searched_stays() -> None:
+    priced = pricer(layout=replace(TWO, wan=LinkProfile(1e6, 0.01)))
+    room = space(priced, varies=("micro_batches", "schedule"))
+
+    found = search(priced, room, 4)
+
+    assert {p.plan.compression for p in found.best} == {NO_COMPRESSION}
+    assert {p.plan.ends for p in found.best} == {(1, 8)}
+
+
+def test_of_very_many_splits_the_even_one_and_its_neighbours_are_tried() -> None:
+    many = [piece(f"{i}") for i in range(64)]
+
+    found = splits_of(many, 8)
+
+    assert (8, 16, 24, 32, 40, 48, 56, 64) in found and len(found) == 15
+
+
+def test_a_profile_survives_its_file_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    given = replace(
+        EIGHT, lines={"*": LinkProfile(1e6)}, of={"torch": "2"}, fetch_s=Curve([(1, 2)])
+    )
+    write_profile(file, given)
+
+    assert json.dumps(asdict(read_profile(file))) == json.dumps(asdict(given))
+    for change, said in (
+        ({"pieces": []}, "at least one piece"),
+        ({"compressors": {"none": {"label": "x", "borders": []}}}, "has 0 entries"),
+        ({"version": 9}, "version 9"),
+        ({"speed": 1}, "no key 'speed'"),
+        ({"fetch_s": [[2, 1], [1, 1]]}, "more and more samples"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            profile_from(asdict(given) | change)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"profile\.json"):
+        read_profile(file)
+
+
+def test_an_old_profile_or_one_of_something_else_says_so() -> None:
+    profile = replace(EIGHT, of={"torch": "2.1", "model": "x"}, measured_at_s=time.time() - 9e5)
+
+    assert profile.stale_because({"torch": "2.1"}, 30) == []
+    said = profile.stale_because({"torch": "2.2", "model": "x"}, 7)
+    assert said[0] == "torch was '2.1', now '2.2'" and "10 days old" in said[1]
+
+
+def test_a_real_network_needs_numbers() -> None:
+    with pytest.raises(ConfigError, match="real network from 'a' to 'b'"):
+        pricer(layout=replace(TWO, wan="real"))
+    lines = {"*": LinkProfile(1e7, 0.02)}
+    found = pricer(replace(EIGHT, lines=lines), replace(TWO, wan="real"))
+    assert found.line("pipeline", "a", "b").latency_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "maybe"}, "plan.mode must be one of show, apply"),
+        ({"search": ["cut"]}, "plan.search must be one of split"),
+        ({"micro_batches": [0]}, "plan.micro_batches"),
+        ({"compressors": {"x": 1}}, "plan.compressors.x must be a Compression"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Planning(**settings)  # type: ignore[arg-type]
+
+
+def test_counts_go_up_to_the_batch_and_hold_the_own_one() -> None:
+    assert Planning().counts(16, 5) == [1, 2, 3, 4, 5, 6, 8, 12, 16]
+    assert Planning(search=["split"]).counts(16, 5) == [5]

@@ -1,0 +1,149 @@
+"""Planning a job: from its settings to a profile, a table and the settings that are run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.configs import composed
+from tests.test_planner import COMPRESSORS, piece
+from tests.toy import toy_config
+from xcloud.errors import ConfigError
+from xcloud.job import config as configs
+from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.report import PLAN_FILE
+from xcloud.record.summary import read_summary
+from xcloud.run.local import run
+from xcloud.run.planning import planned
+
+
+def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
+    """A job of two clouds, of which the profile is kept in tmp_path."""
+    config = OmegaConf.create(toy_config("two_clouds", [*overrides]))
+    config.cache_dir = str(tmp_path / "cache")
+    return config
+
+
+def test_show_measures_once_tells_and_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = toy(tmp_path, "plan=show", "cluster/wan=line_8m")
+    config.cluster.wan.bandwidth_bits_per_s = 1e5
+
+    assert planned(config, tmp_path / "run") is None
+
+    said = capsys.readouterr().out
+    assert "measuring 2 stages of toy model" in said
+    assert "int4         any bandwidth" in said or "bit/s" in said
+    assert "best m = " in said and "by (2')" in said
+    found = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    assert found["predicted_step_time_s"] is None and found["own"]["compression"] == "none"
+    # On such a line nothing is as good as hardly ever telling each other anything.
+    assert found["plans"][0]["strategy"] == "local_updates"
+    assert found["plans"][0]["touches_quality"][-1] == "strategy"
+    assert found["not_planned"] == {}
+    assert (tmp_path / "run" / "plan.png").stat().st_size > 10_000
+
+    assert planned(config, tmp_path / "again") is None
+    said = capsys.readouterr().out
+    assert "measuring" not in said and "profile may not hold" not in said
+
+
+def test_a_profile_of_something_else_is_named_and_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = toy(tmp_path, "plan=show")
+    planned(config, tmp_path / "run")
+    (file,) = (tmp_path / "cache" / "profiles").iterdir()
+    other = json.loads(file.read_text())
+    other["of"]["torch"] = "0.1"
+    other["pieces"][1]["forward_s"] = {"points": [[1, 100.0], [8, 800.0]]}
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(other))
+    config.plan.profile = str(mine)
+    capsys.readouterr()
+
+    planned(config, tmp_path / "run")
+
+    assert "the profile may not hold: torch was '0.1'" in capsys.readouterr().out
+    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    assert table["own"]["predicted_step_time_s"] > 800
+    assert table["profile"]["stale"]
+    assert len(read_profile(file).pieces) == 2
+
+
+def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:
+    config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m", "compression=int8")
+
+    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+
+    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    assert chosen.plan is None
+    assert chosen.compression.label == "int8+int8" and chosen.strategy.name == "pipeline"
+    assert chosen.schedule.num_micro_batches == table["chosen"]["micro_batches"]
+    assert table["predicted_step_time_s"] == table["plans"][0]["predicted_step_time_s"]
+
+
+def test_apply_takes_a_compressor_where_the_search_names_it(tmp_path: Path) -> None:
+    config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
+    config.cluster.wan.bandwidth_bits_per_s = 1e4
+    config.plan.search = ["compression"]
+
+    chosen = configs.job_from_config(planned(config, tmp_path / "run"))
+
+    assert chosen.compression.label == "int4+int4"
+    assert chosen.schedule == configs.job_from_config(config).schedule
+
+
+def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path) -> None:
+    """Without measuring: the costs come from a file."""
+    config = composed("+exp=lora_clm", "plan=apply", "cluster/wan=free", "compression=none")
+    model, length = configs.job_from_config(config).model, 16  # type: ignore[attr-defined]
+    assert model.num_blocks(length) == 4 and model.block_counts(2, length) == [2, 2]
+    assert model.with_block_counts([1, 3]).block_counts(2, length) == [1, 3]
+    pieces = [piece(f"block {i}", forward_s=0.01) for i in range(3)]
+    pieces.append(piece("block 3", forward_s=0.03, border=None))
+    names = ("none", "fp16_int8", "int8", "int4_int8", "int4")
+    costs = dict.fromkeys(names, COMPRESSORS["none"])
+    write_profile(tmp_path / "mine.json", Profile(pieces, costs))
+    config.plan.profile = str(tmp_path / "mine.json")
+
+    chosen = planned(config, tmp_path / "run")
+
+    assert list(chosen.model.blocks_per_stage) == [3]
+    assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
+
+
+def test_without_a_plan_the_config_stays() -> None:
+    config = composed("+exp=abnet_iwslt")
+
+    assert planned(config, Path("nowhere")) is config
+    assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
+
+
+def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cut into stages"):
+        planned(composed("+exp=electra_multilingual", "plan=show"), tmp_path)
+    with pytest.raises(ConfigError, match="leave -m out"):
+        run(toy(tmp_path, "plan=show"), tmp_path / "run")
+    config = toy(tmp_path, "plan=show", "cluster/wan=real")
+    with pytest.raises(ConfigError, match="real network from 'cloud_a' to 'cloud_b'"):
+        planned(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_plan_that_is_applied_is_the_one_that_runs(tmp_path: Path) -> None:
+    config = toy(tmp_path, "plan=apply", "cluster/wan=line_8m")
+
+    run(planned(config, tmp_path / "run"), tmp_path / "run")
+
+    summary, table = (
+        read_summary(tmp_path / "run"), json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    )  # fmt: skip
+    assert summary["status"] == "finished"
+    assert summary["predicted_step_time_s"] == pytest.approx(
+        table["predicted_step_time_s"], abs=1e-6
+    )
+    job = configs.read_job(tmp_path / "run" / configs.EXPERIMENT_FILE)
+    assert job.schedule.num_micro_batches == table["chosen"]["micro_batches"]  # type: ignore[attr-defined]

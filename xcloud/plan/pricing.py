@@ -1,0 +1,451 @@
+"""What a plan costs: step time, bubble, bytes, memory, and a fast bound from below.
+
+A pipeline is simulated (simulator.py); what replicas average is a formula (averaging_costs.py). A
+replica that lies in one cloud computes one micro-batch after the other.
+
+Not modelled: all-reduces inside a cloud, ranks that slow each other down on one machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise, permutations
+from typing import NamedTuple
+
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
+from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.plan.averaging_costs import Exchange, exchange_of
+from xcloud.plan.costs import Direction, TableCosts, Update
+from xcloud.plan.line import FREE, Line
+from xcloud.plan.prediction import Prediction
+from xcloud.plan.profile import BorderCodec, Profile, Way
+from xcloud.plan.simulator import Simulator
+
+STEPS = 2  # a step in the wake of another one
+
+
+class Plan(NamedTuple):
+    """ends: the piece behind each stage's last; one where each rank holds the whole model.
+    in_flight: of 1F1B; None = GPipe."""
+
+    strategy: str
+    ends: tuple[int, ...]
+    micro_batches: int
+    in_flight: int | None
+    compression: str
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.micro_batches, self.in_flight)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """bytes_per_step: that leave clouds, mean over steps. memory: bytes of the fullest rank, by
+    cloud. spent_s: seconds of the step by what they go into, largest first, as
+    Prediction.critical_s; bound is the first of them."""
+
+    plan: Plan
+    step_s: float
+    bubble_ratio: float
+    bytes_per_step: float
+    memory: Mapping[str, int]
+    spent_s: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        return next(iter(self.spent_s), "nothing")
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds."""
+
+    strategy: Strategy
+    layout: ClusterLayout
+
+    @property
+    def replicas(self) -> list[ClusterLayout]:
+        return _replicas(self.layout)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole model."""
+        clouds = self.layout.clouds.values()
+        whole = self.layout.num_stages
+        return all(len(c.stages or ()) == whole and not c.one_stage_per_rank for c in clouds)
+
+    @property
+    def num_stages(self) -> int:
+        return 1 if self.is_whole else self.layout.num_stages
+
+
+def _replicas(layout: ClusterLayout) -> list[ClusterLayout]:
+    found = []
+    for number in range(layout.num_replicas):
+        own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}
+        links = {
+            f"{a}-{b}": layout.links[f"{a}-{b}"]
+            for a, b in permutations(own, 2)
+            if f"{a}-{b}" in layout.links
+        }
+        found.append(replace(layout, clouds=own, links=links))
+    return found
+
+
+class Pricer:
+    """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
+    bandwidth: of every line between clouds, in place of its own; for crossings."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        arranged: Mapping[str, Arranged],
+        batch_size: int,
+        passes: int = 1,
+        bandwidth: float | None = None,
+    ) -> None:
+        self.profile, self.arranged = profile, arranged
+        self.batch_size, self.passes, self.bandwidth = batch_size, passes, bandwidth
+        self._replicas = {name: found.replicas for name, found in arranged.items()}
+        self._simulators: dict[object, Simulator] = {}
+        self._sums = lru_cache(maxsize=256)(self._sums_at)
+        self._ways = lru_cache(maxsize=4096)(self._directions_at)
+        self._lines = {
+            name: lines_of(found.layout, profile.lines, bandwidth)
+            for name, found in arranged.items()
+        }
+        self._shapes = {
+            name: [self._shape(name, layout) for layout in replicas]
+            for name, replicas in self._replicas.items()
+        }
+        self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
+
+    def _shape(self, strategy: str, layout: ClusterLayout) -> _Shape:
+        lines, stages = self._lines[strategy], range(layout.num_stages)
+        clouds = [layout.stage_cloud(stage) for stage in stages]
+        behind = [*pairwise(clouds), (clouds[-1], clouds[-1])]
+        return _Shape(
+            [layout.clouds[cloud].slowdown for cloud in clouds],
+            [len(layout.ranks_of(stage)) for stage in stages],
+            [lines.get(f"{here}-{there}") for here, there in behind],
+            [lines.get(f"{there}-{here}") for here, there in behind],
+        )
+
+    def at_bandwidth(self, bandwidth: float) -> Pricer:
+        """The same jobs over lines of this bandwidth, in bits per second."""
+        found = Pricer(self.profile, self.arranged, self.batch_size, self.passes, bandwidth)
+        found._simulators = self._simulators  # they know no costs
+        return found
+
+    def samples(self, plan: Plan) -> float:
+        return self.batch_size / (self.passes * plan.micro_batches)
+
+    def line(self, strategy: str, here: str, there: str) -> Line:
+        return self._lines[strategy][f"{here}-{there}"]
+
+    # Prices.
+
+    def step_s(self, plan: Plan) -> float:
+        own_s = [self._own_s(plan, replica) for replica in self._numbers(plan)]
+        return self._exchange(plan).step_s(max(own_s))
+
+    def price(self, plan: Plan) -> Priced:
+        """Everything about a plan; step_s is the same as that of `step_s`."""
+        arranged, exchange = self.arranged[plan.strategy], self._exchange(plan)
+        parts = [self._part(plan, replica) for replica in self._numbers(plan)]
+        slowest = max(parts, key=lambda part: part.step_s)
+        step_s = exchange.step_s(slowest.step_s)
+        spent = dict(slowest.spent_s)
+        if exchange.codec_s_per_step > 0:
+            spent["codec of averaging"] = exchange.codec_s_per_step
+        waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
+        if waits_s > 1e-12:
+            spent[f"averaging over link {exchange.where}"] = waits_s
+        compute_s = sum(part.compute_s for part in parts)
+        behind_s = step_s - exchange.codec_s_per_step
+        idle_s = sum(part.idle_s + part.num_ranks * (behind_s - part.step_s) for part in parts)
+        return Priced(
+            plan,
+            step_s,
+            idle_s / compute_s if compute_s else 0.0,
+            sum(part.num_bytes for part in parts) + exchange.bytes_per_step,
+            self._memory(plan, arranged),
+            dict(sorted(spent.items(), key=lambda entry: -entry[1])),
+        )
+
+    def bound_s(self, plan: Plan) -> float:
+        """No step of this plan takes less, whatever the schedule."""
+        b, name = self.samples(plan), plan.strategy
+        arranged = self.arranged[name]
+        if arranged.is_whole:
+            return self.step_s(plan)
+        forward, backward, _ = self._sums(b)
+        least, starts = 0.0, (0, *plan.ends[:-1])
+        nothing = Direction()
+        for shape in self._shapes[name]:
+            m = self.passes * (plan.micro_batches // arranged.layout.num_replicas)
+            before_s, out, back = 0.0, nothing, nothing
+            for stage, (start, end) in enumerate(zip(starts, plan.ends, strict=True)):
+                up, down = shape.up[stage], shape.down[stage]
+                into, gone = nothing, nothing
+                if up is not None:
+                    into, gone = self._ways(plan.compression, end, b)
+                own_s = forward[end] - forward[start] + backward[end] - backward[start]
+                own_s *= shape.slowdown[stage]
+                own_s += out.decompress_s + back.compress_s + into.compress_s + gone.decompress_s
+                least = max(least, before_s + math.ceil(m / shape.lanes[stage]) * own_s)
+                before_s += own_s
+                if up is not None and down is not None:
+                    busy = up.line_s(into.num_bytes), down.line_s(gone.num_bytes)
+                    least = max(least, before_s + m * max(busy) + min(busy))
+                    before_s += sum(busy) + up.latency_s
+                    before_s += down.latency_s if gone.num_bytes else 0.0
+                out, back = into, gone
+        return self._exchange(plan).step_s(least)
+
+    # One replica.
+
+    def predict(self, plan: Plan, replica: int = 0) -> Prediction:
+        """The simulated step of a pipeline; ValueError for a plan without one."""
+        arranged = self.arranged[plan.strategy]
+        if arranged.is_whole:
+            raise ValueError(f"in {plan.strategy} every rank holds the whole model")
+        layout = self._replicas[plan.strategy][replica]
+        ways = self._borders(plan, layout, plan.strategy)
+        silent = frozenset(
+            stage for stage, end in enumerate(plan.ends[:-1])
+            if self._codec(plan.compression, end).backward is None
+        )  # fmt: skip
+        count = arranged.layout.num_replicas
+        in_flight = None if plan.in_flight is None else max(1, math.ceil(plan.in_flight / count))
+        schedule = schedule_of(plan.micro_batches // count, in_flight)
+        key = plan.strategy, replica, schedule, silent, self.passes
+        if key not in self._simulators:
+            self._simulators[key] = Simulator(
+                schedule, layout, agrees=True, num_passes=self.passes, num_steps=STEPS,
+                without_gradient=silent,
+            )  # fmt: skip
+        return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
+
+    def _costs(
+        self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
+    ) -> TableCosts:
+        b = self.samples(plan)
+        forward, backward, _ = self._sums(b)
+        starts = (0, *plan.ends[:-1])
+        pairs = list(zip(starts, plan.ends, strict=True))
+        updates = []
+        for stage, (start, end) in enumerate(pairs):
+            lanes = len(layout.ranks_of(stage))
+            fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / lanes
+            pieces = self.profile.pieces[start:end]
+            updates.append(Update(fetch_s, optimizer_s=sum(p.optimizer_s for p in pieces)))
+        return TableCosts(
+            [forward[end] - forward[start] for start, end in pairs],
+            [backward[end] - backward[start] for start, end in pairs],
+            [out for out, _ in ways],
+            [back for _, back in ways],
+            updates,
+            {
+                rank: cloud.slowdown
+                for name, cloud in layout.clouds.items()
+                if cloud.slowdown != 1
+                for rank in layout.ranks_in(name)
+            },
+            self._lines[plan.strategy],
+            self.profile.control_bytes,
+        )
+
+    def _numbers(self, plan: Plan) -> range:
+        return range(len(self._replicas[plan.strategy]))
+
+    def _own_s(self, plan: Plan, replica: int) -> float:
+        """A replica's step, by itself."""
+        if self.arranged[plan.strategy].is_whole:
+            return sum(self._whole(plan, replica))
+        return self.predict(plan, replica).step_s
+
+    def _part(self, plan: Plan, replica: int) -> _Part:
+        layout = self._replicas[plan.strategy][replica]
+        if self.arranged[plan.strategy].is_whole:
+            compute_s, update_s = self._whole(plan, replica)
+            spent = {f"compute of cloud {next(iter(layout.clouds))}": compute_s}
+            spent["update"] = update_s
+            whole_s = compute_s * layout.num_ranks
+            return _Part(compute_s + update_s, layout.num_ranks, spent, whole_s)
+        found = self.predict(plan, replica)
+        return _Part(
+            found.step_s,
+            layout.num_ranks,
+            found.critical_s,
+            sum(use.compute_s for use in found.ranks),
+            sum(use.idle_s for use in found.ranks),
+            sum(use.num_bytes for use in found.links),
+        )
+
+    def _whole(self, plan: Plan, replica: int) -> tuple[float, float]:
+        """Seconds of computing and of the rest, where each rank holds the whole model."""
+        (cloud,) = self._replicas[plan.strategy][replica].clouds.values()
+        b = self.samples(plan)
+        forward, backward, _ = self._sums(b)
+        own = plan.micro_batches // self.arranged[plan.strategy].layout.num_replicas
+        turns = self.passes * math.ceil(own / cloud.num_ranks)
+        update_s = turns * self.profile.fetch_s.at(b)
+        update_s += sum(piece.optimizer_s for piece in self.profile.pieces)
+        compute_s = turns * (forward[-1] + backward[-1])
+        return cloud.slowdown * compute_s, cloud.slowdown * update_s
+
+    def _exchange(self, plan: Plan) -> Exchange:
+        key = plan.strategy, plan.ends, plan.compression
+        if key not in self._exchanges:
+            self._exchanges[key] = self._new_exchange(plan)
+        return self._exchanges[key]
+
+    def _new_exchange(self, plan: Plan) -> Exchange:
+        costs = self.profile.compressors[plan.compression].averaging
+        arranged = self.arranged[plan.strategy]
+        averaging = arranged.strategy.averaging
+        if averaging is None or arranged.layout.num_replicas == 1:
+            return Exchange()
+        if costs is None:
+            raise ConfigError(
+                f"the profile says nothing of what {plan.compression} costs when replicas "
+                "average; measure it, or leave strategies out of plan.search"
+            )
+        shares = [1.0]
+        if not arranged.is_whole and (whole := self.profile.trained_bytes):
+            starts = (0, *plan.ends[:-1])
+            shares = [
+                sum(piece.trained_bytes for piece in self.profile.pieces[a:b]) / whole
+                for a, b in zip(starts, plan.ends, strict=True)
+            ]
+        return exchange_of(arranged.layout, averaging, costs, shares, self._lines[plan.strategy])
+
+    # What crosses.
+
+    def _borders(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
+        b, nothing = self.samples(plan), Direction()
+        return tuple(
+            self._ways(plan.compression, end, b)
+            if layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
+            else (nothing, nothing)
+            for stage, end in enumerate(plan.ends[:-1])
+        )
+
+    def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
+        codec = self._codec(compression, end)
+        return _direction(codec.forward, b), _direction(codec.backward, b)
+
+    def _codec(self, compression: str, end: int) -> BorderCodec:
+        border = self.profile.pieces[end - 1].border
+        assert border is not None, f"no cut behind piece {end - 1}"
+        return self.profile.compressors[compression].borders[border]
+
+    def _sums_at(self, b: float) -> tuple[list[float], list[float], list[float]]:
+        """Of the pieces in front of each: forward, backward, activations."""
+        pieces = self.profile.pieces
+        return (
+            [0.0, *accumulate(piece.forward_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.backward_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
+        )
+
+    # Memory.
+
+    def _memory(self, plan: Plan, arranged: Arranged) -> dict[str, int]:
+        _, _, kept = self._sums(self.samples(plan))
+        layout, found = arranged.layout, dict[str, int]()
+        copies = 2 if isinstance(arranged.strategy.averaging, LocalUpdates) else 0
+        copies += 1 if isinstance(arranged.strategy.averaging, GradientAveraging) else 0
+        starts = (0, *plan.ends[:-1])
+        for name, cloud in layout.clouds.items():
+            held = [0] if arranged.is_whole else list(cloud.stages or ())
+            each = [self._stage_bytes(plan, layout, stage, kept, starts[stage], copies)
+                    for stage in held]  # fmt: skip
+            found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
+        return found
+
+    def _stage_bytes(
+        self, plan: Plan, layout: ClusterLayout, stage: int, kept: Sequence[float], start: int,
+        copies: int,
+    ) -> float:  # fmt: skip
+        end = plan.ends[stage]
+        pieces = self.profile.pieces[start:end]
+        trained = sum(piece.trained_bytes for piece in pieces)
+        actions = plan.schedule.actions(stage, len(plan.ends))
+        lanes = len(layout.ranks_of(stage)) * layout.num_replicas
+        most = most_in_flight(actions, lambda i: i % lanes)
+        held = max(most.values()) * (kept[end] - kept[start])
+        # Gradients and two moments beside the weights.
+        return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+
+
+Ways = tuple[tuple[Direction, Direction], ...]
+
+
+class _Shape(NamedTuple):
+    """A replica, by stage. lanes: ranks. up, down: lines to the next stage and back; None inside a
+    cloud."""
+
+    slowdown: Sequence[float]
+    lanes: Sequence[int]
+    up: Sequence[Line | None]
+    down: Sequence[Line | None]
+
+
+class _Part(NamedTuple):
+    """A replica's step by itself; seconds of computing and idling over its ranks."""
+
+    step_s: float
+    num_ranks: int
+    spent_s: Mapping[str, float]
+    compute_s: float
+    idle_s: float = 0.0
+    num_bytes: float = 0.0
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, Line]:
+    """Between every two clouds, by "a-b". given: by pair, or "*"; comes before the layout's own.
+    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
+    found = {}
+    for here, there in permutations(layout.clouds, 2):
+        pair, turned = f"{here}-{there}", f"{there}-{here}"
+        own = layout.links.get(pair, layout.links.get(turned, layout.wan))
+        profile = given.get(pair, given.get(turned, given.get("*", own)))
+        if profile == "real":
+            raise ConfigError(
+                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
+                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
+                'names "*" or this pair'
+            )
+        line = profile if isinstance(profile, LinkProfile) else None
+        if bandwidth is not None:
+            if line is None:
+                line = LinkProfile(bandwidth)
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[pair] = FREE if line is None else Line(line)
+    return found
+
+
+def schedule_of(micro_batches: int, in_flight: int | None) -> Schedule:
+    if in_flight is None:
+        return GPipe(micro_batches)
+    return OneForwardOneBackward(micro_batches, in_flight)
+
+
+def _direction(way: Way | None, b: float) -> Direction:
+    if way is None:
+        return Direction()
+    return Direction(
+        round(way.num_bytes.at(b)), way.compress_s.at(b), way.decompress_s.at(b)
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""What a job's work costs on one machine, as measured or as written in a file: pieces of a model
+between which it may be cut, codecs of its borders, codecs of what replicas average. Numbers only;
+run/profiling.py measures them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from xcloud.checks import check_int, check_number
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.errors import ConfigError
+from xcloud.plan.cost_file import build, listed, table_of
+
+VERSION = 1
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity of a micro-batch over its number of samples: straight lines between the points,
+    going on beyond them. One point is a quantity that grows in proportion. Never below 0."""
+
+    points: Sequence[Sequence[float]] = ()
+
+    def __post_init__(self) -> None:
+        found = []
+        for point in listed("a curve", self.points):
+            if not isinstance(point, list | tuple) or len(point) != 2:
+                raise ConfigError(f"a curve needs points [samples, value], got {point!r}")
+            check_number("a curve: samples", point[0], 0.0, above=True)
+            check_number("a curve: value", point[1], 0.0)
+            found.append((float(point[0]), float(point[1])))
+        if any(a[0] >= b[0] for a, b in pairwise(found)):
+            raise ConfigError(f"a curve needs points with more and more samples, got {found}")
+        object.__setattr__(self, "points", tuple(found))
+
+    def at(self, samples: float) -> float:
+        points = self.points
+        if not points:
+            return 0.0
+        if len(points) == 1:
+            return points[0][1] * samples / points[0][0]
+        index = 1
+        while index < len(points) - 1 and samples > points[index][0]:
+            index += 1
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        return max(0.0, y0 + (y1 - y0) * (samples - x0) / (x1 - x0))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive work of a model. What leaves it is of border number `border`; None where the
+    model cannot be cut behind it. forward_s, backward_s, activation_bytes: of a micro-batch.
+    parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
+    update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
+
+    name: str
+    forward_s: Curve
+    backward_s: Curve
+    border: int | None = None
+    parameter_bytes: int = 0
+    trained_bytes: int = 0
+    activation_bytes: Curve = Curve()
+    optimizer_s: float = 0.0
+    blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("parameter_bytes", "trained_bytes", "blocks"):
+            check_int(f"pieces.{self.name}.{name}", getattr(self, name), 0)
+        check_number(f"pieces.{self.name}.optimizer_s", self.optimizer_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction over a border, of a micro-batch: bytes of the whole frame, seconds of the
+    sender's and of the receiver's main thread."""
+
+    num_bytes: Curve
+    compress_s: Curve = Curve()
+    decompress_s: Curve = Curve()
+
+
+@dataclass(frozen=True)
+class BorderCodec:
+    """backward: None where no gradient returns."""
+
+    forward: Way
+    backward: Way | None = None
+
+
+@dataclass(frozen=True)
+class AveragingCodec:
+    """Of all trained values of the model together, once."""
+
+    num_bytes: int
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("averaging: num_bytes", self.num_bytes, 0)
+        check_number("averaging: encode_s", self.encode_s, 0.0)
+        check_number("averaging: decode_s", self.decode_s, 0.0)
+
+
+@dataclass(frozen=True)
+class CompressorCosts:
+    """borders: by number, as pieces name them. label: what it does to values."""
+
+    label: str
+    borders: Sequence[BorderCodec]
+    averaging: AveragingCodec | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """of: what was measured where (machine, torch, model, shapes …), in words. fetch_s: of the
+    samples of a micro-batch. lines: "a-b", or "*" for all, to what joins two clouds; they come
+    before the layout's own. tokens_per_sample: for costs per token."""
+
+    pieces: Sequence[Piece]
+    compressors: Mapping[str, CompressorCosts]
+    of: Mapping[str, str] = field(default_factory=dict)
+    measured_at_s: float = 0.0
+    fetch_s: Curve = Curve()
+    lines: Mapping[str, LinkProfile] = field(default_factory=dict)
+    control_bytes: int = 128
+    tokens_per_sample: float = 0.0
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ConfigError(
+                f"this profile is of version {self.version}, and {VERSION} is read here: measure "
+                "it again"
+            )
+        if not self.pieces:
+            raise ConfigError("a profile needs at least one piece of a model")
+        if not self.compressors:
+            raise ConfigError("a profile needs at least one of compressors")
+        borders = {piece.border for piece in self.pieces[:-1]} - {None}
+        for name, costs in self.compressors.items():
+            if any(border not in range(len(costs.borders)) for border in borders):
+                raise ConfigError(
+                    f"profile: compressors.{name}.borders has {len(costs.borders)} entries, but "
+                    f"pieces name borders {sorted(b for b in borders if b is not None)}"
+                )
+
+    @property
+    def measured_on(self) -> str:
+        if not self.measured_at_s:
+            return "written by hand"
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.measured_at_s))
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(piece.trained_bytes for piece in self.pieces)
+
+    def stale_because(self, of: Mapping[str, str], max_age_days: float) -> list[str]:
+        """Why it may not hold for a job; empty if it does. of: what would be measured now."""
+        found = [
+            f"{name} was {self.of[name]!r}, now {value!r}"
+            for name, value in of.items()
+            if name in self.of and self.of[name] != value
+        ]
+        age_days = (time.time() - self.measured_at_s) / DAY_S
+        if self.measured_at_s and age_days > max_age_days:
+            found.append(f"it is {age_days:.0f} days old (plan.max_age_days is {max_age_days:g})")
+        return found
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError, naming the file, for anything that is no profile."""
+    try:
+        return profile_from(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"plan.profile: {path} cannot be read: {error.strerror}") from None
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"plan.profile: {path}: {error}") from None
+
+
+def profile_from(table: object) -> Profile:
+    """From plain containers. Raises ConfigError."""
+    given = dict(table_of("profile", table))
+    given["pieces"] = tuple(
+        build(f"pieces[{i}]", Piece, _with_curves(f"pieces[{i}]", entry))
+        for i, entry in enumerate(listed("pieces", given.get("pieces", [])))
+    )
+    given["compressors"] = {
+        name: _compressor(f"compressors.{name}", entry)
+        for name, entry in table_of("compressors", given.get("compressors", {})).items()
+    }
+    if "fetch_s" in given:
+        given["fetch_s"] = _curve("fetch_s", given["fetch_s"])
+    given["lines"] = {
+        name: build(f"lines.{name}", LinkProfile, entry)
+        for name, entry in table_of("lines", given.get("lines", {})).items()
+    }
+    return build("profile", Profile, given)
+
+
+_CURVES = ("forward_s", "backward_s", "activation_bytes", "num_bytes", "compress_s",
+           "decompress_s")  # fmt: skip
+
+
+def _with_curves(name: str, table: object) -> dict[str, Any]:
+    given = dict(table_of(name, table))
+    return {k: _curve(f"{name}.{k}", v) if k in _CURVES else v for k, v in given.items()}
+
+
+def _curve(name: str, value: object) -> Curve:
+    """Also a bare list of points."""
+    points = value.get("points", ()) if isinstance(value, Mapping) else value
+    try:
+        return Curve(listed(name, points))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _compressor(name: str, table: object) -> CompressorCosts:
+    given = dict(table_of(name, table))
+    borders = []
+    for i, entry in enumerate(listed(f"{name}.borders", given.get("borders", []))):
+        ways = {
+            way: None if found is None else build(name, Way, _with_curves(name, found))
+            for way, found in table_of(f"{name}.borders[{i}]", entry).items()
+        }
+        borders.append(build(f"{name}.borders[{i}]", BorderCodec, ways))
+    given["borders"] = tuple(borders)
+    if given.get("averaging") is not None:
+        given["averaging"] = build(f"{name}.averaging", AveragingCodec, given["averaging"])
+    return build(name, CompressorCosts, given)

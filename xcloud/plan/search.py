@@ -1,0 +1,315 @@
+"""The best plans of a space, found with few simulations: a bound from below sorts out the rest.
+Also where compressors begin to pay, and the paper's formulas beside the simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import NamedTuple
+
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.plan import formulas
+from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer
+from xcloud.plan.profile import Piece
+
+MOST_SPLITS = 5000
+BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
+NO_COMPRESSION = "none"
+
+
+@dataclass(frozen=True)
+class Space:
+    """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
+    varies: dimensions of settings.DIMENSIONS that may differ from `own`."""
+
+    own: Plan
+    splits: Mapping[str, Sequence[tuple[int, ...]]]
+    micro_batches: Sequence[int]
+    compressions: Sequence[str]
+    varies: Sequence[str]
+
+    def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
+        """Every plan, with the schedule of `own`."""
+        for strategy in self._or("strategy", list(self.splits), self.own.strategy):
+            found = arranged[strategy]
+            fewest, replicas = found.layout.min_micro_batches(), found.layout.num_replicas
+            splits = self.splits[strategy]
+            if "split" not in self.varies and self.own.ends in splits:
+                splits = [self.own.ends]
+            counts = [m for m in self.micro_batches if m >= fewest and m % replicas == 0]
+            for ends in splits:
+                for m in counts:
+                    for compression in self._or(
+                        "compression", self.compressions, self.own.compression
+                    ):
+                        yield Plan(strategy, ends, m, self.own.in_flight, compression)
+
+    def schedules(self, plan: Plan) -> list[Plan]:
+        """The plan with every schedule to be tried."""
+        if "schedule" not in self.varies or len(plan.ends) == 1:
+            return [plan]
+        p, m = len(plan.ends), plan.micro_batches
+        counts = sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < m})
+        return [plan._replace(in_flight=k) for k in (None, *counts)]
+
+    def _or(self, dimension: str, all_of_them: Sequence[str], own: str) -> Sequence[str]:
+        return all_of_them if dimension in self.varies else [own]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """best: the fastest first. own: the job's plan; near_own: the fastest that differs from it in
+    one thing. num_plans: in the space; num_simulated: of these priced exactly, the others were
+    slower by their bound."""
+
+    best: list[Priced]
+    own: Priced
+    near_own: tuple[float, Plan] | None
+    num_plans: int
+    num_simulated: int
+
+    def advice(self, place: int) -> str:
+        """The one change that makes a plan of `best` fastest, if there is one; else what to do
+        about what bounds it."""
+        mine = self.best[place]
+        for other in self.best[:place]:
+            changed = _changes(mine.plan, other.plan)
+            if len(changed) == 1:
+                return f"{changed[0]}: {1 - other.step_s / mine.step_s:.0%} less"
+        return _remedy(mine.bound)
+
+    @property
+    def advice_to_own(self) -> str:
+        if self.near_own is not None and self.near_own[0] < self.own.step_s:
+            (change,) = _changes(self.own.plan, self.near_own[1])
+            return f"{change}: {1 - self.near_own[0] / self.own.step_s:.0%} less"
+        return _remedy(self.own.bound)
+
+
+def splits_of(pieces: Sequence[Piece], num_stages: int) -> list[tuple[int, ...]]:
+    """Where a model can be cut into so many stages. Of more than MOST_SPLITS ways only the one
+    whose slowest stage is fastest, and those beside it."""
+    last = len(pieces)
+    if num_stages == 1:
+        return [(last,)]
+    cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.border is not None]
+    if math.comb(len(cuts), num_stages - 1) <= MOST_SPLITS:
+        return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
+    even = _even_split(pieces, cuts, num_stages)
+    found = {(*even, last)}
+    for place, cut in enumerate(even):
+        for moved in (cut - 1, cut + 1):
+            near = (*even[:place], moved, *even[place + 1 :])
+            if moved in cuts and list(near) == sorted(set(near)):
+                found.add((*near, last))
+    return sorted(found)
+
+
+def _even_split(
+    pieces: Sequence[Piece], cuts: Sequence[int], num_stages: int
+) -> tuple[int, ...]:  # fmt: skip
+    """The cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
+    work = [0.0]
+    for piece in pieces:
+        work.append(work[-1] + piece.forward_s.at(1.0) + piece.backward_s.at(1.0))
+    ends = [*cuts, len(pieces)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (work[end], ()) for end in ends}
+    for _ in range(num_stages - 1):
+        best = {
+            end: min(
+                (max(slowest, work[end] - work[cut]), (*chosen, cut))
+                for cut, (slowest, chosen) in best.items()
+                if cut < end
+            )
+            for end in ends
+            if any(cut < end for cut in best)
+        }
+    return best[len(pieces)][1]
+
+
+def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
+    """The fastest plans; exact, as a plan is left out only where its bound is slower. Where
+    strategy or compression vary, the best one of each pair of them."""
+    groups = list(space.groups(pricer.arranged))
+    bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
+    varied = {(plan.strategy, plan.compression) for plan in groups}
+    keep = min(keep, len(varied) if len(varied) > 1 else len(groups))
+    found: dict[object, tuple[float, tuple[int, int, str], Plan]] = {}
+    num_simulated, worst_s = 0, math.inf
+    for bound_s, number in bounds:
+        if bound_s > worst_s:
+            break
+        group = groups[number]
+        options = space.schedules(group)
+        num_simulated += len(options)
+        best = min((pricer.step_s(plan), _order(plan), plan) for plan in options)
+        key = (group.strategy, group.compression) if len(varied) > 1 else group
+        found[key] = min(best, found.get(key, best))
+        if len(found) >= keep:
+            worst_s = sorted(found.values())[keep - 1][0]
+    num_plans = sum(len(space.schedules(plan)) for plan in groups)
+    near = [plan for plan in groups if len(_changes(space.own, plan)) == 1]
+    steps = [(pricer.step_s(plan), plan) for plan in near]
+    return Ranked(
+        [pricer.price(plan) for _, _, plan in sorted(found.values())[:keep]],
+        pricer.price(space.own),
+        min(steps, default=None),
+        num_plans,
+        num_simulated,
+    )
+
+
+def _order(plan: Plan) -> tuple[int, int, str]:
+    """Of plans that take equally long: fewer micro-batches, less in flight."""
+    in_flight = plan.micro_batches if plan.in_flight is None else plan.in_flight
+    return plan.micro_batches, in_flight, plan.compression
+
+
+class Crossing(NamedTuple):
+    """pays_below: bits per second up to which a step with this compressor takes less than without;
+    inf = on every line, 0 = on none."""
+
+    compression: str
+    pays_below: float
+
+
+StepAt = Callable[[str, float], float]
+"""Step time with a compressor over lines of a bandwidth, everything else as in one plan."""
+
+
+def step_at(pricer: Pricer, plan: Plan) -> StepAt:
+    there = cache(pricer.at_bandwidth)
+    return cache(lambda name, rate: there(rate).step_s(plan._replace(compression=name)))
+
+
+def crossings(step_s: StepAt, compressions: Sequence[str]) -> list[Crossing]:
+    """Where there are several for a compressor, the highest bandwidth."""
+
+    def gain_s(name: str, bandwidth: float) -> float:
+        return step_s(NO_COMPRESSION, bandwidth) - step_s(name, bandwidth)
+
+    found = []
+    for name in compressions:
+        if name == NO_COMPRESSION:
+            continue
+        pays = [gain_s(name, bandwidth) > 0 for bandwidth in BANDWIDTHS]
+        if not any(pays):
+            found.append(Crossing(name, 0.0))
+            continue
+        last = max(n for n, does in enumerate(pays) if does)
+        if last == len(BANDWIDTHS) - 1:
+            found.append(Crossing(name, math.inf))
+            continue
+        low, high = math.log(BANDWIDTHS[last]), math.log(BANDWIDTHS[last + 1])
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            low, high = (middle, high) if gain_s(name, math.exp(middle)) > 0 else (low, middle)
+        found.append(Crossing(name, math.exp(low)))
+    return found
+
+
+def over_bandwidth(
+    step_s: StepAt, compressions: Sequence[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Bandwidth and step time of each compressor, for a picture."""
+    rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
+    return {name: [(rate, step_s(name, rate)) for rate in rates] for name in compressions}
+
+
+class AtCount(NamedTuple):
+    """At so many micro-batches. blocking: formula (2); free: (1); overlapped: (2') as a bubble."""
+
+    micro_batches: int
+    step_s: float
+    bubble_ratio: float
+    free: float
+    blocking: float
+    overlapped: float
+
+
+def best_pipeline(pricer: Pricer, space: Space, ranked: Ranked) -> Plan | None:
+    """The fastest plan that cuts the model; None if there is none."""
+    best = ranked.best[0].plan
+    if len(best.ends) > 1:
+        return best
+    splits = {name: found for name, found in space.splits.items() if len(found[0]) > 1}
+    own = space.own.strategy
+    if not splits or ("strategy" not in space.varies and own not in splits):
+        return None
+    return search(pricer, replace(space, splits=splits), 1).best[0].plan
+
+
+def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> list[AtCount]:
+    """The simulated step beside the paper's formulas, which take equal stages: here the mean of
+    the stages and of all transfers. Empty for a plan without a pipeline over clouds."""
+    if len(plan.ends) == 1:
+        return []
+    found = []
+    for m in counts:
+        at_m = plan._replace(micro_batches=m)
+        step = pricer.predict(at_m)
+        layout = step.step.layout
+        p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
+        tf, tb = (sum(part) / p for part in (step.costs.forward_s, step.costs.backward_s))  # type: ignore[attr-defined]
+        sent_s, latency_s = [0.0], 0.0
+        for border in range(p - 1):
+            here, there = layout.stage_cloud(border), layout.stage_cloud(border + 1)
+            if here == there:
+                continue
+            for a, b, way in (
+                (here, there, step.costs.forward[border]),  # type: ignore[attr-defined]
+                (there, here, step.costs.backward[border]),  # type: ignore[attr-defined]
+            ):
+                line = pricer.line(plan.strategy, a, b)
+                sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)
+                latency_s = max(latency_s, line.latency_s)
+        tt = sum(sent_s) / max(1, len(sent_s) - 1)
+        whole_s = formulas.step_of_overlapped_transfers(p, own_m, tf, tb, tt, latency_s)
+        work_s = own_m * (tf + tb)
+        found.append(
+            AtCount(
+                m, pricer.step_s(at_m), step.bubble_ratio,
+                formulas.bubble_of_a_free_link(p, own_m),
+                formulas.bubble_of_blocking_transfers(p, own_m, tf, tb, tt),
+                whole_s / work_s - 1,
+            )
+        )  # fmt: skip
+    return found
+
+
+def touches_quality(plan: Plan, pricer: Pricer) -> list[str]:
+    """The choices of a plan that change what is learned, not only how fast."""
+    found = []
+    if plan.compression != NO_COMPRESSION:
+        found.append("compression")
+    averaging = pricer.arranged[plan.strategy].strategy.averaging
+    if isinstance(averaging, LocalUpdates) or (averaging is not None and averaging.delay):
+        found.append("strategy")
+    return found
+
+
+def _changes(mine: Plan, other: Plan) -> list[str]:
+    """In words; not of the schedule, which is the best one for either."""
+    found = [] if mine.ends == other.ends else ["another split"]
+    for name in ("strategy", "micro_batches", "compression"):
+        if getattr(mine, name) != getattr(other, name):
+            found.append(f"{name.replace('_', '-')} {getattr(other, name)}")
+    return found
+
+
+def _remedy(bound: str) -> str:
+    if bound.startswith("compute of"):
+        return "more ranks or faster ones there"
+    if bound.startswith("codec"):
+        return "a cheaper compressor"
+    if bound.startswith("link"):
+        return "a stronger compressor, or a faster line"
+    if bound.startswith("latency"):
+        return "more in flight, or fewer and larger messages"
+    if bound.startswith("averaging over"):
+        return "fewer merges, or a stronger compressor"
+    return "-"

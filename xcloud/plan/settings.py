@@ -1,0 +1,74 @@
+"""The settings of `plan`: what is searched, with what profile. Plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xcloud.checks import check_choice, check_int, check_number
+from xcloud.comm.phases import Compression, Phased
+from xcloud.errors import ConfigError
+from xcloud.parallel.strategy import Strategy
+
+DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """mode: show = print the ranked plans, run nothing; apply = run the best one.
+    search: what may differ from the settings of the job; the rest stays as the job has it.
+        compression and most strategies touch the quality of what is learned.
+    compressors, strategies: candidates by name, beside the job's own.
+    micro_batches: counts to try; null = powers of two, and three times these, up to the batch.
+    profile: a file to plan with; null = measure here, or take what was measured before.
+    max_age_days: how long a measured profile is taken as it is.
+    rows: plans in the table.
+    """
+
+    mode: str = "show"
+    search: Sequence[str] = DIMENSIONS
+    compressors: Mapping[str, Compression | Phased] = field(default_factory=dict)
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    micro_batches: Sequence[int] | None = None
+    profile: str | None = None
+    max_age_days: float = 7.0
+    rows: int = 10
+
+    def __post_init__(self) -> None:
+        check_choice("plan.mode", self.mode, ("show", "apply"))
+        if not isinstance(self.search, list | tuple):
+            raise ConfigError(f"plan.search must be a list, got {self.search!r}")
+        for name in self.search:
+            check_choice("plan.search", name, DIMENSIONS)
+        for name, compression in self.compressors.items():
+            if not isinstance(compression, Compression | Phased):
+                raise ConfigError(
+                    f"plan.compressors.{name} must be a Compression or Phased, got "
+                    f"{compression!r}; add one with +compression@plan.compressors.{name}=…"
+                )
+        for name, strategy in self.strategies.items():
+            if not isinstance(strategy, Strategy):
+                raise ConfigError(f"plan.strategies.{name} must be a Strategy, got {strategy!r}")
+        if self.micro_batches is not None:
+            if not isinstance(self.micro_batches, list | tuple) or not self.micro_batches:
+                raise ConfigError(
+                    f"plan.micro_batches must be a list of counts or null, got "
+                    f"{self.micro_batches!r}"
+                )
+            for count in self.micro_batches:
+                check_int("plan.micro_batches", count, 1)
+        check_number("plan.max_age_days", self.max_age_days, 0.0)
+        check_int("plan.rows", self.rows, 1)
+
+    def counts(self, batch_size: int, own: int) -> list[int]:
+        """Numbers of micro-batches to try. batch_size: samples of one pass."""
+        if "micro_batches" not in self.search:
+            return [own]
+        given = self.micro_batches
+        if given is None:
+            given = [k * 2**n for n in range(8) for k in (1, 3)]
+        return sorted({m for m in (*given, own) if m <= min(batch_size, 128)})
+
+
+def no_plan() -> None:
+    """For conf/plan/none.yaml."""

@@ -1,0 +1,132 @@
+"""Print what was planned: the ranked plans, where compressors pay, the paper's formulas."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcloud.plan.report import Report
+from xcloud.plan.search import AtCount, Crossing
+from xcloud.report.table import WIDTH_WITHOUT_TERMINAL, human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = WIDTH_WITHOUT_TERMINAL + 60
+
+
+def print_plans(report: Report, console: Console | None = None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if console is None:
+        console = Console(width=None if sys.stdout.isatty() else WIDTH)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    profile, ranked = report.pricer.profile, report.ranked
+    say(
+        f"{ranked.num_plans:,} plans, {ranked.num_simulated:,} simulated in "
+        f"{report.search_s:.1f} s; profile: {profile.measured_on}"
+    )
+    for why in report.stale:
+        say(f"the profile may not hold: {why}", "yellow")
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in ("", "strategy", "split", "m", "schedule", "compression"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("step", "bubble", "bytes", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bound by")
+    table.add_column("next")
+    rows = [(str(i + 1), row) for i, row in enumerate(report.rows)]
+    rows.append(("yours", report.row(ranked.own, ranked.advice_to_own)))
+    for name, row in rows:
+        starred = ["strategy", "compression"]
+        cells = [row["strategy"], row["split"], str(row["micro_batches"]), row["schedule"],
+                 row["compression"]]  # fmt: skip
+        for index, key in ((0, starred[0]), (4, starred[1])):
+            cells[index] += "*" * (key in row["touches_quality"])
+        table.add_row(
+            name, *map(Text, cells),
+            human_seconds(row["predicted_step_time_s"]), f"{row['bubble_ratio']:.2f}",
+            human_bytes(row["bytes_per_step"]), human_bytes(max(row["memory_bytes"].values())),
+            row["bound"], row["change_next"],
+        )  # fmt: skip
+    console.print(table)
+    say("* changes what is learned, too; quality is not predicted (docs/planning.md)")
+    for name, why in report.not_planned.items():
+        say(f"{name} is not planned: {why}")
+    if report.crossings:
+        say("a step takes less with this compressor, at the best plan's other settings, on a line "
+            "of less than")  # fmt: skip
+        for crossing in report.crossings:
+            say(f"  {crossing.compression:<12} {bandwidth_text(crossing)}")
+    if report.over_micro_batches:
+        say(best_m(report.over_micro_batches))
+
+
+def bandwidth_text(crossing: Crossing) -> str:
+    if math.isinf(crossing.pays_below):
+        return "any bandwidth"
+    if not crossing.pays_below:
+        return "none: it never pays"
+    return human_bandwidth(crossing.pays_below)
+
+
+def human_bandwidth(bits_per_s: float) -> str:
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits_per_s >= 0.9995 * size:
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kbit/s"
+
+
+def best_m(counted: Sequence[AtCount]) -> str:
+    """One line: the best number of micro-batches, and the paper's formulas at it."""
+    best = min(counted, key=lambda entry: entry.step_s)
+    others = ", ".join(f"{e.micro_batches}: {human_seconds(e.step_s)}" for e in counted)
+    return (
+        f"best m = {best.micro_batches}: bubble {best.bubble_ratio:.3f} simulated, "
+        f"{best.free:.3f} by (1), {best.blocking:.3f} by (2), {best.overlapped:.3f} by (2'); "
+        f"step by m, with the best pipeline's other settings: {others}"
+    )
+
+
+def write_plan_picture(path: Path, report: Report) -> Path:
+    """Step time over bandwidth, a line for each compressor; a mark where it begins to pay."""
+    from matplotlib.figure import Figure
+
+    from xcloud.report.picture_style import DPI, INK, LINES, TITLE_POINTS, wrapped
+
+    figure = Figure(figsize=(8, 4.6), dpi=DPI, layout="constrained")
+    best = report.ranked.best[0].plan
+    title = (
+        f"predicted step time over bandwidth: {best.strategy}, {report.split(best)}, "
+        f"m = {best.micro_batches}, {report.schedule(best)}"
+    )
+    figure.suptitle(wrapped(title, 8), fontsize=TITLE_POINTS)
+    axes = figure.subplots()
+    pays = {crossing.compression: crossing.pays_below for crossing in report.crossings}
+    for number, (name, points) in enumerate(report.curves.items()):
+        colour = LINES[number % len(LINES)]
+        label, at = name, pays.get(name, 0.0)
+        if at:
+            label += f", pays below {bandwidth_text(Crossing(name, at))}"
+        axes.plot(*zip(*points, strict=True), color=colour, label=label)
+        if at and points[0][0] < at < points[-1][0]:
+            there = report.pricer.at_bandwidth(at)
+            axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("bandwidth between clouds (bit/s)")
+    axes.set_ylabel("step (s)")
+    axes.grid(True, which="major", color="#E3E3E3", linewidth=0.5)
+    axes.tick_params(colors=INK)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    return path

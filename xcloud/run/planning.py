@@ -1,0 +1,252 @@
+"""plan=show and plan=apply: measure, search, show; choose the settings that are run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.per_border import PerBorder
+from xcloud.comm.phases import Compression, Phased
+from xcloud.errors import ConfigError
+from xcloud.job import config as configs
+from xcloud.job.experiment import Experiment
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer, lines_of
+from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.report import Report, write_plan
+from xcloud.plan.search import (
+    NO_COMPRESSION,
+    Space,
+    best_pipeline,
+    crossings,
+    over_bandwidth,
+    over_micro_batches,
+    search,
+    splits_of,
+    step_at,
+)
+from xcloud.plan.settings import Planning
+from xcloud.project import in_project
+from xcloud.report.plan_table import print_plans, write_plan_picture
+from xcloud.run import profiling
+
+PICTURE = "plan.png"
+
+
+def planned(config: Any, run_dir: Path) -> Any:
+    """The config to run: as it is without a plan, that of the best plan with plan=apply, None with
+    plan=show. Leaves plan.json and plan.png in run_dir. Raises ConfigError."""
+    job = configs.job_from_config(config)
+    if job.plan is None:
+        return config
+    if not isinstance(job, Experiment):
+        raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
+    job.check()
+    print(job.headline, flush=True)
+    planner = Planner(job, job.plan, configs.built(config, "cluster"))
+    report = planner.report()
+    print_plans(report)
+    chosen = report.ranked.best[0] if job.plan.mode == "apply" else None
+    write_plan(run_dir, report, chosen)
+    if report.curves:
+        write_plan_picture(run_dir / PICTURE, report)
+    print(run_dir / PICTURE if report.curves else run_dir, flush=True)
+    if chosen is None:
+        return None
+    given = configs.plain_settings(config, without=("hydra",))
+    return configs.changed(config, planner.settings(chosen, report, given))
+
+
+@dataclass
+class Planner:
+    """cluster: as the settings have it, before a strategy arranged it."""
+
+    job: Experiment
+    plan: Planning
+    cluster: ClusterLayout
+
+    def __post_init__(self) -> None:
+        job = self.job
+        if isinstance(job.compression, PerBorder):
+            raise ConfigError(
+                "plan: compression differs from border to border, which is not priced yet; choose "
+                "one compression for all"
+            )
+        if not isinstance(job.schedule, GPipe | OneForwardOneBackward):
+            raise ConfigError(f"plan: schedules like {job.schedule!r} are not priced yet")
+        self.batch_size = job.training.batch_size // job.training.accumulate_steps
+        self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
+        self.own_compression, self.candidates = self._candidates(job.compression)
+        self.not_planned: dict[str, str] = {}
+        self.arranged = self._arranged()
+
+    def report(self) -> Report:
+        profile, stale = self._profile()
+        started_s = time.perf_counter()
+        pricer = Pricer(
+            profile, self.arranged, self.job.training.batch_size,
+            self.job.training.accumulate_steps,
+        )  # fmt: skip
+        pieces = profile.pieces
+        splits = {}
+        for name, found in list(self.arranged.items()):
+            splits[name] = splits_of(pieces, found.num_stages)
+            if not all(piece.blocks for piece in pieces) and found.num_stages != 1:
+                fits = found.num_stages == len(pieces)
+                splits[name] = [tuple(range(1, len(pieces) + 1))] if fits else []
+            if not splits[name]:
+                self.not_planned[name] = (
+                    f"the profile has {len(pieces)} pieces that cannot be joined to "
+                    f"{found.num_stages} stages"
+                )
+                del splits[name], self.arranged[name]
+        names = [name for name in self.candidates if name in profile.compressors]
+        if missing := set(self.candidates) - set(names):
+            why = f"the profile has no costs of {', '.join(sorted(missing))}"
+            stale = [*stale, why]
+            if self.own_compression in missing or NO_COMPRESSION in missing:
+                raise ConfigError(f"plan.profile: {why}")
+        own = self._own(profile)
+        space = Space(own, splits, self.counts, names, self.plan.search)
+        ranked = search(pricer, space, self.plan.rows)
+        if not ranked.best:
+            raise ConfigError(
+                f"plan: none of {', '.join(map(str, self.counts))} micro-batches suits this "
+                "cluster; give plan.micro_batches others"
+            )
+        crosses, best = self.cluster.crosses_clouds, ranked.best[0].plan
+        took_s = time.perf_counter() - started_s
+        step_s, pipeline = step_at(pricer, best), best_pipeline(pricer, space, ranked)
+        counted = [] if pipeline is None else self._counts_for(pipeline)
+        return Report(
+            pricer,
+            ranked,
+            took_s,
+            crossings(step_s, names) if crosses else [],
+            [] if pipeline is None else over_micro_batches(pricer, pipeline, counted),
+            over_bandwidth(step_s, names) if crosses else {},
+            stale,
+            self.not_planned,
+        )
+
+    def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What to change in the config for this plan. given: all settings, as plain containers."""
+        plan = chosen.plan
+        found: dict[str, Any] = {"plan": None, "schedule": {
+            "_target_": "xcloud.parallel.schedule.GPipe",
+            "num_micro_batches": plan.micro_batches,
+        }}  # fmt: skip
+        if plan.in_flight is not None:
+            found["schedule"] = {
+                "_target_": "xcloud.parallel.schedule.OneForwardOneBackward",
+                "num_micro_batches": plan.micro_batches,
+                "num_in_flight": plan.in_flight,
+            }
+        if plan.compression != self.own_compression:
+            found["compression"] = given["plan"]["compressors"][plan.compression]
+        if plan.strategy != self.job.strategy.name:
+            found["strategy"] = given["plan"]["strategies"][plan.strategy]
+        counts = report.counts(plan)
+        if len(plan.ends) > 1 and counts and plan.ends != report.ranked.own.plan.ends:
+            found["model.blocks_per_stage"] = counts[:-1]
+        return found
+
+    def _candidates(
+        self, own: Compression | Phased
+    ) -> tuple[str, dict[str, Compression | Phased]]:
+        """The name of the job's own compressor, and all by name."""
+        found: dict[str, Compression | Phased] = {NO_COMPRESSION: Compression()}
+        found |= self.plan.compressors
+        for name, other in found.items():
+            if repr(other) == repr(own) or (own.is_identity and name == NO_COMPRESSION):
+                return name, found
+        return own.label, found | {own.label: own}
+
+    def _arranged(self) -> dict[str, Arranged]:
+        """Every strategy that the cluster, the task and who may see what allow."""
+        own, found = self.job.strategy, dict[str, Arranged]()
+        wanted = {own.name: own}
+        if "strategy" in self.plan.search:
+            wanted = {**self.plan.strategies, **wanted}
+        for name, strategy in wanted.items():
+            try:
+                layout = strategy.arrange(self.cluster)
+                fewest = layout.min_micro_batches()
+                schedule = GPipe(max(fewest, self.job.schedule.num_micro_batches))
+                replace(
+                    self.job, cluster=self.cluster, strategy=strategy, schedule=schedule, plan=None
+                )
+            except ConfigError as error:
+                if name == own.name:
+                    raise
+                self.not_planned[name] = str(error)
+                continue
+            if layout.num_replicas == 1 and strategy.averaging is not None:
+                self.not_planned[name] = "there is one replica, so nothing is averaged"
+                continue
+            found[name] = Arranged(strategy, layout)
+        return found or {own.name: Arranged(own, self.job.cluster)}
+
+    def _own(self, profile: Profile) -> Plan:
+        job, arranged = self.job, self.arranged.get(self.job.strategy.name)
+        if arranged is None:
+            raise ConfigError(
+                f"plan: strategy {job.strategy.name}: {self.not_planned[job.strategy.name]}"
+            )
+        pieces = profile.pieces
+        ends = tuple(range(1, len(pieces) + 1))
+        if arranged.num_stages == 1:
+            ends = (len(pieces),)
+        elif all(piece.blocks for piece in pieces):
+            counts = job.model.block_counts(arranged.num_stages, job.task.max_length)  # type: ignore[attr-defined]
+            behind, ends = 0, ()
+            for count in counts:
+                behind += count
+                ends = (*ends, behind)
+        in_flight = None
+        if isinstance(job.schedule, OneForwardOneBackward):
+            in_flight = job.schedule.num_in_flight or len(ends)
+        return Plan(
+            job.strategy.name, ends, job.schedule.num_micro_batches, in_flight,
+            self.own_compression,
+        )  # fmt: skip
+
+    def _counts_for(self, plan: Plan) -> list[int]:
+        layout = self.arranged[plan.strategy].layout
+        fewest, replicas = layout.min_micro_batches(), layout.num_replicas
+        return [m for m in self.counts if m >= fewest and m % replicas == 0]
+
+    def _profile(self) -> tuple[Profile, list[str]]:
+        """Measured before, now, or read from a file; and why it may not hold."""
+        job, plan = self._measured_job(), self.plan
+        sizes = profiling.sizes_of(self.batch_size, self.counts)
+        of = profiling.what_is_measured(job, self.candidates, sizes)
+        if plan.profile is not None:
+            found = read_profile(in_project(plan.profile))
+            return found, found.stale_because(of, plan.max_age_days)
+        lines_of(self.cluster, {})  # raises before anything is measured
+        file = profiling.profile_file(job.cache_path, of)
+        if file.exists():
+            found = read_profile(file)
+            stale = found.stale_because(of, plan.max_age_days)
+            if not stale:
+                return found, []
+            print(f"measuring again: {'; '.join(stale)}", flush=True)
+        found = profiling.measure(
+            job, self.candidates, sizes, lambda line: print(line, flush=True)
+        )
+        write_profile(file, found)
+        print(f"profile: {file}", flush=True)
+        return found, []
+
+    def _measured_job(self) -> Experiment:
+        """The job as one pipeline."""
+        cluster = self.cluster
+        if cluster.num_replicas > 1:
+            cluster = Arranged(Strategy(), cluster).replicas[0]
+        return profiling.as_pipeline(self.job, cluster, self.job.schedule.num_micro_batches)

@@ -1,0 +1,483 @@
+"""Measure a job's work on this machine, in one process: stages, codecs, averages, optimizer.
+
+Stages are built as ranks build them and run on a few micro-batches of the training data; a model
+of equal blocks is cut behind the first and before the last of them, and the blocks between are the
+difference. This process reads all fields of the data, as all clouds of a run on one machine do.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from xcloud import __version__
+from xcloud.cluster.frame import (
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    seal_frame,
+)
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.channel import Codec
+from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.contracts.split_model import FreelyCut, SplitModel
+from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.task import TaskData
+from xcloud.errors import ConfigError
+from xcloud.job.experiment import Experiment
+from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.strategy import Strategy
+from xcloud.plan.profile import (
+    AveragingCodec,
+    BorderCodec,
+    CompressorCosts,
+    Curve,
+    Piece,
+    Profile,
+    Way,
+)
+from xcloud.run.stage_rank import context_of
+from xcloud.training.memory_meter import SavedTensors, bytes_of
+from xcloud.training.settings import autocast_for
+
+BUDGET_S = 0.4  # for each thing measured, beyond the first two times
+MOST_TIMES = 5
+PROFILES_DIR = "profiles"
+Candidates = Mapping[str, Compression | Phased]
+
+
+def what_is_measured(
+    job: Experiment, candidates: Candidates, sizes: Sequence[int]
+) -> dict[str, str]:
+    """Whatever a profile depends on, in words."""
+    model = hashlib.sha256(repr(job.model).encode()).hexdigest()[:8]
+    compressors = json.dumps({name: repr(found) for name, found in sorted(candidates.items())})
+    return {
+        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} processors",
+        "device": _device(job).type,
+        "threads": str(_threads(job.cluster)),
+        "torch": torch.__version__,
+        "xcloud": __version__,
+        "model": f"{job.model.describe()} ({model})",
+        "task": f"{job.task.describe()}, at most {job.task.max_length} tokens",
+        "stages": str(job.cluster.num_stages),
+        "micro-batches": f"{', '.join(map(str, sizes))} samples, {job.training.precision}",
+        "compressors": hashlib.sha256(compressors.encode()).hexdigest()[:8],
+    }
+
+
+def profile_file(cache: Path, of: Mapping[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+    return cache / PROFILES_DIR / f"{digest}.json"
+
+
+def sizes_of(batch_size: int, counts: Sequence[int]) -> list[int]:
+    """The sizes of micro-batches to measure: the smallest, the largest and one between."""
+    low, high = max(1, batch_size // max(counts)), max(1, batch_size // min(counts))
+    return sorted({low, round(math.sqrt(low * high)), high})
+
+
+def measure(
+    job: Experiment,
+    candidates: Candidates,
+    sizes: Sequence[int],
+    report: Callable[[str], None],
+) -> Profile:
+    """job: with a pipeline's cluster. sizes: of micro-batches, in samples."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_threads(job.cluster))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _Measuring(job, candidates, sizes, report).profile()
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class _Built:
+    """A model's stages as measured. costs: by stage, a row of numbers (see _Measuring.row).
+    messages, gradients: by border and size."""
+
+    borders: list[Border]
+    costs: list[list[float]]
+    messages: dict[tuple[int, int], Message]
+    gradients: dict[tuple[int, int], Message]
+    trained: dict[str, nn.Parameter]
+
+
+class _Measuring:
+    def __init__(
+        self,
+        job: Experiment,
+        candidates: Candidates,
+        sizes: Sequence[int],
+        report: Callable[[str], None],
+    ) -> None:
+        self.job, self.candidates, self.sizes, self.report = job, candidates, sizes, report
+        self.device = _device(job)
+        p = range(job.cluster.num_stages)
+        fields = frozenset[str]().union(*(job.model.fields(s, len(p)) for s in p))
+        self.data: TaskData = job.task.load(fields, job.seed)
+        self.ids = job.batch_plan(self.data.num_samples("train")).ids(1)
+        self.autocast: Callable[[], AbstractContextManager[object]] = autocast_for(
+            job.training.precision, self.device
+        )
+
+    def profile(self) -> Profile:
+        model, length = self.job.model, self.job.task.max_length
+        num_blocks = model.num_blocks(length) if isinstance(model, FreelyCut) else 0
+        if num_blocks >= 2:
+            assert isinstance(model, FreelyCut)
+            first = self._build(model.with_block_counts([1, num_blocks - 1]), 2)
+            pieces, kinds = self._of_blocks(model, num_blocks, first)
+        else:
+            first = self._build(model, self.job.cluster.num_stages)
+            kinds = [(first, number) for number in range(len(first.borders))]
+            pieces = [
+                self._piece(f"stage {stage}", row, stage if stage < len(kinds) else None, 0)
+                for stage, row in enumerate(first.costs)
+            ]
+        self.report("measuring compressors")
+        compressors = {
+            name: CompressorCosts(
+                found.label,
+                tuple(self._border(built, border, found) for built, border in kinds),
+                self._averaging(first, found),
+            )
+            for name, found in self.candidates.items()
+        }
+        fetch = [(float(b), self._timed(lambda b=b: self._batch(b, 0))) for b in self.sizes]  # type: ignore[misc]
+        return Profile(
+            tuple(pieces),
+            compressors,
+            what_is_measured(self.job, self.candidates, self.sizes),
+            time.time(),
+            Curve(fetch),
+            tokens_per_sample=self._tokens(),
+        )
+
+    # Pieces.
+
+    def _of_blocks(
+        self, model: FreelyCut, num_blocks: int, first: _Built
+    ) -> tuple[list[Piece], list[tuple[_Built, int]]]:
+        """Pieces of one block each, the first with what stands before it, the last with what
+        stands behind; and of each kind of border a place where it was met."""
+        between = num_blocks - 2
+        last = first
+        each = [0.0] * len(first.costs[0])
+        if between:
+            last = self._build(model.with_block_counts([num_blocks - 1, 1]), 2)  # type: ignore[arg-type]
+            (front, rest), (most, head) = first.costs, last.costs
+            each = [
+                max(0.0, (long - short + whole - end) / (2 * between))
+                for short, long, whole, end in zip(front, most, rest, head, strict=True)
+            ]
+        kinds: list[tuple[_Built, int]] = []
+        keys: list[tuple[object, bool]] = []
+        numbers = []
+        for count in range(1, num_blocks):
+            cut = model.with_block_counts([count, num_blocks - count])
+            border = cut.border(0, 2, self.job.task.max_length)  # type: ignore[attr-defined]
+            key = border.fields, border.gradient_returns
+            if key not in keys:
+                keys.append(key)
+                met = first if first.borders[0].gradient_returns == key[1] else last
+                kinds.append((met, 0))
+            numbers.append(keys.index(key))
+        rows = [first.costs[0], *[each] * between, last.costs[1]]
+        pieces = [
+            self._piece(f"block {i}", row, border, 1)
+            for i, (row, border) in enumerate(zip(rows, [*numbers, None], strict=True))
+        ]
+        return pieces, kinds
+
+    def _piece(self, name: str, row: Sequence[float], border: int | None, blocks: int) -> Piece:
+        n = len(self.sizes)
+        forward, backward, kept = (
+            Curve([(float(b), max(0.0, v)) for b, v in zip(self.sizes, part, strict=True)])
+            for part in (row[:n], row[n : 2 * n], row[2 * n : 3 * n])
+        )
+        weights, trained, optimizer_s = row[3 * n :]
+        return Piece(
+            name, forward, backward, border, round(weights), round(trained), kept,
+            max(0.0, optimizer_s), blocks,
+        )  # fmt: skip
+
+    def _build(self, model: SplitModel, num_stages: int) -> _Built:
+        job, length = self.job, self.job.task.max_length
+        self.report(f"measuring {num_stages} stages of {model.describe()}")
+        context = context_of(job, self.data, self.device, self.report)
+        stages = [
+            model.build_stage(stage, num_stages, context).to(self.device)
+            for stage in range(num_stages)
+        ]
+        borders = [model.border(stage, num_stages, length) for stage in range(num_stages - 1)]
+        for stage, border in enumerate(borders):
+            if border.start:
+                handed = tuple(tensor.detach() for tensor in stages[stage].hand_over())
+                stages[stage + 1].take_over(handed)
+        found = _Built(borders, [[] for _ in stages], {}, {}, {})
+        for module in stages:
+            module.train()
+        runs = {b: self._run_often(stages, borders, b, found) for b in self.sizes}
+        for stage, module in enumerate(stages):
+            trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            found.trained |= {f"{stage}.{name}": p for name, p in trained.items()}
+            row = found.costs[stage]
+            for quantity in range(3):
+                row += [runs[b][stage][quantity] for b in self.sizes]
+            row += [
+                float(bytes_of([*module.parameters(), *module.buffers()])),
+                float(bytes_of(trained.values())),
+                self._optimizer_s([*trained.values()]),
+            ]
+        return found
+
+    def _run_often(
+        self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
+    ) -> list[list[float]]:
+        """Forward and backward seconds (medians) and bytes kept, of each stage."""
+        started_s = time.perf_counter()
+        _, kept = self._run(stages, borders, b, 0, found, counts=True)
+        self._run(stages, borders, b, 1, found)
+        again = BUDGET_S / max(1e-6, (time.perf_counter() - started_s) / 2)
+        times = [
+            self._run(stages, borders, b, 2 + i, found)[0]
+            for i in range(max(1, min(MOST_TIMES, int(again))))
+        ]
+        return [
+            [*(statistics.median(run[s][way] for run in times) for way in (0, 1)), float(kept[s])]
+            for s in range(len(stages))
+        ]
+
+    def _run(
+        self, stages: Sequence[Stage], borders: Sequence[Border], b: int, turn: int,
+        found: _Built, counts: bool = False,
+    ) -> tuple[list[list[float]], list[int]]:  # fmt: skip
+        """One micro-batch, as the pipeline runs it."""
+        batch = self._batch(b, turn)
+        seconds, kept = [[0.0, 0.0] for _ in stages], [0] * len(stages)
+        inputs: list[Message | None] = [None]
+        outputs: list[Message] = []
+        loss = torch.zeros((), device=self.device)
+        for s, module in enumerate(stages):
+            received = inputs[s]
+            if received is not None and borders[s - 1].gradient_returns:
+                for value in received.values():
+                    if value.is_floating_point():
+                        value.requires_grad_()
+            fields = self.job.model.fields(s, len(stages)) | {"ids"}
+            visible = {name: value for name, value in batch.items() if name in fields}
+            saved = SavedTensors()
+            started_s = self._now()
+            with self.autocast():
+                if counts:
+                    with saved:
+                        output = module(received, visible)
+                else:
+                    output = module(received, visible)
+            seconds[s][0], kept[s] = self._now() - started_s, saved.peak_bytes
+            if output.send is not None:
+                outputs.append(output.send)
+                inputs.append({name: t.detach().clone() for name, t in output.send.items()})
+                found.messages[s, b] = inputs[-1]  # type: ignore[assignment]
+            if output.loss is not None:
+                loss = output.loss
+        for s in reversed(range(len(stages))):
+            started_s = self._now()
+            if s == len(stages) - 1:
+                (loss / b).backward()  # type: ignore[no-untyped-call]
+            elif borders[s].gradient_returns:
+                given = found.gradients[s, b]
+                pairs = [(outputs[s][f.name], given[f.name]) for f in borders[s].gradient_fields]
+                needed = [pair for pair in pairs if pair[0].requires_grad]
+                if needed:
+                    torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
+            else:
+                break
+            seconds[s][1] = self._now() - started_s
+            received = inputs[s]
+            if s and received is not None:
+                message: Message = {}
+                for entry in borders[s - 1].gradient_fields:
+                    value = received[entry.name]
+                    given_back = value.grad
+                    message[entry.name] = (
+                        torch.zeros_like(value) if given_back is None else given_back
+                    )
+                found.gradients[s - 1, b] = message
+        return seconds, kept
+
+    def _optimizer_s(self, trained: list[nn.Parameter]) -> float:
+        if not trained:
+            return 0.0
+        settings = self.job.training.optimizer
+        optimizer = settings.build(trained)
+        # A rate of 0 leaves the weights as they are.
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+
+        def update() -> None:
+            if settings.clip_norm:
+                torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+            optimizer.step()
+
+        took_s = self._timed(update)
+        for parameter in trained:
+            parameter.grad = None
+        return took_s
+
+    # Codecs.
+
+    def _border(
+        self, built: _Built, number: int, compression: Compression | Phased
+    ) -> BorderCodec:  # fmt: skip
+        last = compression.at(self.job.max_steps)  # of phases the last one
+        border = built.borders[number]
+        forward = Codec(last.forward, last.forward_memory)
+        backward = Codec(last.backward, last.backward_memory)
+        return BorderCodec(
+            self._way(forward, border.fields, {b: built.messages[number, b] for b in self.sizes}),
+            self._way(backward, border.gradient_fields,
+                      {b: built.gradients[number, b] for b in self.sizes})
+            if border.gradient_returns else None,
+        )  # fmt: skip
+
+    def _way(
+        self, codec: Codec, fields: Sequence[BorderField], messages: Mapping[int, Message]
+    ) -> Way:
+        """Compressing with framing, and decompressing, as the main thread of a rank does them.
+        Memories are left out."""
+        key, points = MessageKey(Kind.ACTIVATION), []
+        codec.use_stream(0)
+        for b, message in sorted(messages.items()):
+            made = copy.deepcopy(codec.compressor)
+            specs = {
+                f.name: f.spec(len(message[f.name])) for f in fields if f.dtype.is_floating_point
+            }
+
+            def encode(message: Message = message, made=made, specs=specs) -> Tensor:  # type: ignore[no-untyped-def]
+                parts: list[Tensor] = []
+                for entry in fields:
+                    tensor = message[entry.name].detach()
+                    parts += made.compress(tensor) if entry.name in specs else (tensor,)
+                return encode_frame(key, tuple(parts), 0)
+
+            frame = encode()
+            seal_frame(frame, 0.0)
+            came = decode_frame(frame, "this process").parts
+
+            def decode(came=came, made=made, specs=specs) -> None:  # type: ignore[no-untyped-def]
+                rest = list(came)
+                for entry in fields:
+                    spec = specs.get(entry.name)
+                    count = 1 if spec is None else len(made.wire_specs(spec))
+                    parts, rest = tuple(rest[:count]), rest[count:]
+                    if spec is not None:
+                        made.decompress(parts, spec)
+
+            points.append((float(b), float(len(frame)), self._timed(encode), self._timed(decode)))
+        return Way(*(Curve([(p[0], p[which]) for p in points]) for which in (1, 2, 3)))
+
+    def _averaging(
+        self, built: _Built, compression: Compression | Phased
+    ) -> AveragingCodec | None:  # fmt: skip
+        """None for a compressor that replicas cannot average with."""
+        if not built.trained:
+            return AveragingCodec(0)
+        first = next(iter(built.trained.values()))
+        shapes = {name: p.shape for name, p in built.trained.items()}
+        try:
+            codec = TensorCodec(
+                shapes, compression.for_tensor, 0, True, first.dtype, first.device
+            )  # fmt: skip
+        except ConfigError:
+            return None
+        generator = torch.Generator(first.device).manual_seed(0)
+        tensors = [
+            1e-3 * torch.randn(p.shape, generator=generator, device=p.device)
+            for p in built.trained.values()
+        ]
+        parts, _ = codec.encode(tensors)
+        return AveragingCodec(
+            frame_bytes(codec.wire_specs),
+            self._timed(lambda: codec.encode(tensors)),
+            self._timed(lambda: codec.decode(parts)),
+        )
+
+    # Little things.
+
+    def _batch(self, b: int, turn: int) -> Batch:
+        """Samples `turn * b` on, of the first batch."""
+        picked = self.ids[(torch.arange(b) + turn * b) % len(self.ids)]
+        batch = self.data.batch("train", picked)
+        return {n: t if n == "ids" else t.to(self.device) for n, t in batch.items()}
+
+    def _tokens(self) -> float:
+        """Of a sample, as the loss counts them."""
+        return float(self.data.weight(self.ids)) / len(self.ids)
+
+    def _timed(self, once: Callable[[], object]) -> float:
+        """Median seconds, the first time left out."""
+        once()
+        found: list[float] = []
+        while len(found) < 2 or (sum(found) < BUDGET_S / 4 and len(found) < MOST_TIMES):
+            started_s = self._now()
+            once()
+            found.append(self._now() - started_s)
+        return statistics.median(found)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def as_pipeline(job: Experiment, cluster: ClusterLayout, micro_batches: int) -> Experiment:
+    """The job over these clouds, as they are, with a schedule that suits any number of ranks."""
+    schedule = GPipe(max(micro_batches, cluster.min_micro_batches()))
+    return replace(job, cluster=cluster, strategy=Strategy(), schedule=schedule, plan=None)
+
+
+def _device(job: Experiment) -> torch.device:
+    asked = {cloud.device for cloud in job.cluster.clouds.values()}
+    has_gpu = torch.cuda.is_available() and asked != {"cpu"}
+    return torch.device("cuda" if has_gpu else "cpu")
+
+
+def _threads(layout: ClusterLayout) -> int:
+    """Of a rank, as run/launch.py sets them."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return max(1, len(os.sched_getaffinity(0)) // layout.num_ranks)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
