@@ -125,7 +125,10 @@ class Monitor:
         resumed = [place for place, event in enumerate(events) if event["event"] == "resume"]
         since = resumed[-1] if resumed else len(events)
         self._take_all(events[:since], shows=False)
-        self.finished_ranks.clear()
+        # Of earlier attempts ranks may have stopped; a run that has finished never goes on, so what
+        # says so is of this attempt, which may be ahead of this monitor.
+        ends = [] if resumed else [event for event in events if event["event"] == "finish"]
+        self.finished_ranks = {event["rank"] for event in ends}
         self.is_stopped = False
         return events[since:]
 

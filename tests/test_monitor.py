@@ -1,0 +1,33 @@
+"""The monitor of a run that torchrun started, which may begin after the ranks have."""
+
+import json
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tests.toy import toy_config
+from xcloud.job import config as configs
+from xcloud.record.events import EVENTS_FILE
+from xcloud.run.monitor import Monitor
+
+
+def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
+    lines = (
+        json.dumps({"event": event, "rank": rank, "cloud": "a", "t": 1.0, "num_steps": 2})
+        for event, rank in events
+    )
+    (run_dir / EVENTS_FILE).write_text("\n".join(lines) + "\n")
+    config = OmegaConf.create(toy_config("two_clouds"))
+    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
+    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), run_dir)
+    monitor.start()
+    return monitor
+
+
+def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) -> None:
+    assert monitor_after([("finish", 0), ("finish", 1)], tmp_path).finished_ranks == {0, 1}
+
+
+def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:
+    monitor = monitor_after([("stop", 0), ("stop", 1)], tmp_path)
+    assert monitor.finished_ranks == set() and not monitor.is_stopped
