@@ -150,6 +150,10 @@ class ReceivingEnd:
         self._expected = 0
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        with self._settings.life.awaiting(key):
+            return self._recv(key, overdue_s)
+
+    def _recv(self, key: MessageKey, overdue_s: float) -> Parts:
         started_s = time.monotonic()
         deadline_s = started_s + overdue_s
         while True:

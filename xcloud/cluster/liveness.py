@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -49,11 +50,34 @@ class PeerLife:
         self.policy = policy
         self._lock = threading.Lock()
         self._last_s = float("-inf")
+        self._awaited: tuple[object, float] | None = None  # message, since when
+        self._arrived_s = float("-inf")
 
     def note(self, at_s: float | None = None) -> None:
         """at_s: default now; in the future for a message that an emulated link holds back."""
         with self._lock:
             self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
+
+    @contextmanager
+    def awaiting(self, message: object) -> Iterator[None]:
+        """While the block lasts this rank waits for `message` of the peer. Who looks for the same
+        one again within a second has waited since the first time."""
+        now_s, before = time.monotonic(), self._awaited
+        if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
+            self._awaited = (message, now_s)
+        self._arrived_s = float("inf")
+        try:
+            yield
+        finally:
+            self._arrived_s = time.monotonic()
+
+    @property
+    def awaited(self) -> tuple[object, float] | None:
+        """The message that this rank waits for now, and for how many seconds; None for none."""
+        found, now_s = self._awaited, time.monotonic()
+        if found is None or now_s - self._arrived_s > 0.5:
+            return None
+        return found[0], now_s - found[1]
 
     @property
     def silent_s(self) -> float:

@@ -66,6 +66,7 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
+        self.lives = self.wiring.ends.lives
 
     def report(self, lines: bytes) -> None:
         assert self.wiring.control is not None
