@@ -104,8 +104,10 @@ class Chaos:
         jobs = importlib.import_module("benchmarks.chaos_jobs")
         config = jobs.config_of(outcome.job, mlflow)
         # Only a run under torchrun has a monitor that is a process of its own.
-        start = start_torchrun if outcome.kind == "kill monitor" else start_launcher
-        launcher = start(run_dir, config)
+        if outcome.kind == "kill monitor":
+            launcher = start_torchrun(run_dir, config, jobs.num_ranks(outcome.job))
+        else:
+            launcher = start_launcher(run_dir, config)
         outcome.attempts = 1
         if not _await_phase(outcome.phase, run_dir, launcher, dice, self.deadline_s):
             outcome.verdict = "missed" if launcher.poll() is not None else "hang"

@@ -112,13 +112,13 @@ def start_launcher(run_dir: Path, config: dict[str, Any]) -> Forked:
     return fork(be_launcher, run_dir / LAUNCHER_LOG, {"OMP_NUM_THREADS": "1"})
 
 
-def start_torchrun(run_dir: Path, config: dict[str, Any]) -> Forked:
+def start_torchrun(run_dir: Path, config: dict[str, Any], num_ranks: int) -> Forked:
     """The same command for a new run and for the rest of one; cold."""
     file = run_dir / "experiment.yaml"
     if not file.exists():
         file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2",
-             "--nproc-per-node", "2", "-m", "xcloud", "worker", str(file)]  # fmt: skip
+             "--nproc-per-node", str(num_ranks), "-m", "xcloud", "worker", str(file)]  # fmt: skip
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
     def be_torchrun() -> NoReturn:
@@ -159,7 +159,9 @@ def processes_of(run_dir: Path) -> list[int]:
             words = (process / "cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if target.startswith(f"{run_dir}/") or str(run_dir) in words:
+        if target.startswith(f"{run_dir}/") or any(
+            f"{run_dir}{end}" in words for end in ("/", "\0")
+        ):
             found.append(int(process.name))
     return sorted(found)
 
