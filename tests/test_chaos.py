@@ -1,4 +1,4 @@
-"""A few faults of benchmarks/chaos.py: no run may come to other weights, hang, or leave orphans."""
+"""A few faults of benchmarks/chaos.py: none may change the weights, hang, or leave orphans."""
 
 import json
 import os
