@@ -74,8 +74,9 @@ def test_a_test_evaluation_that_fails_loses_no_trained_stage(tmp_path: Path) -> 
 
 
 def test_a_rank_that_is_stopped_in_an_evaluation_is_named(tmp_path: Path) -> None:
+    """By rank 0, which waits for it, or by the launcher, which sees that it is stopped."""
     started_s = time.monotonic()
-    with pytest.raises(RunFailed, match=r"rank 1 has not come to the meeting.*no sign of life"):
+    with pytest.raises(RunFailed, match=r"rank 1 (has not come .*no sign of life|.*SIGSTOP)"):
         start(tmp_path, config_of(TWO_CLOUDS, 2, predict_how="stop"))
 
     assert time.monotonic() - started_s < 60

@@ -11,6 +11,7 @@ from tests.pipelines import in_threads
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
+from xcloud.cluster.link_end import InSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
@@ -107,8 +108,26 @@ def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
     assert life.deadline_s(now_s, 7.0) == now_s + 60.0 + QUICK.lost_after_s
 
 
-@pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 9.0)])
-def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, float]) -> None:
+def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer() -> None:
+    """Silence for lost_after_s ends it before overdue_s, life does not prolong that."""
+
+    def waited_s(overdue_s: float, lives_s: float) -> tuple[float, str]:
+        life = PeerLife(Liveness(0.1, 0.5))
+        life.beats = True
+        end, started_s = ReceivingEnd(InSettings("rank 1", 1000, life=life)), time.monotonic()
+        beating = Heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.note())
+        with beating, pytest.raises(LinkTimeout) as raised:
+            end.recv(MessageKey(Kind.GRADIENT, 3), overdue_s)
+        return time.monotonic() - started_s, str(raised.value)
+
+    seconds, said = waited_s(overdue_s=30.0, lives_s=0.8)
+    assert 1.0 < seconds < 5.0 and "Its last sign of life came" in said
+    seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0)
+    assert 1.4 < seconds < 5.0
+
+
+@pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])
+def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.liveness"):
         Liveness(*settings)
 
@@ -116,7 +135,7 @@ def test_a_policy_that_cannot_work_is_refused(settings: tuple[float, float]) -> 
 def test_a_timeout_advises_only_settings_that_exist() -> None:
     clouds = {"a": Cloud(), "b": Cloud()}
 
-    assert ClusterLayout(clouds, "real").overdue_advice(0, 1) == ""
+    assert "cluster.liveness.over" in ClusterLayout(clouds, "real").overdue_advice(0, 1)
     assert "cluster.wan.timeout_s" in ClusterLayout(clouds, LinkProfile(1e6)).overdue_advice(0, 1)
 
 

@@ -203,3 +203,20 @@ def test_no_worker_imports_what_draws() -> None:
     assert {"comm.step_clock", "run.typical_step", "record.reporter"} <= reached
     drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "run.monitor"}
     assert not reached & drawing
+
+
+def test_a_second_monitor_knows_who_had_finished_before_the_first_was_lost(
+    tmp_path: Path,
+) -> None:
+    told = [
+        *step_events(12),
+        *({"event": "finish", "rank": rank, "cloud": "a"} for rank in (0, 1)),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    (tmp_path / "rank0.wire.json").write_text("{}")
+
+    second, first = monitor(tmp_path), monitor(tmp_path)
+    second.start(is_again=True)
+    assert second.finished_ranks == {0, 1} and (tmp_path / "rank0.wire.json").exists()
+    first.start()  # to it they are of an earlier attempt at the run
+    assert not first.finished_ranks

@@ -1,6 +1,10 @@
 """The shell around every role: what it reports, closes and leaves behind. One rank, no network."""
 
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +77,29 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
         live(job_from_config(CONFIG), tmp_path, refused)
     assert not called
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the parent's death")
+def test_a_stopped_rank_ends_with_its_launcher() -> None:
+    read_end, write_end = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        here = os.getpid()
+        if not (rank := os.fork()):
+            worker._tie_to_parent(here)
+            os.write(write_end, b"1")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        os.read(read_end, 1)
+        os.waitpid(rank, os.WUNTRACED)
+        os.write(write_end, str(rank).encode())
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    rank = int(os.read(read_end, 20))
+    stat = Path(f"/proc/{rank}/stat")
+    until_s = time.monotonic() + 5
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > until_s:
+            os.kill(rank, signal.SIGKILL)
+            pytest.fail("the rank outlives its launcher")
+        time.sleep(0.01)

@@ -47,6 +47,11 @@ COMMANDS = {
         "follow a run over several machines (its first worker starts this)",
         "monitor runs/first --experiment experiment.yaml --parent PID",
     ),
+    "status": Command(
+        "xcloud.run.status",
+        "say what every rank of a run does, and who waits for whom",
+        "status outputs/DATE/TIME",
+    ),
     "generate": Command(
         "xcloud.run.generate",
         "let a trained causal language model write on",

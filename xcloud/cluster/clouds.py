@@ -136,12 +136,14 @@ class Layout(Generic[CloudT]):
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""
         wan = self.wan_between(rank, peer)
-        return wan.overdue_s(num_bytes) if isinstance(wan, LinkProfile) else 300.0
+        if isinstance(wan, LinkProfile):
+            return wan.overdue_s(num_bytes)
+        return self.liveness.overdue_after_s
 
     def overdue_advice(self, rank: int, peer: int) -> str:
         """For whoever found `peer` silent: which setting makes `rank` wait longer, if one does."""
         if not isinstance(self.wan_between(rank, peer), LinkProfile):
-            return ""
+            return "To wait longer raise cluster.liveness.overdue_after_s or lost_after_s."
         return "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
 
     def describe(self) -> str:

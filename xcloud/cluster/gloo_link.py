@@ -32,6 +32,7 @@ from xcloud.cluster.link_end import (
 from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 
 _TAGS = 1 << 30
+_OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
 @runtime_checkable
@@ -102,18 +103,20 @@ class GlooOutLink(SendingEnd):
     def _put(self, item: Outgoing | None) -> None:
         started_s = time.monotonic()
         num_bytes = 0 if item is None else item.frame.numel()
-        settings = self._settings
+        settings, life = self._settings, self._settings.life
+        in_step = life.beats and item is not None and item.key.kind in _OF_A_STEP
+        until = life.step_deadline_s if in_step else life.deadline_s
         while True:
             if self._failure is not None:
                 raise self._failure
             try:
                 return self._queue.put(item, num_bytes, timeout_s=1.0)
             except queue.Full:
-                if time.monotonic() > settings.life.deadline_s(started_s, settings.overdue_s):
+                if time.monotonic() > until(started_s, settings.overdue_s):
                     raise LinkTimeout(
                         f"{self.peer_name} has taken none of the waiting messages for "
-                        f"{time.monotonic() - started_s:.0f} s and gives no sign of life. Is that "
-                        "rank stopped, or its link down?"
+                        f"{time.monotonic() - started_s:.0f} s; its last sign of life came "
+                        f"{life.silent_s:.0f} s ago. Is that rank stopped, or its link down?"
                     ) from None
 
     def _run(self) -> None:

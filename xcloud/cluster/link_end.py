@@ -150,21 +150,27 @@ class ReceivingEnd:
         self._expected = 0
 
     def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        started_s = time.monotonic()
-        deadline_s = started_s + overdue_s
+        with self._settings.life.awaiting(key):
+            return self._recv(key, overdue_s)
+
+    def _recv(self, key: MessageKey, overdue_s: float) -> Parts:
+        life, started_s = self._settings.life, time.monotonic()
+        in_step = key.kind is not Kind.EVALUATION
+        until = life.step_deadline_s if in_step else life.deadline_s
+        deadline_s = started_s + min(overdue_s, life.policy.lost_after_s)
         while True:
             try:
                 found = self._inbox.get(max(0.0, deadline_s - time.monotonic()))
                 break
             except queue.Empty:
+                deadline_s = until(started_s, overdue_s)
+                if time.monotonic() < deadline_s:
+                    continue
                 waited_s = time.monotonic() - started_s
-                if key.kind is Kind.EVALUATION:
-                    deadline_s = self._settings.life.deadline_s(started_s, overdue_s)
-                    if time.monotonic() < deadline_s:
-                        continue
+                seen = f" Its last sign of life came {life.silent_s:.0f} s ago." * life.beats
                 raise LinkTimeout(
-                    f"no {key} from {self.peer_name} after {waited_s:.1f} s. Is that rank alive?"
-                    f" {self._settings.advice}".rstrip()
+                    f"no {key} from {self.peer_name} after {waited_s:.1f} s.{seen} Is that rank "
+                    f"alive? {self._settings.advice}".rstrip()
                 ) from None
         if isinstance(found, LinkError):
             self._inbox.put(found, 0)  # whoever asks next shall hear it too

@@ -1,15 +1,16 @@
 """Liveness: when a peer was last heard, and how long it may be silent. No network here.
 
-A rank that is busy outside a training step (exporting, evaluating, closing) sends a sign of life
-every few seconds, so no limit on such work is needed. Every message counts as a sign of life.
-Inside a step the link sets the deadline of a message (`overdue_s`).
+Ranks of a pipeline send a sign of life every few seconds, from a thread, whatever else they do, so
+no limit on an evaluation or an export is needed. Every message counts as a sign of life. Inside a
+step a message has a deadline too (`overdue_s`), which the link or the policy sets.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -21,21 +22,25 @@ from xcloud.errors import ConfigError, LinkError
 class Liveness:
     """When a silent rank counts as lost.
 
-    interval_s: how often a busy rank gives a sign of life.
+    interval_s: how often a rank gives a sign of life.
     lost_after_s: a rank is lost this many seconds after its last sign of life.
+    overdue_after_s: how long a rank that lives may take for one message inside a step, where no
+        emulated link says it.
     """
 
     interval_s: float = 5.0
-    lost_after_s: float = 60.0
+    lost_after_s: float = 20.0
+    overdue_after_s: float = 300.0
 
     def __post_init__(self) -> None:
         check_number("cluster.liveness.interval_s", self.interval_s, 0.0, above=True)
         check_number("cluster.liveness.lost_after_s", self.lost_after_s, 0.0, above=True)
-        if self.lost_after_s < 2 * self.interval_s:
+        check_number("cluster.liveness.overdue_after_s", self.overdue_after_s, 0.0, above=True)
+        if self.lost_after_s < 3 * self.interval_s:
             raise ConfigError(
-                f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least twice "
-                f"cluster.liveness.interval_s ({self.interval_s:g}): one late sign of life must "
-                "not make a rank lost"
+                f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "
+                f"times cluster.liveness.interval_s ({self.interval_s:g}): signs of life that "
+                "rank 0 passes on come up to two intervals late"
             )
 
 
@@ -47,13 +52,37 @@ class PeerLife:
 
     def __init__(self, policy: Liveness = DEFAULT_LIVENESS) -> None:
         self.policy = policy
+        self.beats = False  # signs of life come all the time: silence is a loss, in a step too
         self._lock = threading.Lock()
         self._last_s = float("-inf")
+        self._awaited: tuple[object, float] | None = None  # message, since when
+        self._arrived_s = float("-inf")
 
     def note(self, at_s: float | None = None) -> None:
         """at_s: default now; in the future for a message that an emulated link holds back."""
         with self._lock:
             self._last_s = max(self._last_s, time.monotonic() if at_s is None else at_s)
+
+    @contextmanager
+    def awaiting(self, message: object) -> Iterator[None]:
+        """While the block lasts this rank waits for `message` of the peer. Who looks for the same
+        one again within a second has waited since the first time."""
+        now_s, before = time.monotonic(), self._awaited
+        if before is None or before[0] != message or now_s - self._arrived_s > 1.0:
+            self._awaited = (message, now_s)
+        self._arrived_s = float("inf")
+        try:
+            yield
+        finally:
+            self._arrived_s = time.monotonic()
+
+    @property
+    def awaited(self) -> tuple[object, float] | None:
+        """The message that this rank waits for now, and for how many seconds; None for none."""
+        found, now_s = self._awaited, time.monotonic()
+        if found is None or now_s - self._arrived_s > 0.5:
+            return None
+        return found[0], now_s - found[1]
 
     @property
     def silent_s(self) -> float:
@@ -62,10 +91,16 @@ class PeerLife:
             return max(0.0, time.monotonic() - self._last_s)
 
     def deadline_s(self, started_s: float, overdue_s: float) -> float:
-        """Until when to wait, having started at started_s: overdue_s if the peer is silent from
-        the start, else lost_after_s after its last sign of life."""
+        """Until when to wait, having started at started_s: lost_after_s after the last sign of
+        life, but at least overdue_s if the peer does not give them all the time."""
         with self._lock:
-            return max(started_s + overdue_s, self._last_s + self.policy.lost_after_s)
+            patience_s = self.policy.lost_after_s if self.beats else overdue_s
+            return max(started_s + patience_s, self._last_s + self.policy.lost_after_s)
+
+    def step_deadline_s(self, started_s: float, overdue_s: float) -> float:
+        """The same for a message of a step, which a rank that lives must send in overdue_s."""
+        overdue_at_s = started_s + overdue_s
+        return min(self.deadline_s(started_s, overdue_s), overdue_at_s)
 
 
 class Heartbeat:

@@ -156,7 +156,8 @@ class CheckpointFolder:
         except FileNotFoundError as error:
             raise DataError(f"there is no {_name(path)}") from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{_name(path)} is damaged: {error!r}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(f"{_name(path)} is damaged: {why}") from error
         if written != _digest_of(head):
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
         return dict(head)

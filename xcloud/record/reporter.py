@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from xcloud.cluster.frame import Frame
 from xcloud.record.events import LOST_LINES_FILE
+from xcloud.record.rank_state import RankState
 
 FLUSH_EVERY_S = 1.0
 _MAX_CHUNK_BYTES = 1 << 17
@@ -97,11 +98,14 @@ def _ends_inside_a_line(path: Path) -> bool:
 class Reporter:
     """Collect one rank's events and flush them about once a second.
 
-    sink: takes whole lines, at most 128 KiB per call, and does not block for long.
+    sink: takes whole lines, at most 128 KiB per call, and does not block for long. state: is told
+    every event.
     """
 
-    def __init__(self, rank: int, cloud: str, sink: Callable[[bytes], None]) -> None:
-        self._rank, self._cloud, self._sink = rank, cloud, sink
+    def __init__(
+        self, rank: int, cloud: str, sink: Callable[[bytes], None], state: RankState | None = None
+    ) -> None:
+        self._rank, self._cloud, self._sink, self._state = rank, cloud, sink, state
         self._pending: list[bytes] = []
         self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields
         self._flushed_at_s = time.monotonic()
@@ -115,6 +119,8 @@ class Reporter:
             "t": round(time.time(), 3),
         }
         self.contents.setdefault(event, set()).update(head, fields)
+        if self._state is not None:
+            self._state.hear(event, fields)
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )

@@ -74,7 +74,8 @@ class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
     may be lost once they are ready, which the remaining ranks report. None: all ranks.
     restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
-    error of its own; None: never."""
+    error of its own; None: never. lost_after_s: an essential rank that is stopped (SIGSTOP) for so
+    long is ended, whatever the others wait for; None: never."""
 
     def __init__(
         self,
@@ -82,13 +83,16 @@ class LocalRanks:
         cloud_of_rank: list[str],
         essential: frozenset[int] | None = None,
         restart_s: float | None = None,
+        lost_after_s: float | None = None,
     ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
         everyone = frozenset(range(len(cloud_of_rank)))
         self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
-        self._restart_s = restart_s
+        self._restart_s, self._lost_after_s = restart_s, lost_after_s
+        self._stopped_s: dict[int, float] = {}  # ranks that are stopped, since when
+        self._given_up: set[int] = set()  # ended because they were stopped for too long
         self._due_s: dict[str, float] = {}  # when lost clouds begin again
         self._environment: dict[str, str] = {}
 
@@ -98,6 +102,8 @@ class LocalRanks:
             raise RunStopped
         self._remove_meeting_point()
         self.processes = []
+        self._stopped_s.clear()
+        self._given_up.clear()
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._environment = {
@@ -144,6 +150,7 @@ class LocalRanks:
         done_at_s = 0.0
         try:
             while True:
+                self._end_stopped()
                 codes = [process.poll() for process in self.processes]
                 met = meanwhile()
                 needed = [codes[rank] for rank in self.essential]
@@ -165,6 +172,19 @@ class LocalRanks:
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
+
+    def _end_stopped(self) -> None:
+        """A stopped rank would keep others waiting where no link looks for signs of life: while
+        they join, and in a collective."""
+        now_s = time.monotonic()
+        for rank in self.essential:
+            if not _is_stopped(self.processes[rank].pid):
+                self._stopped_s.pop(rank, None)
+            elif self._lost_after_s is not None:
+                since_s = self._stopped_s.setdefault(rank, now_s)
+                if now_s - since_s > self._lost_after_s:
+                    self.processes[rank].kill()
+                    self._given_up.add(rank)
 
     def _fail(self, cause: str) -> None:
         """Ranks that are asked to end go one by one, and the others lose them."""
@@ -236,6 +256,8 @@ class LocalRanks:
         failure = failure_of(self.run_dir, rank)
         if failure is not None:
             what = failure["message"]
+        elif rank in self._given_up:
+            what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
         elif code < 0:
             what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
         else:
@@ -256,6 +278,15 @@ class LocalRanks:
     def _last_line(self, rank: int) -> str:
         lines = self.log(rank).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "its log is empty"
+
+
+def _is_stopped(pid: int) -> bool:
+    """False where there is no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
 
 
 def _has_failed(code: int | None) -> bool:

@@ -54,7 +54,10 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
     monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
-    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks, experiment.restart_s)
+    ranks = LocalRanks(
+        run_dir, clouds, experiment.essential_ranks, experiment.restart_s,
+        layout.liveness.lost_after_s,
+    )  # fmt: skip
     cause: str | None = "the run was ended from outside"
     is_stopped = False
     try:

@@ -83,8 +83,9 @@ class Monitor:
         self.finished_ranks: set[int] = set()
         self.is_stopped = False  # ended before its time, as it was asked to
 
-    def start(self) -> None:
-        self._take_all(self._read_anew(), shows=False)  # of earlier attempts at this run
+    def start(self, is_again: bool = False) -> None:
+        """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
+        self._take_all(self._read_anew(is_again), shows=False)
         experiment = self.experiment
         tags = {
             "profile": experiment.profile,
@@ -116,17 +117,17 @@ class Monitor:
         self.poll()
         self._heard = False
 
-    def _read_anew(self) -> list[Event]:
+    def _read_anew(self, is_again: bool = False) -> list[Event]:
         """Take the whole record again, without the steps that were lost; returns what is told
-        since the run goes on."""
+        since the run goes on, or of all of it if is_again and the run never ended."""
         self._statistics, self._curves = statistics_of(self.experiment), RunCurves()
         self._reader = EventReader(self.run_dir / EVENTS_FILE, warn=False)
         events = one_timeline(self._reader.poll())
         resumed = [place for place, event in enumerate(events) if event["event"] == "resume"]
-        since = resumed[-1] if resumed else len(events)
+        since = resumed[-1] if resumed else 0 if is_again else len(events)
         self._take_all(events[:since], shows=False)
-        # Of earlier attempts ranks may have stopped; a run that has finished never goes on, so what
-        # says so is of this attempt, which may be ahead of this monitor.
+        # Of earlier attempts ranks may have stopped; a run that has finished never goes on, so
+        # what says so is of this attempt, which may be ahead of this monitor.
         ends = [] if resumed else [event for event in events if event["event"] == "finish"]
         self.finished_ranks = {event["rank"] for event in ends}
         self.is_stopped = False
@@ -283,13 +284,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", type=Path, required=True, help="the experiment file")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
     try:
         monitor = monitor_of(arguments.run_dir, arguments.experiment)
     except XcloudError as error:
         sys.exit(f"xcloud: {error}")
-    monitor.start()
+    monitor.start(arguments.again)
     essential = monitor.experiment.essential_ranks
     while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
         monitor.poll()

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.memory import Stateful, load_states, states_of
@@ -54,11 +55,13 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it. is_stopped: the run has ended early, as it was asked to.
+    may be lost with it. lives: signs of life of the other ranks, by rank. is_stopped: the
+    run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
+    lives: Mapping[int, PeerLife] = {}
     is_stopped = False
 
     def __init__(self, context: RankContext[JobT]) -> None:

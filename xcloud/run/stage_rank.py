@@ -5,6 +5,7 @@ ranks, export, evaluate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -66,10 +67,14 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
+        self.lives = self.wiring.ends.lives
 
     def report(self, lines: bytes) -> None:
         assert self.wiring.control is not None
         self.wiring.control.report(lines)
+
+    def alive(self) -> AbstractContextManager[object]:
+        return self.wiring.alive()
 
     def close(self) -> None:
         self.wiring.close()
@@ -156,10 +161,10 @@ class StageRank(Role[Experiment]):
         is_one = layout.num_replicas == 1
         trainer.decide = checkpoints.decide if is_one else checkpoints.decide_by_step
         if trainer.num_updates:  # another cloud may load longer than a message may take
-            with self.wiring.alive():
-                self.wiring.meet()
+            self.wiring.meet()
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
+        self.wiring.expect_signs_of_life()
         self.reporter.event("phase", now=True, name="training")
         transport = self.context.transport
         if transport is not None and rank not in job.essential_ranks:
@@ -180,23 +185,21 @@ class StageRank(Role[Experiment]):
                 return self._stop(checkpoints, step)
             every = job.training.evaluate_every
             if every and step % every == 0:
-                with self.wiring.alive():
-                    if is_first:
-                        evaluator.evaluate("dev", step)
-                    self.wiring.meet()  # or the next step would wait for another cloud's decoding
+                if is_first:
+                    evaluator.evaluate("dev", step)
+                self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
         self.context.asked.is_armed = False
         checkpoints.save_last(job.training.max_steps)
         if observer is not None:
-            with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
+            with self.reporter.may_lose(OBSERVATIONS_DIR):
                 if averaged is not None:
                     averaged.attack()
                 observer.write(run_dir)
         if privacy is not None and rank == 0:
-            with self.wiring.alive():
-                made = trainer.num_updates
-                contributions = job.strategy.most_contributions(made)
-                told = account(privacy, trainer.plan, made, contributions)
+            made = trainer.num_updates
+            contributions = job.strategy.most_contributions(made)
+            told = account(privacy, trainer.plan, made, contributions)
             self.reporter.event("privacy", **told)
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
@@ -205,28 +208,26 @@ class StageRank(Role[Experiment]):
             report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
-        with self.wiring.alive():
-            for stage, module in stages.items():
-                exports = is_first and self.wiring.lanes[stage].leads
-                tensors = whole(module.exported(), exports)
-                if exports:
-                    export_stage(run_dir, stage, module, tensors, data)
-            checkpoints.wait()
-            self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
-            self.reporter.event("phase", now=True, name="evaluation")
-            if is_first:
-                evaluator.evaluate("test", job.training.max_steps)
-            self.wiring.meet()
-            checkpoints.close()
+        for stage, module in stages.items():
+            exports = is_first and self.wiring.lanes[stage].leads
+            tensors = whole(module.exported(), exports)
+            if exports:
+                export_stage(run_dir, stage, module, tensors, data)
+        checkpoints.wait()
+        self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
+        self.reporter.event("phase", now=True, name="evaluation")
+        if is_first:
+            evaluator.evaluate("test", job.training.max_steps)
+        self.wiring.meet()
+        checkpoints.close()
         checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
 
     def _stop(self, checkpoints: Checkpointer, step: int) -> None:
         """Before the end, as asked, with a checkpoint of this step."""
-        with self.wiring.alive():
-            checkpoints.wait()
-            self.wiring.meet()
-            checkpoints.close()
+        checkpoints.wait()
+        self.wiring.meet()
+        checkpoints.close()
         self.reporter.event("stop", step=step)
         self.is_stopped = True
 

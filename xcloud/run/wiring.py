@@ -101,11 +101,17 @@ class Wiring:
             self.channels[name].load_state_dict(part)
 
     def alive(self) -> AbstractContextManager[object]:
-        """While the block lasts the other ranks are told that this one lives. For whatever may
-        take long outside a training step."""
+        """While the block lasts the other ranks are told that this one lives."""
         if self.control is None:
             return nullcontext()
         return Heartbeat(self.ends.layout.liveness.interval_s, self.control.say_alive)
+
+    def expect_signs_of_life(self) -> None:
+        """From now on a rank that is silent for lost_after_s is lost, in a step too. Not where
+        links are emulated, which hold messages back, or where clouds may leave and come back."""
+        if not self.is_elastic and not self.ends.is_emulated:
+            for life in self.ends.lives.values():
+                life.beats = True
 
     def meet(self) -> None:
         """Wait until every rank has come here; see Control.meet."""
@@ -114,8 +120,7 @@ class Wiring:
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
-        with self.alive():
-            self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
+        self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 
 def wire(

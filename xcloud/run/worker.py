@@ -33,6 +33,7 @@ from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.summary import read_summary
 from xcloud.run import elastic
@@ -60,6 +61,7 @@ def live(
     holder: Holder,
     asked: StopSignal,
     transport: PairTransport | None = None,
+    state: RankState | None = None,
 ) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run. Returns whether the run has ended early, as asked.
@@ -69,13 +71,17 @@ def live(
     is_resumed = (run_dir / EVENTS_FILE).exists()
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     # The role is there before anything is reported.
-    reporter = Reporter(rank, cloud, events.append if events else lambda lines: role.report(lines))
+    reporter = Reporter(
+        rank, cloud, events.append if events else lambda lines: role.report(lines), state
+    )
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
         holder, asked, is_resumed, transport,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
+    if state is not None:
+        state.lives = role.lives
     try:
         if agreed.verdict.kind == "refused":
             raise ConfigError(agreed.verdict.text)
@@ -155,7 +161,8 @@ def _tie_to_parent(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
             sys.exit("the parent is gone")
 
@@ -209,6 +216,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
     for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
         stale.unlink(missing_ok=True)  # of an earlier run in this folder
+    state, ending = RankState(run_dir, rank), "has done its part"
     code, monitor = 0, None
     asked = StopSignal()
     ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()
@@ -231,14 +239,19 @@ def main(words: Sequence[str] | None = None) -> None:
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        if live(job, rank, run_dir, agreed, holder, asked, transport):
+        if live(job, rank, run_dir, agreed, holder, asked, transport, state):
+            ending = "has stopped as it was asked to"
             code = EXIT_START_AGAIN
         if monitor is not None:
-            _await_monitor(monitor)
+            state.enter("waiting for the monitor")
+            if _await_monitor(monitor) < 0:
+                print("the monitor was killed; another one writes the run's record", flush=True)
+                _await_monitor(_start_monitor(run_dir, file, "--again"))
     except BaseException as error:
-        code = EXIT_FAILED
+        code, ending = EXIT_FAILED, f"has failed: {str(error)[:300]}"
         code = _write_failure(run_dir, rank, error)
     finally:
+        state.close(ending)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -246,18 +259,18 @@ def main(words: Sequence[str] | None = None) -> None:
         os._exit(code)
 
 
-def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
+def _start_monitor(run_dir: Path, file: Path, *more: str) -> subprocess.Popen[bytes]:
     """On several machines no launcher watches the run: rank 0's machine follows its events."""
     command = [sys.executable, "-m", "xcloud", "monitor", str(run_dir), "--experiment", str(file)]
-    return subprocess.Popen([*command, "--parent", str(os.getpid())])
+    return subprocess.Popen([*command, "--parent", str(os.getpid()), *more])
 
 
-def _await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> None:
-    """However long it measures, draws and stores: the run itself has ended well."""
+def _await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE_S) -> int:
+    """However long it measures, draws and stores: the run itself has ended well. Returns its exit
+    code, below 0 for a signal."""
     while True:
         try:
-            monitor.wait(note_s)
-            return
+            return monitor.wait(note_s)
         except subprocess.TimeoutExpired:
             print(f"the run is done; process {monitor.pid} still writes its record", flush=True)
 

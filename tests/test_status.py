@@ -1,0 +1,117 @@
+"""What `python -m xcloud status` says of a run that goes on, hangs, or has ended."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import start, wait_for
+from tests.toy import toy_config
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.liveness import PeerLife
+from xcloud.errors import ConfigError
+from xcloud.record.rank_state import RankState, state_file
+from xcloud.run.status import culprits, describe, main, ranks_of
+
+
+def write(run_dir: Path, rank: int, **facts: Any) -> None:
+    now = time.time()
+    state = {
+        "rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "written": now,
+        "ended": False, "phase": "training", "phase_since": now - 60, "waits_for": [],
+        "silent_s": {}, **facts,
+    }  # fmt: skip
+    state_file(run_dir, rank).write_text(json.dumps(state))
+
+
+def wait(rank: int, message: str, seconds: float = 12.0) -> dict[str, object]:
+    return {"rank": rank, "message": message, "since": time.time() - seconds}
+
+
+def test_who_waits_for_whom_leads_to_the_rank_that_hangs(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        message = "gradient of step 8, micro-batch 1"
+        write(tmp_path, 0, waits_for=[wait(1, message)], step=7, step_at=time.time() - 13)
+        write(tmp_path, 1, waits_for=[wait(2, message)])
+        write(tmp_path, 2, pid=sleeper.pid, written=time.time() - 12)
+        wait_for(lambda: ranks_of(tmp_path)[2].process == "stopped", 5)
+        said = describe(tmp_path)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+    assert culprits(ranks_of(tmp_path)) == {2: [0, 1]}
+    assert "not well: rank 2 is stopped (SIGSTOP)" in said
+    assert "rank 0: training for 60 s, step 7 done 13 s ago; waits for gradient of" in said
+    assert "step 8, micro-batch 1 from rank 1 for 12 s" in said
+    assert "rank 2 is waited for by ranks 0, 1" in said
+    assert "no checkpoint yet" in said
+    assert "rank 2 is gone" in describe(tmp_path)  # it was killed
+
+
+def test_a_rank_elsewhere_is_judged_by_its_last_sign_of_life(tmp_path: Path) -> None:
+    write(tmp_path, 0, host="another machine")
+    assert ": running\n" in describe(tmp_path)
+    write(tmp_path, 0, host="another machine", written=time.time() - 30)
+    assert "rank 0 gave no sign of life for 30 s" in describe(tmp_path)
+
+
+def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
+    write(tmp_path, 0, ended=True, phase="has failed: no data")
+    assert f"go on: python run.py resume={tmp_path}" in describe(tmp_path)
+    (tmp_path / "summary.json").write_text('{"status": "failed", "cause": "rank 0: no data"}')
+    mark = tmp_path / "checkpoints" / "step-000012" / "AGREED"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    said = describe(tmp_path)
+    assert "ended, failed: rank 0: no data" in said and "has failed: no data for 60 s" in said
+    assert "last checkpoint: step 12, 0 s ago" in said
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        describe(tmp_path)
+    assert main([str(tmp_path)]) == 1
+
+
+def test_a_rank_writes_what_it_waits_for(tmp_path: Path) -> None:
+    state, life = RankState(tmp_path, 3), PeerLife()
+    state.lives = {1: life}
+    state.hear("phase", {"name": "training"})
+    state.hear("step", {"step": 4})
+    with life.awaiting(MessageKey(Kind.GRADIENT, 5, 1)):
+        wait_for(lambda: bool(ranks_of(tmp_path) and ranks_of(tmp_path)[0].waits), 5)
+    found = ranks_of(tmp_path)[0]
+    assert found.waits[0][:2] == (1, "gradient of step 5, micro-batch 1")
+    assert (found.phase, found.step, found.process) == ("training", 4, "running")
+    state.close("has done its part")
+    assert ranks_of(tmp_path)[0].has_ended and not list(tmp_path.glob("*.draft"))
+
+
+@pytest.mark.slow
+def test_the_status_of_a_real_run_names_the_rank_that_is_stopped(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["training.max_steps=100"])
+    config["model"] |= {"step_s": 0.02}  # type: ignore[operator]
+    running = threading.Thread(target=start, args=(tmp_path, config))
+    running.start()
+    wait_for(lambda: [one.step is not None for one in ranks_of(tmp_path)] == [True, True])
+    assert ": running\n" in describe(tmp_path)
+    pid = json.loads(state_file(tmp_path, 1).read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: "rank 1 is waited for by rank 0" in describe(tmp_path), 20)
+    said = describe(tmp_path)
+    os.kill(pid, signal.SIGCONT)
+    assert "rank 1 is stopped (SIGSTOP)" in said
+    assert "rank 0: training" in said and "; waits for " in said and " from rank 1 for" in said
+    running.join()
+    assert "ended, finished" in describe(tmp_path)

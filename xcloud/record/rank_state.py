@@ -1,0 +1,81 @@
+"""What a rank does at the moment, in a small file of its run folder: rankN.state.json. Written by
+a thread of the rank, read by `python -m xcloud status`. A rank that is stopped or dead leaves an
+old one, so the age of the file is that of its last sign of life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xcloud.cluster.liveness import PeerLife
+
+WRITE_EVERY_S = 1.0
+
+
+def state_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank{rank}.state.json"
+
+
+class RankState:
+    """`lives` is set once the rank has links: their ends note there what they wait for.
+
+    phase: what the rank does, or how it has ended. step: of its last finished update.
+    """
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.lives: Mapping[int, PeerLife] = {}
+        self._path, self._rank = state_file(run_dir, rank), rank
+        self._facts: dict[str, Any] = {"phase": "joining the others", "phase_since": time.time()}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="state", daemon=True)
+        self._thread.start()
+
+    def enter(self, phase: str) -> None:
+        self._facts |= {"phase": phase, "phase_since": time.time()}
+
+    def hear(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Each event that the rank reports."""
+        if event == "phase":
+            self.enter(str(fields["name"]))
+        elif event in ("step", "fed") and "step" in fields:
+            self._facts |= {"step": fields["step"], "step_at": time.time()}
+
+    def close(self, ending: str) -> None:
+        """ending: how the rank has ended."""
+        self.enter(ending)
+        self._closing.set()
+        self._thread.join(WRITE_EVERY_S)
+
+    def _work(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # a full disk must not end a rank
+                self._write()
+            if self._closing.is_set():
+                return
+            self._closing.wait(WRITE_EVERY_S)
+
+    def _write(self) -> None:
+        waits = [
+            {"rank": peer, "message": str(key), "since": time.time() - seconds}
+            for peer, life in list(self.lives.items())
+            if (found := life.awaited) is not None
+            for key, seconds in [found]
+        ]
+        heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
+        text = json.dumps({
+            "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
+            "written": time.time(), "ended": self._closing.is_set(), **self._facts,
+            "waits_for": waits,
+            "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
+        })  # fmt: skip
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self._path)
