@@ -213,10 +213,13 @@ class OwnBackbone(OwnSizes):
     def _key(
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
     ) -> str:
+        settings = asdict(self.pretraining)
+        if not self.pretraining.causal_share:  # as before there was such a setting
+            del settings["causal_share"]
         described = {
             "code": CODE_VERSION,
             "config": asdict(config),
-            "pretraining": asdict(self.pretraining),
+            "pretraining": settings,
             "ids": asdict(ids),
         }
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
