@@ -1,6 +1,10 @@
-"""Compose the config, check it, run the experiment: python run.py +exp=abnet_iwslt"""
+"""Compose the config, check it, run the experiment: python run.py +exp=abnet_iwslt
+Go on with one that was interrupted: python run.py resume=outputs/DATE/TIME [training.max_steps=N]
+"""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Before hydra looks for plugins: our launcher of sweeps.
@@ -12,38 +16,80 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 CONF = Path(__file__).parent / "conf"
+RESUME = "resume="
 composed = False
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """1: failed, 75: start me again (EX_TEMPFAIL), 130: interrupted."""
+    from xcloud.errors import XcloudError
+    from xcloud.run.launch import EXIT_START_AGAIN, RunStopped
+
+    try:
+        yield
+    except XcloudError as error:
+        print(f"xcloud: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except RunStopped as stopped:
+        print(f"xcloud: {stopped}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_START_AGAIN)
+    except KeyboardInterrupt:
+        print("xcloud: interrupted; every rank has ended", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def main(config: DictConfig) -> None:
     global composed
     composed = True
-    from xcloud.errors import XcloudError
     from xcloud.job.follow_up import compose_follow_up
     from xcloud.run.local import run
 
-    sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
-        following = None if sweeping else compose_follow_up(config, CONF, run_dir)
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        # The launcher keeps the folder of a point that can go on. It says why one failed, and goes
+        # on with the next.
+        run(config, run_dir, resumes=True)
+        return
+    with exit_codes():
+        following = compose_follow_up(config, CONF, run_dir)
         run(config, run_dir)
         if following is not None:
             run(following, run_dir / "follow_up")
-    except XcloudError as error:
-        if sweeping:  # the launcher says which point it was and why, and goes on with the next
-            raise
-        print(f"xcloud: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("xcloud: interrupted; every rank has ended", file=sys.stderr, flush=True)
-        sys.exit(130)
+
+
+def go_on(words: list[str]) -> None:
+    """The rest of a run, and of the one that follows it."""
+    with exit_codes():
+        from xcloud.errors import ConfigError
+        from xcloud.job.follow_up import compose_follow_up
+        from xcloud.run.local import resumed, run
+
+        asked = [word for word in words if word.startswith(RESUME)]
+        overrides = [word for word in words if word not in asked]
+        if len(asked) > 1 or any(word.startswith("-") for word in overrides):
+            raise ConfigError("to go on with a run: python run.py resume=FOLDER [key=value ...]")
+        run_dir = Path(asked[0].removeprefix(RESUME))
+        config, has_more = resumed(run_dir, overrides, CONF)
+        following = compose_follow_up(config, CONF, run_dir)
+        if not has_more and following is None:
+            raise ConfigError(
+                f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
+            )
+        if has_more:
+            run(config, run_dir, resumes=True)
+        if following is not None:
+            run(following, run_dir / "follow_up", resumes=True)
 
 
 if __name__ == "__main__":
     for flag in {"-m", "--multirun"} & {*sys.argv}:  # argparse knows it at either end only
         sys.argv.remove(flag)
         sys.argv.insert(1, flag)
+    if any(word.startswith(RESUME) for word in sys.argv[1:]):
+        go_on(sys.argv[1:])
+        sys.exit()
     try:
         main()
     except SystemExit as ended:

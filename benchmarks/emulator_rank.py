@@ -93,8 +93,7 @@ class System:
         self._steps += 1
         self._optimizer.zero_grad()
         self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
-        assert self.wiring.control is not None
-        self.wiring.control.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
+        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
         self._optimizer.step()
         return time.perf_counter() - started
 

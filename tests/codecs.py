@@ -6,8 +6,9 @@ from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
+from xcloud.comm.power_sgd import PowerSgd
 from xcloud.comm.quantize import BlockInt
-from xcloud.comm.sparsify import RandomK, TopK, TopRows
+from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
 
 # compressor, largest relative error it may make on Gaussian values [96, 40]
 ERRORS: list[tuple[Compressor, float]] = [
@@ -32,6 +33,9 @@ ERRORS: list[tuple[Compressor, float]] = [
     (RandomK(0.5, unbiased=True), 1.1),
     (Svd(0.5, method="exact"), 0.56),
     (Svd(0.1), 0.93),
+    (RandomTopK(0.5, 0.5), 0.87),
+    (PowerSgd(4), 0.96),
+    (PowerSgd(40), 1e-6),
     (Chain(), 0.0),
     (Chain(none=Nothing()), 0.0),
     (Chain(svd=Svd(0.6), fp16=Cast("float16")), 0.48),
@@ -39,6 +43,8 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Chain(rows=TopRows(0.5), int8=BlockInt(8)), 0.75),
     (Chain(svd=Svd(1.0), topk=TopK(0.9), int4=BlockInt(4)), 0.2),
     (Chain(randomk=RandomK(0.5), int8=BlockInt(8)), 0.75),
+    (Chain(cocktail=RandomTopK(0.5, 0.5), int4=BlockInt(4)), 0.87),
+    (Chain(powersgd=PowerSgd(4), int8=BlockInt(8)), 0.96),
 ]
 # What holds for 1, 2, 4, 5 and 8 bits holds between them; test_bitpack.py packs every width.
 COMPRESSORS = [c for c, _ in ERRORS if c not in (BlockInt(3), BlockInt(6), BlockInt(7))]

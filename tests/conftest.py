@@ -7,11 +7,19 @@ time carry `xdist_group`. A named file, --pdb and `-n 0` run in one process.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+from tests import warm_ranks
+from xcloud.run import launch
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -26,10 +34,23 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_start_warm() -> Iterator[None]:
+    if sys.platform != "linux":
+        yield
+        return
+    with mock.patch.object(launch, "start_process", warm_ranks.start):
+        yield
+    warm_ranks.close()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
-        return  # not installed or switched off; or one of the processes itself
+    if hasattr(config, "workerinput"):  # one of the processes: it knows the command line alone
+        config.option.loadgroup = config.workerinput["dist"] == "loadgroup"
+        return
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # not installed or switched off
     option = config.option
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
@@ -39,11 +60,22 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.loadscopereorder = False  # ours, below: slow tests first
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["dist"] = node.config.option.dist
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

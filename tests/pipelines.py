@@ -93,6 +93,7 @@ def wired(
     seed: int = 7,
     on_report: Callable[[Frame], None] = lambda frame: None,
     run_dir: Path = Path("no file is written"),
+    ties_ends: bool = False,
 ) -> list[Wired]:
     """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
     any with as many micro-batches under way. record_from: as of StepClock."""
@@ -102,7 +103,7 @@ def wired(
         clock = StepClock(record_from)
         wiring = wire(
             world.transport(rank), layout, dict(borders), compression, max_samples, CPU, clock,
-            run_dir, on_report, schedule, defences, seed=seed,
+            run_dir, on_report, schedule, defences, seed=seed, ties_ends=ties_ends,
         )  # fmt: skip
         return Wired(wiring, clock)
 
@@ -140,10 +141,11 @@ def pipeline(
     rank = one.wiring.ends.rank
     held = layout.placement(rank).stages
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
-    lanes = {s: (layout.ranks_of(s).index(rank), len(layout.ranks_of(s))) for s in held}
+    turns = {s: layout.turn(s, rank) for s in held}
     return Pipeline(
-        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, lanes, CPU, 7, one.clock
-    )
+        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, turns, CPU, 7, one.clock,
+        num_replicas=layout.num_replicas,
+    )  # fmt: skip
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from tests import warm_ranks
 from xcloud.run.local import run
 
 
@@ -45,7 +46,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def no_workers(run_dir: Path) -> bool:
     listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
-    return all(pid == str(os.getpid()) for pid in listed.stdout.split())
+    others = [pid for pid in listed.stdout.split() if pid != str(os.getpid())]
+    return not others and not warm_ranks.alive(run_dir)
 
 
 def read(path: Path) -> str:

@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from xcloud.cluster.link import InProcessLink
 from xcloud.errors import ConfigError, FrameError
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
+from xcloud.run import launch
 from xcloud.run.agreement import Verdict, decode_table, encode_table, exchange
 from xcloud.run.compared import MAX_VALUE, PATH, compared_settings, make_table
 
-ROOT = Path(__file__).parent.parent
 Refused = Callable[[frozenset[int]], frozenset[int]]
 
 
@@ -52,7 +52,8 @@ def verdicts(*tables: dict[str, str], refused_with: Refused = nobody) -> list[Ve
         thread.start()
     for thread in threads:
         thread.join(20)
-    return [found[rank] for rank in range(len(tables))]
+    assert len({verdict.attempt for verdict in found.values()}) == 1 and found[0].attempt
+    return [replace(found[rank], attempt=0) for rank in range(len(tables))]
 
 
 def settings(**changed: Any) -> dict[str, Any]:
@@ -250,16 +251,8 @@ def run_ranks(folder: Path, configs: list[dict[str, Any]]) -> tuple[list[int], f
             "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        with open(run_dir / "log", "w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "xcloud", "worker", str(run_dir)],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+        command = [sys.executable, "-m", "xcloud", "worker", str(run_dir)]
+        ranks.append(launch.start_process(command, environment, run_dir / "log"))
     try:
         return [rank.wait(120) for rank in ranks], time.monotonic() - started_s
     finally:

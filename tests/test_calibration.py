@@ -15,7 +15,7 @@ from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
-from xcloud.models.calibration import measured_basis
+from xcloud.models.calibration import EncoderBlock, measured_basis
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis
 from xcloud.models.public_backbone import PublicBackbone
@@ -31,7 +31,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 def measured(weights: Weights, cache: Path, seed: int = 0, **settings: Any) -> Basis:
     split = Split(**({"layer": 1, "rank": 5, "calibration_texts": 30} | settings))
-    return measured_basis(split, weights, TEXT, where(cache, seed=seed))
+    return measured_basis(split, EncoderBlock(weights, 1), TEXT, where(cache, seed=seed))
 
 
 @torch.no_grad()
@@ -93,7 +93,9 @@ def test_the_owners_basis_is_measured_on_the_samples_themselves(
     tmp_path: Path, weights: Weights
 ) -> None:
     split = Split(1, 5, "pca", anchor="mean")
-    basis = measured_basis(split, weights, None, where(tmp_path, samples=own_pairs))
+    basis = measured_basis(
+        split, EncoderBlock(weights, 1), None, where(tmp_path, samples=own_pairs)
+    )
 
     encoder = Encoder(replace(weights.config, dropout=0.0), range(2), head=False)
     encoder.load_part(weights.tensors or {})
@@ -108,7 +110,11 @@ def test_a_kept_basis_has_an_anchor_for_every_place(tmp_path: Path, weights: Wei
     for max_length in (16, 12):
         place = where(tmp_path, max_length=max_length, samples=own_pairs)
         assert (
-            len(measured_basis(Split(1, 5, "orthogonal"), weights, None, place).anchor)
+            len(
+                measured_basis(
+                    Split(1, 5, "orthogonal"), EncoderBlock(weights, 1), None, place
+                ).anchor
+            )
             == max_length
         )
 
@@ -130,8 +136,8 @@ def test_it_is_measured_once(tmp_path: Path, weights: Weights) -> None:
 
 def test_public_text_of_another_tokenizer_is_refused(tmp_path: Path, weights: Weights) -> None:
     foreign = RandomText(9, TokenIds(1000, 0, 1, 2, 3))
-    with pytest.raises(ConfigError, match="1000 token ids, but the encoder has 24"):
-        measured_basis(Split(1, 5, "pca"), weights, foreign, where(tmp_path))
+    with pytest.raises(ConfigError, match="1000 token ids, but the model has 24"):
+        measured_basis(Split(1, 5, "pca"), EncoderBlock(weights, 1), foreign, where(tmp_path))
     network = backbone().network
     with pytest.raises(ConfigError, match="give both the same tokenizer"):
         PublicBackbone(foreign, 40, network).weights("text", where(tmp_path))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.test_conf import composed
-from tests.test_run import losses, weights
+from tests import warm_ranks
+from tests.configs import composed
+from tests.runs import losses, weights
 from xcloud.errors import ConfigError, DataError
 from xcloud.run import causal, generate
 from xcloud.run.causal import TrainedCausal
 from xcloud.run.generate import Generator
 from xcloud.run.local import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [
     "+exp=lora_clm", "tracker=none", "compression=none", "training.max_steps=4",
     "training.batch_size=8", "task.num_train=60", "task.num_dev=10", "task.num_test=10",
@@ -30,6 +32,8 @@ PROMPTS = ["Ana", "The doctor has"]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if sys.platform == "linux":
+        warm_ranks.import_first("transformers.models.llama.modeling_llama", "peft")
     return tmp_path_factory.mktemp("cache")
 
 
@@ -77,6 +81,30 @@ def test_all_weights_are_bit_equal_to_one_process(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
+    all_weights: Path, cache: Path, tmp_path: Path
+) -> None:
+    """In one of two clouds; clipped over both; blocks computed again in the backward. Three pieces
+    are scored, so one rank has one more to do."""
+    summary = start(
+        tmp_path, cache, "cluster=two_clouds_dp", "cluster/wan=free", "model.lora=null",
+        "+cluster.clouds.cloud_b.shard=true", "model.activation_checkpointing=true",
+        "training.eval_batch_size=4", "task.num_test=10",
+    )  # fmt: skip
+    assert losses(tmp_path) == pytest.approx(losses(all_weights), rel=1e-5)
+    ours, theirs = weights(tmp_path), weights(all_weights)
+    assert ours.keys() == theirs.keys(), "whole tensors under the usual names"
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-5)
+    expected = json.loads((all_weights / "summary.json").read_text())["quality"]
+    assert summary["quality"] == pytest.approx(expected, rel=1e-4)
+    memory = {rank["rank"]: rank for rank in summary["memory"]}
+    whole = json.loads((all_weights / "summary.json").read_text())["memory"][1]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory[2][kind] + memory[3][kind] == pytest.approx(whole[kind], rel=1e-3)
+        assert memory[2][kind] < 0.6 * whole[kind]
+
+
 def test_an_owner_of_text_and_labels_trains_over_another_cloud(
     two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +124,11 @@ def test_perplexity_tokens_per_second_and_bytes_are_in_the_summary(two_clouds: P
     assert summary["quality"].keys() == {"perplexity", "loss"}
     assert summary["tokens_per_s"] > 0
     assert summary["wan_bytes_per_step"]["forward"] > 0
+    memory = summary["memory"]
+    assert [rank["cloud"] for rank in memory] == ["cloud_a", "cloud_b"]
+    for rank in memory:
+        assert rank["parameters"] > rank["gradients"] > 0 and rank["activations"] > 0
+        assert rank["optimizer"] >= 2 * rank["gradients"] and rank["peak"] > rank["parameters"]
     assert "perplexity" in (two_clouds / "samples.txt").read_text()
 
 

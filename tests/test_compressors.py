@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -40,18 +41,16 @@ def relative_error(tensor: Tensor, seen: Tensor) -> float:
 
 
 @every_compressor
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_round_trip_keeps_shape_and_dtype(compressor: Compressor, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+def test_round_trip_keeps_shape_and_dtype(compressor: Compressor) -> None:
+    for dtype, shape in product(DTYPES, SHAPES):
         tensor = gaussian(*shape, dtype=dtype)
 
         assert TensorSpec.of(arrives(compressor, tensor)) == TensorSpec.of(tensor)
 
 
 @every_compressor
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sends_exactly_the_bytes_it_promises(compressor: Compressor, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+def test_sends_exactly_the_bytes_it_promises(compressor: Compressor) -> None:
+    for dtype, shape in product(DTYPES, SHAPES):
         tensor = gaussian(*shape, dtype=dtype)
         parts = copy.deepcopy(compressor).compress(tensor)
 
@@ -78,43 +77,40 @@ def test_any_shape_survives_even_without_values(
 
 
 @pytest.mark.parametrize(("compressor", "bound"), ERRORS, ids=[repr(c) for c, _ in ERRORS])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_on_gaussian_values_is_as_small_as_the_method_allows(
-    compressor: Compressor, bound: float, dtype: torch.dtype
+    compressor: Compressor, bound: float
 ) -> None:
-    tensor = gaussian(96, 40, dtype=dtype)
-    # The result is rounded to the tensor's dtype, and so are factors and values on the way.
-    slack = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6) if bound else 0.0
+    for dtype in DTYPES:
+        tensor = gaussian(96, 40, dtype=dtype)
+        # The result is rounded to the tensor's dtype, and so are factors and values on the way.
+        slack = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6) if bound else 0.0
 
-    assert relative_error(tensor, arrives(compressor, tensor)) <= bound + slack
+        assert relative_error(tensor, arrives(compressor, tensor)) <= bound + slack, dtype
 
 
 @every_compressor
-@pytest.mark.parametrize("power", [-100, -30, 30, 100])
-def test_error_is_the_same_for_tiny_and_huge_values(compressor: Compressor, power: int) -> None:
+def test_error_is_the_same_for_tiny_and_huge_values(compressor: Compressor) -> None:
     tensor = gaussian(48, 64)
     expected = relative_error(tensor, arrives(compressor, tensor))
+    for power in (-100, -30, 30, 100):
+        scaled = relative_error(tensor * 2.0**power, arrives(compressor, tensor * 2.0**power))
 
-    scaled = relative_error(tensor * 2.0**power, arrives(compressor, tensor * 2.0**power))
-
-    assert scaled == pytest.approx(expected, rel=0.02, abs=1e-6)
+        assert scaled == pytest.approx(expected, rel=0.02, abs=1e-6), power
 
 
 @pytest.mark.parametrize(  # unbiased multiplies what it sends, so it needs the range
     "compressor", [c for c in COMPRESSORS if "unbiased" not in c.label], ids=repr
 )
-@pytest.mark.parametrize("scale", [6e4, 1e-5])
-def test_the_ends_of_float16_are_reached_without_overflow(
-    compressor: Compressor, scale: float
-) -> None:
-    tensor = torch.full((40, 24), scale, dtype=torch.float16)
-    seen = arrives(compressor, tensor)
-    kept = seen[seen != 0]
+def test_the_ends_of_float16_are_reached_without_overflow(compressor: Compressor) -> None:
+    for scale in (6e4, 1e-5):
+        tensor = torch.full((40, 24), scale, dtype=torch.float16)
+        seen = arrives(compressor, tensor)
+        kept = seen[seen != 0]
 
-    assert seen.isfinite().all()
-    if "stochastic" not in compressor.label:
-        bound = 0.3 if "int4(" in compressor.label else 0.02
-        assert relative_error(tensor.flatten()[: len(kept)], kept) < bound
+        assert seen.isfinite().all(), scale
+        if "stochastic" not in compressor.label:
+            bound = 0.3 if "int4(" in compressor.label else 0.02
+            assert relative_error(tensor.flatten()[: len(kept)], kept) < bound, scale
 
 
 @every_compressor
@@ -210,26 +206,23 @@ def test_layout_in_memory_and_autograd_make_no_difference(compressor: Compressor
 
 
 @every_compressor
-@pytest.mark.parametrize(
-    ("dtype", "bad"),
-    [
+def test_a_value_that_is_not_finite_stays_visible_wherever_it_stands(
+    compressor: Compressor,
+) -> None:
+    cases = [
         *((torch.float32, bad) for bad in (math.nan, math.inf, -math.inf)),
         *((torch.float16, bad) for bad in (math.nan, math.inf)),
         (torch.bfloat16, math.nan),
         (torch.float64, -math.inf),
-    ],
-    ids=str,
-)
-def test_a_value_that_is_not_finite_stays_visible_wherever_it_stands(
-    compressor: Compressor, bad: float, dtype: torch.dtype
-) -> None:
-    for at in (0, 11, 64, 493, 949, 959):
-        tensor = gaussian(40, 24, dtype=dtype)
-        tensor.view(-1)[at] = bad
+    ]
+    for dtype, bad in cases:
+        for at in (0, 11, 64, 493, 949, 959):
+            tensor = gaussian(40, 24, dtype=dtype)
+            tensor.view(-1)[at] = bad
 
-        assert not arrives(compressor, tensor).isfinite().all(), at
-    everywhere = torch.full((40, 24), bad, dtype=dtype)
-    assert not arrives(compressor, everywhere).isfinite().all()
+            assert not arrives(compressor, tensor).isfinite().all(), (dtype, bad, at)
+        everywhere = torch.full((40, 24), bad, dtype=dtype)
+        assert not arrives(compressor, everywhere).isfinite().all(), (dtype, bad)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from tests.configs import CONF, build, composed
+from tests.configs import CONF, build, by_hydra, composed
+from xcloud.cluster.liveness import Liveness
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
@@ -49,16 +50,9 @@ def test_every_experiment_builds_in_every_profile(exp: str, model: str, profile:
     assert found.name == exp
 
 
-@pytest.mark.parametrize("profile", options("profile"))
-def test_electra_builds_in_every_profile(profile: str) -> None:
-    """It feeds instead of being cut into stages, so it is in no experiment of stages."""
-    config = composed(
-        "+exp=abnet_iwslt", "model=electra", f"profile={profile}", "data=translation_demo"
-    )
-    if profile == "files":
-        config.model.text.source.path = config.model.text.tokenizer.path = "somewhere"
+def test_the_generators_of_electra_share_no_language() -> None:
+    config = composed("+exp=electra_multilingual", "model=electra", "profile=demo")
     model = instantiate(config.model, _convert_="all")
-    configs.check_keys(OmegaConf.to_container(config.model, resolve=True), "model")
 
     assert isinstance(model, MultilingualElectra)
     assert list(model.generators) == ["cloud_a", "cloud_b"]
@@ -132,14 +126,19 @@ def test_the_hub_corpus_builds() -> None:
 
 
 def test_what_a_user_sets_arrives() -> None:
-    found = build(
+    """By way of Hydra; what the other tests set on a composed config is the same."""
+    overrides = (
         "+exp=abnet_iwslt",
         "cluster.wan.bandwidth_bits_per_s=5e6",
         "schedule.num_micro_batches=7",
         "training.max_steps=11",
+        "training.optimizer.learning_rate=1e-3",
+        "training.precision=bf16",
         "compression.forward.svd.rate=0.3",
         "seed=9",
     )
+    assert composed(*overrides) == by_hydra(*overrides)
+    found = configs.job_from_config(by_hydra(*overrides))
 
     assert found.cluster.wan.bandwidth_bits_per_s == 5e6  # type: ignore[union-attr]
     assert found.schedule.num_micro_batches == 7
@@ -207,20 +206,82 @@ def test_a_setting_without_a_value_is_named() -> None:
 
 def test_the_line_may_be_chosen_whatever_the_cluster() -> None:
     """So a sweep over clusters and lines can be written."""
-    for cluster in ("local", "one_cloud", "two_clouds"):
-        for wan in ("free", "real", "office_100m"):
-            built = build("+exp=abnet_iwslt", f"cluster={cluster}", f"cluster/wan={wan}")
-            assert built.cluster.name == cluster
-            if wan != "office_100m":
-                assert built.cluster.wan == wan
-            assert built.cluster.crosses_clouds == (cluster == "two_clouds")
+    chosen = [("local", "free"), ("one_cloud", "real"), ("local", "office_100m"),
+              ("two_clouds", "free")]  # fmt: skip
+    for cluster, wan in chosen:
+        built = build("+exp=abnet_iwslt", f"cluster={cluster}", f"cluster/wan={wan}")
+        assert built.cluster.name == cluster
+        if wan != "office_100m":
+            assert built.cluster.wan == wan
+        assert built.cluster.crosses_clouds == (cluster == "two_clouds")
 
 
-def test_replicas_of_a_pipeline_are_refused_while_nothing_averages_over_clouds() -> None:
-    copies = [f"+cluster.clouds.{c}.{k}={v}" for c in ("c", "d") for k, v in
-              (("_target_", "xcloud.cluster.layout.Cloud"), ("replica", 1))]  # fmt: skip
-    with pytest.raises(ConfigError, match="2 replicas of the pipeline, but nothing averages"):
-        build("+exp=abnet_iwslt", *copies)
+def test_liveness_can_be_set_whatever_the_cluster() -> None:
+    for cluster in options("cluster"):
+        config = composed(f"cluster={cluster}", "cluster.liveness.lost_after_s=30")
+        assert instantiate(config.cluster.liveness) == Liveness(lost_after_s=30)
+
+
+FOUR = [f"+cluster.clouds.{c}._target_=xcloud.cluster.layout.Cloud" for c in ("c", "d")]
+
+
+def test_a_strategy_deals_the_clouds_to_replicas() -> None:
+    found = {
+        arguments: {
+            name: (cloud.replica, cloud.stages)
+            for name, cloud in build("+exp=abnet_iwslt", *arguments).cluster.clouds.items()
+        }
+        for arguments in (
+            ("strategy=data_parallel",),
+            ("strategy=data_parallel", "cluster=one_cloud"),
+            ("strategy=hybrid", "strategy.replicas=1"),
+            ("strategy=hybrid", *FOUR),
+        )
+    }
+    whole = (0, 1)
+    assert list(found.values()) == [
+        {"cloud_a": (0, whole), "cloud_b": (1, whole)},
+        {"cloud": (0, whole)},
+        {"cloud_a": (0, (0,)), "cloud_b": (0, (1,))},
+        {"cloud_a": (0, (0,)), "cloud_b": (0, (1,)), "c": (1, (0,)), "d": (1, (1,))},
+    ]
+
+
+def test_the_headline_says_what_a_strategy_does() -> None:
+    said = {
+        cluster: build("+exp=abnet_iwslt", "strategy=data_parallel", f"cluster={cluster}").headline
+        for cluster in ("two_clouds", "local")
+    }
+    assert said["two_clouds"].endswith("strategy: data_parallel, 2 replicas")
+    assert "compression: averaging int8;" in said["two_clouds"]
+    assert said["local"].endswith("strategy: data_parallel (one replica, so nothing is averaged)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["strategy=hybrid", "strategy.replicas=3", *FOUR], "cannot be dealt evenly to the 4"),
+        (["strategy=hybrid", "cluster=u_shape", "+cluster.clouds.c._target_="
+          "xcloud.cluster.layout.Cloud", "+cluster.clouds.d.stages=[3]",
+          "+cluster.clouds.d._target_=xcloud.cluster.layout.Cloud",
+          "cluster.clouds.owner.stages=[0,4]", "cluster.clouds.other.stages=[1]"],
+         "they name their stages"),
+        (["+cluster.clouds.cloud_b.replica=1", "+cluster.clouds.cloud_b.stages=[0]"],
+         "strategy=pipeline never averages"),
+        (["strategy=data_parallel", "+security.holders.source=[cloud_a]"],
+         r"in cloud 'cloud_b'.*strategy=data_parallel puts stages"),
+        (["strategy=data_parallel", "schedule.num_micro_batches=1"], "set it to at least 2"),
+        (["strategy=data_parallel", "compression=phased_example",
+          "+compression.rest.compression.averaging._target_=xcloud.comm.cast.Nothing"],
+         "the same `averaging`"),
+        (["strategy=data_parallel", "+strategy/averaging/merge=median"],
+         "needs 3 replicas or more"),
+        (["strategy=pipeline", "strategy.replicas=null"], "nothing would bring the replicas"),
+    ],
+)  # fmt: skip
+def test_strategies_that_do_not_fit_are_refused_in_words(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build("+exp=abnet_iwslt", *arguments)
 
 
 def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:

@@ -136,7 +136,7 @@ def test_english_follows_from_spanish_and_sentences_are_whole() -> None:
 
 
 def test_vocabulary_is_a_few_thousand_forms_and_lengths_are_bounded() -> None:
-    found = pairs(20_000, seed=7)
+    found = pairs(10_000, seed=7)
     forms = [{w for p in found for w in re.findall(r"\w+", p[i].lower())} for i in (0, 1)]
     assert len(forms[0]) > 5000
     assert len(forms[1]) > 2000

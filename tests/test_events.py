@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event
-from xcloud.record.events import EventReader, StepCollector
+from xcloud.record.events import EventReader, StepCollector, one_timeline
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:
@@ -77,3 +77,58 @@ def test_seconds_are_means_over_the_ranks_of_a_cloud() -> None:
 
     assert totals is not None
     assert totals.mean_s("waiting_s") == pytest.approx({"source": 0.3, "target": 0.15})
+
+
+def at(t: float, event: str, step: int, **more: object) -> dict[str, object]:
+    return {"event": event, "rank": 0, "cloud": "a", "t": t, "step": step, **more}
+
+
+def test_steps_that_were_done_again_are_told_once_and_the_time_they_cost() -> None:
+    first = [at(float(step), "step", step, loss=1.0) for step in range(1, 8)]
+    lost = [at(6.5, "quality", 6), at(7.5, "skipped_update", 7), at(8.0, "timeline", 7)]
+    again = [at(20.0 + step, "step", step, loss=2.0) for step in (5, 6)]
+    events = [*first, *lost, at(20.0, "resume", 4), *again]
+    found = one_timeline(events)
+
+    assert found == [*first[:4], at(20.0, "resume", 4, steps_again=3, lost_s=16.0), *again]
+    twice = one_timeline([*events, at(30.0, "resume", 4), at(31.0, "step", 5)])
+    assert [(e["steps_again"], e["lost_s"]) for e in twice if e["event"] == "resume"] == [
+        (3, 0.0), (2, 26.0)
+    ]  # fmt: skip
+    further = one_timeline([*events, at(30.0, "resume", 5)])
+    assert [e["lost_s"] for e in further if e["event"] == "resume"] == [16.0, 5.0]
+
+
+def test_a_run_that_began_anew_has_lost_everything_before() -> None:
+    events = [{"event": "note", "rank": 0, "t": 1.0, "text": "x"}, at(3.0, "step", 1)]
+    found = one_timeline([*events, at(9.0, "resume", 0), {"event": "step"}])
+    assert found == [events[0], at(9.0, "resume", 0, steps_again=1, lost_s=8.0), {"event": "step"}]
+    assert one_timeline(events) == events
+
+
+def absence(what: str, step: int) -> dict[str, Any]:
+    fields = {"absent": "target", "what": what, "step": step}
+    return {"event": "absence", "rank": 0, "cloud": "source", **fields}
+
+
+def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
+    """What its loss completes comes with the next events, in order; back, it is waited for."""
+    collector, found = StepCollector(2), []
+
+    def feed(event: dict[str, Any]) -> None:
+        totals = collector.feed(event)
+        found.append(None if totals is None else (totals.step, sum(totals.num_ranks.values())))
+
+    for event in (step_event(0, 1), step_event(1, 1), step_event(0, 2), step_event(0, 3)):
+        feed(event)
+    feed(absence("late", 3))
+    assert found == [None, (1, 2), None, None, None]
+    found.clear()
+    for event in (absence("left", 4), step_event(0, 4), step_event(0, 5)):
+        feed(event)
+    assert found == [(2, 1), (3, 1), (4, 1)]
+    found.clear()
+    events = (absence("back", 6), step_event(0, 6), step_event(0, 7), step_event(1, 4))
+    for event in (*events, step_event(1, 7)):
+        feed(event)
+    assert found == [(5, 1), (6, 1), None, None, (7, 2)]  # what it tells of step 4 is too late

@@ -143,11 +143,11 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(tmp_path
             raise OSError(28, "No space left on device")
 
     with pytest.raises(RunFailed, match=r"model could not be written to .*model.*MB free"):
-        export_stage(tmp_path, 0, Stage(), Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
     (tmp_path / "model" / "stage0.safetensors").mkdir()
     Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]
     with pytest.raises(RunFailed, match="model could not be written"):
-        export_stage(tmp_path, 0, Stage(), Data())  # type: ignore[arg-type]
+        export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import json
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from xcloud.errors import FrameError, LinkClosed, RunFailed
+from xcloud.run import launch
 from xcloud.run.launch import LocalRanks, failure_of, ready_file
 from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
 
@@ -18,10 +18,9 @@ def test_memory_settings_reach_the_ranks_and_the_users_own_win(
 ) -> None:
     started: list[dict[str, str]] = []
 
-    def popen(command: list[str], *, env: dict[str, str], **_: Any) -> None:
-        started.append(env)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(
+        launch, "start_process", lambda command, environment, log: started.append(environment)
+    )
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "5")
     LocalRanks(tmp_path, ["a", "b"]).start()
@@ -82,3 +81,46 @@ def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
     assert _write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
     found = [failure_of(tmp_path, rank) for rank in range(3)]
     assert [f and f["peer_lost"] for f in found] == [False, True, None]
+
+
+def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Cloud b loses one of its two ranks: both begin again. Cloud c has failed by itself."""
+    started: list[str] = []
+
+    def start(command: list[str], environment: dict[str, str], log: Path) -> object:
+        started.append(environment["LOCAL_RANK"])
+        return subprocess.Popen(["sleep", "0.2"])
+
+    monkeypatch.setattr(launch, "start_process", start)
+    ranks = LocalRanks(tmp_path, ["a", "b", "b", "c"], frozenset({0}), restart_s=0.3)
+    for rank in range(1, 4):
+        ready_file(tmp_path, rank).touch()
+        ranks.log(rank).touch()
+    (tmp_path / "rank3.error.json").write_text(
+        json.dumps({"message": "another seed", "peer_lost": False, "expected": True})
+    )
+    ranks.processes = [
+        subprocess.Popen(["sleep", "2"]),
+        subprocess.Popen(["sh", "-c", "kill -9 $$"]),
+        subprocess.Popen(["sleep", "1000"]),
+        subprocess.Popen(["sh", "-c", "exit 1"]),
+    ]
+    ranks.wait(lambda: True)
+
+    assert started == ["1", "2"]
+    assert (tmp_path / "rank1.before.log").exists()
+
+
+def test_nothing_begins_again_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "start_process", lambda *_: pytest.fail("it was started again"))
+    ranks = LocalRanks(tmp_path, ["a", "b"], frozenset({0}))
+    ready_file(tmp_path, 1).touch()
+    ranks.processes = [
+        subprocess.Popen(["sleep", "0.5"]),
+        subprocess.Popen(["sh", "-c", "kill -9 $$"]),
+    ]
+    ranks.wait(lambda: True)

@@ -12,7 +12,7 @@ def test_ranks_are_numbered_cloud_by_cloud() -> None:
     assert layout.ranks_of(0) == (0, 1)
     assert layout.ranks_of(1) == (2,)
     assert layout.placement(2).cloud == "b"
-    assert layout.leaders == (0, 2)
+    assert layout.leaders() == (0, 2)
 
 
 def test_micro_batches_are_dealt_to_the_ranks_of_a_stage_in_turn() -> None:
@@ -88,7 +88,7 @@ def test_micro_batches_are_dealt_to_replicas_and_in_each_to_its_lanes() -> None:
     assert [layout.owner(0, i) for i in range(8)] == [0, 3, 1, 3, 0, 3, 1, 3]
     assert [layout.owner(1, i) for i in range(4)] == [2, 3, 2, 3]
     assert layout.stage_cloud(1, replica=1) == "c" and layout.placement(3).replica == 1
-    assert layout.leaders == (0, 2, 3)
+    assert [layout.leaders(replica) for replica in (0, 1)] == [(0, 2), (3,)]
     period = layout.lane_period(0)
     for stage in (0, 1):
         owners = [layout.owner(stage, i) for i in range(3 * period)]

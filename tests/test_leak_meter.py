@@ -100,7 +100,7 @@ def test_labels_of_one_class_and_spans_are_no_leak(tmp_path: Path) -> None:
     other.write(tmp_path / "span")
 
     assert measure(tmp_path / "span") == {
-        **dict.fromkeys(FIGURES), "label": {}, "text": {}
+        **dict.fromkeys(FIGURES), "label": {}, "text": {}, "averaging": {}
     }  # fmt: skip
 
 

@@ -49,6 +49,18 @@ def test_random_outages_follow_the_seed() -> None:
     assert arrivals(1) != arrivals(2)
 
 
+def test_random_outages_are_there_whatever_was_sent_before() -> None:
+    def profile() -> LinkProfile:
+        return LinkProfile(1e6, outage_every_s=3, outage_lasting_s=1)
+
+    asked_before, other = profile(), profile()
+    asked_before.sent_at(0.0, 10_000_000)
+
+    assert [asked_before.sent_at(at, 50_000) for at in range(60)] == [
+        other.sent_at(at, 50_000) for at in range(60)
+    ]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     start=st.floats(0, 100),

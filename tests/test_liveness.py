@@ -28,9 +28,9 @@ def controls(num_ranks: int, overdue_s: float) -> list[Control]:
         {peer: PeerLife(QUICK) for peer in range(num_ranks) if peer != rank}
         for rank in range(num_ranks)
     ]
-    first = Control(0, (0, 1), down, up, overdue_s, lives[0])
+    first = Control(0, down, up, overdue_s, lives[0])
     return [first] + [
-        Control(rank, (0, 1), {0: up[rank]}, {0: down[rank]}, overdue_s, lives[rank])
+        Control(rank, {0: up[rank]}, {0: down[rank]}, overdue_s, lives[rank])
         for rank in range(1, num_ranks)
     ]
 

@@ -117,6 +117,7 @@ def test_the_network_is_the_same_in_two_stages_and_in_three(tmp_path: Path, way:
     assert torch.equal(losses[0], losses[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     stages = build(model(pooling="mean", **WAYS[way]), 3, where(tmp_path))
@@ -127,6 +128,7 @@ def test_every_way_of_cutting_learns(tmp_path: Path, way: str) -> None:
     assert sum(losses[-10:]) < bound * sum(losses[:10]), losses[::10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [VALUE, SPAN], ids=lambda h: h.kind)
 def test_values_and_spans_are_learnt(tmp_path: Path, head: Head) -> None:
     made = model("span" if head is SPAN else "sample", "mean", head_rank=8)
@@ -304,7 +306,7 @@ def test_the_head_must_be_that_of_the_task(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"split.layer must be 0\.\.2 or null.*got 3"):
         model(layer=3)
-    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the model has 16"):
         model(rank=17)
     with pytest.raises(ConfigError, match=r"split\.head_rank is 17"):
         model(head_rank=17)
@@ -315,7 +317,7 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
         made.border(0, 2, 16)  # what is checked before a rank starts
     wide = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, rank=17))
-    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the encoder has 16"):
+    with pytest.raises(ConfigError, match=r"split\.rank is 17, but the model has 16"):
         wide.border(0, 2, 16)
     # Where only the width is known, the rank alone can be checked.
     told = PretrainedBackbone("nowhere", hidden=16)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("main_job")]  # one run for all of them
 ROOT = Path(__file__).parent.parent
 TINY = [
     "+exp=abnet_iwslt", "tracker=none", "task.num_pairs=2600", "training.max_steps=6",

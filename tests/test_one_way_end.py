@@ -23,6 +23,7 @@ from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.run.one_way.producer import ProducerRun, feed
 from xcloud.run.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
@@ -59,7 +60,18 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     book.take_orders(frame(Kind.ORDER, rows))
     book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
 
-    feed(ProducerRun(part, cloud, num_lanes, "a", reporter, DivergenceGuard()), wiring)
+    feed(
+        ProducerRun(
+            part,
+            cloud,
+            num_lanes,
+            "a",
+            reporter,
+            DivergenceGuard(),
+            MemoryMeter(torch.device("cpu")),
+        ),
+        wiring,
+    )
     reporter.flush()
     told = [json.loads(line) for chunk in lines for line in chunk.splitlines()]
     assert sum(event["num_batches"] for event in told) == made

@@ -23,9 +23,11 @@ from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, Round, So
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.run.one_way.consumer import ConsumerRun, LocalFeeding
+from xcloud.run.one_way.consumer import ConsumerRun
+from xcloud.run.one_way.feeding import LocalFeeding
 from xcloud.run.one_way.producer import ProducerRun
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 CLOUDS = {"a": OneWayCloud(share=0.7), "b": OneWayCloud(share=0.3), "hub": OneWayCloud()}
 
@@ -45,12 +47,16 @@ class LocalJob:
         for part in self.parts:
             part.optimizer = torch.optim.Adam(part.net.parameters(), 0.1)  # one with moments
         self.producers = [
-            ProducerRun(part, alone, 1, name, reporter, DivergenceGuard())
+            ProducerRun(
+                part, alone, 1, name, reporter, DivergenceGuard(), MemoryMeter(torch.device("cpu"))
+            )
             for part, name in zip(self.parts, job.cluster.producers, strict=True)
         ]
         feeding = LocalFeeding(self.producers, job.model.max_payload_bytes)
         consumer = job.model.consumer(0, 1, self.context())
-        self.consumer = ConsumerRun(job, feeding, consumer, 1, reporter, Path())
+        self.consumer = ConsumerRun(
+            job, feeding, consumer, 1, reporter, Path(), MemoryMeter(torch.device("cpu"))
+        )
 
     def context(self) -> Any:
         return feed_context(Path(), num_steps=9)

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,20 @@ def test_frozen_parameters_are_left_out() -> None:
     built = Optimizer().build([frozen, trained])
 
     assert [p is trained for group in built.param_groups for p in group["params"]] == [True]
+
+
+def test_training_does_not_import_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cost 2 s of every rank's start."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer(learning_rate=0.5).build([weight])
+    for _ in range(2):
+        weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    torch.testing.assert_close(weight.detach(), torch.zeros(2, 2))
 
 
 def test_weight_decay_spares_biases_and_norms_and_nothing_else() -> None:

@@ -10,6 +10,8 @@ from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
+from xcloud.comm.per_border import PerBorder
+from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import TopK
@@ -40,6 +42,9 @@ LABELS = {
     "svd_fp16_int8": "fp16(svd(0.6))+int8",
     "low_rank_few_bits": "int4+int2(toprows(0.5))",
     "delta_int4": "delta(int4)+int8",
+    "powersgd": "fp16+fp16, averaging fp16(powersgd(4)), vectors: fp16",
+    "sign": "fp16+fp16, averaging int1, vectors: fp16",
+    "cocktail": "fp16+fp16, averaging int4(topk(0.1 of random 0.1)), vectors: fp16",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }
 
@@ -51,6 +56,37 @@ def test_label_joins_forward_and_backward_with_their_memories() -> None:
     assert PAPER.label == "fp16(svd(0.6))+int8"
     assert Compression(TopK(0.05), BlockInt(8), ErrorFeedback()).label == "ef(topk(0.05))+int8"
     assert Compression(backward_memory=DeltaCache()).label == "none+delta(none)"
+
+
+def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_another() -> None:
+    int4, int8 = BlockInt(4), BlockInt(8)
+    assert PAPER.for_tensor("w", (3, 3)) is PAPER.backward
+    assert Compression(backward=int8, averaging=int4).for_tensor("w", (3, 3)) is int4
+    per_tensor = PerTensor(int4, int8, Cast(), {"lora_B": Nothing(), r"0\.": TopK(0.1)})
+    compression = Compression(averaging=per_tensor)
+    found = {
+        name: compression.for_tensor(name, shape).label
+        for name, shape in (
+            ("1.layers.3.attention.q.weight", (8, 8)),
+            ("1.layers.3.norm.weight", (8,)),
+            ("1.embed_tokens.weight", (50, 8)),
+            ("1.bottom.words.weight", (50, 8)),
+            ("1.layers.3.q.lora_B.weight", (8, 2)),
+            ("0.layers.3.bias", (8,)),
+        )
+    }
+    assert list(found.values()) == ["int4", "int8", "fp16", "fp16", "none", "topk(0.1)"]
+    assert compression.label == (
+        "none+none, averaging int4, vectors: int8, embeddings: fp16, lora_B: none, 0\\.: topk(0.1)"
+    )
+    assert not compression.is_identity and not Compression(averaging=int4).is_identity
+    assert Compression(averaging=PerTensor(Nothing(), Chain())).is_identity
+    assert PerBorder(PAPER, border_1=compression).for_tensor("w", ()) is PAPER.backward
+
+    one, other = Phase(3, PAPER), Phase(None, Compression(backward=PAPER.backward))
+    assert Phased(one=one, other=other).for_tensor("w", (3, 3)) is PAPER.backward
+    with pytest.raises(ConfigError, match=r"int8.*and.*bits=4.*the same `averaging`"):
+        Phased(one=one, other=Phase(None, compression)).for_tensor("w", (3, 3))
 
 
 def test_compression_is_the_same_at_every_step() -> None:
@@ -123,6 +159,9 @@ def test_phased_says_what_it_does() -> None:
             lambda: Compression(forward="int8"),
             r"forward must be a Compressor, got 'int8'.*_target_",
         ),  # type: ignore[arg-type]
+        (lambda: Compression(averaging="int8"), r"averaging must be a .*PerTensor, got 'int8'"),  # type: ignore[arg-type]
+        (lambda: PerTensor("int8"), r"PerTensor.default must be a compressor, got 'int8'"),  # type: ignore[arg-type]
+        (lambda: PerTensor(Cast(), names={"(": Cast()}), r"'\(' is no regular expression"),
         (lambda: Compression(backward_memory="ef"), r"backward_memory must be a Memory"),  # type: ignore[arg-type]
     ],
 )

@@ -41,6 +41,7 @@ def fresh(config: EncoderConfig = CONFIG) -> Encoder:
         return Encoder(config)
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_falls_far_below_the_unigram_baseline() -> None:
     sentences = counting_texts(300)
     counts = Counter(word for sentence in sentences for word in sentence)
@@ -78,6 +79,19 @@ def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_random
     assert len(lines) == 6 and lines[5].startswith("step 6/6, held-out loss ")
     assert all(torch.equal(quiet[name], talking[name]) for name in quiet)
     assert not torch.equal(quiet["layers.0.up.weight"], other["layers.0.up.weight"])
+
+
+def test_weight_decay_spares_biases_and_norms() -> None:
+    def weights(weight_decay: float) -> dict[str, torch.Tensor]:
+        network = fresh()
+        settings = MaskedLanguageModelling(steps=1, warmup_steps=0, weight_decay=weight_decay)
+        pretrain(network, texts(30), IDS, settings, lambda line: None)
+        return {name: value.detach() for name, value in network.named_parameters()}
+
+    without, strong = weights(0.0), weights(1.0)
+    assert all(
+        torch.equal(without[name], strong[name]) == (strong[name].ndim < 2) for name in without
+    )
 
 
 def test_masks_are_15_percent_and_of_these_80_10_10() -> None:

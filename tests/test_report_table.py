@@ -96,3 +96,14 @@ def test_bytes_have_three_digits(num_bytes: float | None, text: str) -> None:
 )
 def test_seconds_have_three_digits(seconds: float, text: str) -> None:
     assert human_seconds(seconds) == text
+
+
+def test_memory_is_of_the_fullest_rank_of_each_cloud() -> None:
+    sizes = {"parameters": 4e6, "activations": 1.5e6}
+    memory = [
+        {"rank": 0, "cloud": "source", "peak": 2e9, **sizes},
+        {"rank": 1, "cloud": "source", "peak": 3e9, **sizes},
+        {"rank": 2, "cloud": "target", "peak": 1e9, **sizes},
+    ]
+    text = " ".join(printed(SUMMARY | {"memory": memory}, {}).split())
+    assert "source 3.00 GB 4.00 MB 1.50 MB target 1.00 GB 4.00 MB 1.50 MB" in text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.sparsify import RandomK, TopK, TopRows, _SortedPositions
+from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPositions
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +149,32 @@ def test_toprows_costs_its_rows_and_a_few_bits_each() -> None:
 
     assert values == TensorSpec((120, 112), torch.float32)
     assert positions.num_bytes * 8 <= 6 * 120
+
+
+def test_the_largest_of_those_drawn_arrive_and_the_others_have_their_turn() -> None:
+    tensor = torch.arange(1.0, 1001)
+    compressor, seen = RandomTopK(0.2, 0.1), torch.zeros(1000, dtype=torch.bool)
+    compressor.use_stream(5)
+    for _ in range(60):
+        parts = compressor.compress(tensor)
+        found = compressor.decompress(parts, TensorSpec.of(tensor))
+        kept = found != 0
+        assert int(kept.sum()) == 20 and torch.equal(found[kept], tensor[kept])
+        assert int(kept[:500].sum()) <= 1  # 200 are drawn, 100 of them from the upper half
+        seen |= kept
+    assert seen[950:].all()
+    # 20 values, 20 of 200 positions in 110 bits, a seed.
+    specs = compressor.wire_specs(TensorSpec.of(tensor))
+    assert sum(spec.num_bytes for spec in specs) == 80 + 14 + 8
+
+
+@pytest.mark.parametrize("numel", [1000, 20_000, 150_000])
+def test_topk_finds_what_a_sort_finds_whatever_the_size(numel: int) -> None:
+    gaussian = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    periodic = torch.zeros(numel)
+    periodic[1::2] = gaussian[1::2]  # a sample of every second value sees zeros only
+    for values in (gaussian, gaussian.round(), gaussian.sort().values, periodic):
+        for rate in (0.001, 0.02, 0.3):
+            (kept, _), k = TopK(rate).compress(values), round(rate * numel)
+            order = values.abs().sort(descending=True, stable=True).indices[:k]
+            assert torch.equal(kept, values[order.sort().values]), (rate, k)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics, Summary, write_summary
 
 REQUIRED = {
@@ -17,7 +18,8 @@ REQUIRED = {
 ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
-    *("num_skipped_updates", "lost_files"),
+    *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
+    *("num_resumes", "num_steps_done_twice", "goodput"),
 }
 
 
@@ -178,3 +180,22 @@ def test_summary_is_written_whole_and_readable_by_any_parser(tmp_path: Path) -> 
     read = json.loads(path.read_text("utf-8"), parse_constant=refuse)
     assert read == {"name": "año", "final_loss": None, "list": [None, 1]}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_went_on_says_what_it_lost() -> None:
+    statistics = RunStatistics(1)
+    step = {"event": "step", "rank": 0, "cloud": "a", "step_s": 1.0, "loss": 1.0}
+    for event in one_timeline(
+        [
+            *({**step, "step": number, "t": 10.0 * number} for number in (1, 2, 3)),
+            {"event": "resume", "rank": 0, "cloud": "a", "t": 50.0, "step": 2},
+            {**step, "step": 3, "t": 60.0},
+            {"event": "lost_checkpoint", "rank": 0, "cloud": "a", "t": 60.0, "step": 3},
+        ]
+    ):  # fmt: skip
+        statistics.feed(event)
+    found = statistics.summary(name="x", status="finished", commit="c")
+
+    assert found["num_steps"] == 3 and found["wall_s"] == 50.0
+    assert (found["num_resumes"], found["num_steps_done_twice"], found["goodput"]) == (1, 1, 0.4)
+    assert found["num_lost_checkpoints"] == 1

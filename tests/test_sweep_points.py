@@ -71,6 +71,14 @@ def test_differences_name_both_values() -> None:
             ["compression=svd_fp16_int8 compression.forward.svd.rate=0.2", "compression=none"],
             ["fp16(svd(0.2))+int8 s1", "none s1"],
         ),
+        (
+            [
+                "strategy=pipeline compression=int8",
+                "strategy=data_parallel compression=int8",
+                "strategy=pipeline compression=none",
+            ],
+            ["pipeline int8+int8 s1", "data_parallel averaging int8 s1", "pipeline none s1"],
+        ),
         # The label of a compressor says nothing of its block size.
         (
             ["compression=int8 +compression.forward.int8.block=32", "compression=int8"],

@@ -10,6 +10,7 @@ import pytest
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
 from xcloud.errors import ConfigError
 from xcloud.project import code_digests
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.sweep.points import Point, name_points
 from xcloud.sweep.runner import check_settings
 from xcloud.sweep.state import SweepState, code_fingerprint
@@ -54,6 +55,25 @@ def test_a_failed_point_is_said_and_the_others_go_on(
     assert "asked to fail; the others go on" in failed and said.index(failed) < said.index("[2/3]")
     assert "1 of 3 points failed" in said and "sweep=s" in said.splitlines()[-1]
     assert "asked to fail" in (folder / "points.csv").read_text()
+
+
+def test_an_interrupted_point_goes_on_in_its_folder_unless_something_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_sweep(folder, GRID, FakeRuns(fail=["none s1", "none s2"])) == 1
+    first, second = (next(folder.glob(f"*{seed}")) for seed in ("s1", "s2"))
+    saved = CheckpointFolder(first)
+    saved.write(40, 0, {"step": 40}, {})
+    saved.mark_agreed(40, 0, {})
+    capsys.readouterr()
+
+    runs = FakeRuns()
+    assert run_sweep(folder, GRID, runs) == 0
+    said = capsys.readouterr().out
+    assert runs.names == ["none s1", "none s2"]
+    assert "none s1 goes on; from step 40; failed" in said and "none s2 runs again; failed" in said
+    assert saved.agreed_steps() == [40]
+    assert [path.name for path in (folder / "earlier").iterdir()] == [second.name]
 
 
 def test_points_that_are_wrong_for_one_reason_are_one_line(

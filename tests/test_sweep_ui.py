@@ -15,6 +15,7 @@ from xcloud.report.ui import HOST
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("sweep_ui"),  # one sweep for all of them
     pytest.mark.skipif(chromium() is None, reason="no Chromium here (apt-get install chromium)"),
 ]
 ROOT = Path(__file__).parent.parent

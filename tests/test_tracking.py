@@ -1,14 +1,10 @@
-"""The record of a run in MLflow, and that it never delays or ends the run."""
+"""A tracker whose store hangs, fails or refuses never delays or ends the run."""
 
-import json
 import logging
-import os
 import pickle
-import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,43 +12,24 @@ from typing import Any
 
 import pytest
 
-from tests.event_lines import append_event
+from tests.event_lines import append_event, append_step
+from tests.runs import wait_for
 from xcloud.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
+from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracked_values import final_metrics
 from xcloud.record.tracking import MlflowTracker, NullTracker, TrackedRun, Tracker
-from xcloud.report.mlflow_view import places_of, prepared_view
+from xcloud.report.mlflow_view import places_of
 
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
 SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
-
-
-def query(root: Path, text: str) -> list[tuple[Any, ...]]:
-    database = sqlite3.connect(root / "mlflow.db")
-    try:
-        return database.execute(text).fetchall()
-    finally:
-        database.close()
 
 
 def tracked(run_dir: Path, **more: Any) -> TrackedRun:
     """A run of one rank."""
     told = {"params": {"rate": 0.6}, "tags": {"sweep": "s"}, **more}
     return TrackedRun("a", run_dir=run_dir, statistics=RunStatistics(1), **told)
-
-
-def step(run_dir: Path, number: int, loss: float | None, **more: object) -> None:
-    fields = {"step": number, "step_s": 0.1, "loss": loss, **more}
-    append_event(run_dir / EVENTS_FILE, "step", rank=0, cloud="c", **fields)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 class FakeClient:
@@ -64,6 +41,13 @@ class FakeClient:
 
     def create_run(self, *args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(info=SimpleNamespace(run_id="id-of-the-run"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        assert run_id == "id-of-the-run", "there is no other"
+        self._take("reopened", status)
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        return [SimpleNamespace(step=step) for step, _ in self.curve(key)]
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         self._take("metrics", [(metric.key, metric.step, metric.value) for metric in metrics])
@@ -94,139 +78,6 @@ def open_with(client: FakeClient) -> Callable[..., tuple[FakeClient, str]]:
     return lambda store, view: (client, "1")
 
 
-# The real store
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTracker]:
-    """A finished run in a store made for it, in a folder with a blank in its name."""
-    os.environ["MLFLOW_RUN_ID"] = "of another tool"
-    root = tmp_path_factory.mktemp("my runs") / "mlruns"
-    run_dir = tmp_path_factory.mktemp("run")
-    (run_dir / "samples.txt").write_text("hola -> hello")
-    tracker = MlflowTracker(root=str(root), flush_s=0.05)
-    tracker.start(
-        TrackedRun(
-            "fp16_svd@0.6",
-            {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
-            {"sweep": "s1"},
-            run_dir,
-            RunStatistics(1),
-            prepared_view(),
-        )
-    )
-    for number in range(1, 4):
-        step(run_dir, number, 1 / number)
-    scores = {"split": "dev", "step": 3, "values": {"bleu": 40.0}}
-    append_event(run_dir / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
-    tracker.artifact(run_dir / "samples.txt")
-    tracker.artifact(run_dir)
-    tracker.finish("finished", {**SUMMARY, "profile": "demo"})
-    assert "MLflow lacks" not in places_of(tracker.recorded())
-    return root, tracker
-
-
-def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
-    recorded: tuple[Path, MlflowTracker],
-) -> None:
-    root, tracker = recorded
-    assert query(root, "SELECT run_uuid, name, status FROM runs") == [
-        (tracker.run_id, "fp16_svd@0.6", "FINISHED")
-    ]
-    params = dict(query(root, "SELECT key, value FROM params"))
-    assert params == {"compression.forward.rate": "0.6", "long": "x" * 6000}
-    tags = dict(query(root, "SELECT key, value FROM tags"))
-    assert tags["sweep"] == "s1" and tags["status"] == "finished"
-    assert tags["commit"] == "1a2b3c4" and tags["profile"] == "demo"
-    curve = query(root, "SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step")
-    assert curve == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert query(root, "SELECT step, value FROM metrics WHERE key = 'bleu'") == [(3, 41.92)]
-    assert query(root, "SELECT step, value FROM metrics WHERE key = 'dev/bleu'") == [(3, 40.0)]
-
-
-def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowTracker]) -> None:
-    root, tracker = recorded
-    folder = root / "artifacts" / str(tracker.run_id) / "artifacts"
-    assert (folder / "samples.txt").read_text() == "hola -> hello"
-    assert len(list(folder.glob("*/samples.txt"))) == 1  # the folder under its own name
-
-
-def test_table_is_told_the_run_and_the_command_to_see_it(
-    recorded: tuple[Path, MlflowTracker],
-) -> None:
-    root, tracker = recorded
-    page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert places_of(tracker.recorded()) == {
-        "MLflow run": tracker.run_id,
-        "see it with": f"python -m xcloud ui --root {root}",
-        "compare at": f"{page}&viewStateShareKey=sweep-s1",
-    }
-
-
-def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
-    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
-    assert "MLFLOW_RUN_ID" not in os.environ
-
-
-def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowTracker]) -> None:
-    tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
-    assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
-
-
-def test_artifacts_are_found_again_after_the_project_has_moved(
-    recorded: tuple[Path, MlflowTracker], tmp_path: Path
-) -> None:
-    old, tracker = recorded
-    new = tmp_path / "moved"
-    new.mkdir()
-    (new / "mlflow.db").write_bytes((old / "mlflow.db").read_bytes())
-
-    Store(new).follow_move()
-    location = (new / "artifacts").as_uri()
-    assert query(new, "SELECT artifact_location FROM experiments WHERE name = 'xcloud'") == [
-        (location,)
-    ]
-    assert query(new, "SELECT artifact_uri FROM runs") == [
-        (f"{location}/{tracker.run_id}/artifacts",)
-    ]
-
-
-REPOSITORY = Path(__file__).parent.parent
-
-START_A_RUN = """
-import sys
-from pathlib import Path
-from tests.event_lines import append_event
-from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import MlflowTracker, TrackedRun
-
-root, number = sys.argv[1:]
-run_dir = Path(root).parent / number
-run_dir.mkdir()
-tracker = MlflowTracker(root=root, finish_timeout_s=120)
-run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1))
-tracker.start(run)
-append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
-tracker.finish("finished", {"num_steps": 1})
-assert tracker.run_id and not tracker.recorded().missing, tracker.recorded()
-"""
-
-
-@pytest.mark.slow
-def test_four_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
-    root = tmp_path / "mlruns"
-    command = [sys.executable, "-c", START_A_RUN, str(root)]
-    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(4)]
-
-    assert [run.wait(200) for run in runs] == [0, 0, 0, 0]
-    assert query(root, "SELECT name, status FROM runs ORDER BY name") == [
-        (f"run {number}", "FINISHED") for number in range(4)
-    ]
-
-
-# A store in trouble
-
-
 def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,13 +91,16 @@ def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
     monkeypatch.setattr(Store, "open", hang)
     tracker = MlflowTracker(flush_s=0.01, finish_timeout_s=0.3)
     tracker.start(tracked(tmp_path))
-    step(tmp_path, 1, 1.0)
+    append_step(tmp_path, 1, 1.0)
     tracker.artifact(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
         tracker.finish("failed", SUMMARY)
     assert not gave_up.is_set(), "a call waited for the store"
     said = places_of(tracker.recorded())
     answered.set()
+    for thread in threading.enumerate():  # else it goes on with the store of another test
+        if thread.name == "tracking":
+            thread.join(30)
     assert said == {"MLflow lacks": "everything (no answer within 0.3 s)"}
     assert len(caplog.records) == 1 and "no answer within 0.3 s" in caplog.text
 
@@ -269,15 +123,15 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
     tracker = MlflowTracker(flush_s=0.01)
     with caplog.at_level(logging.WARNING):
         tracker.start(tracked(tmp_path))
-        step(tmp_path, 1, 1.0)
+        append_step(tmp_path, 1, 1.0)
         wait_for(lambda: client.curve("train/loss") == [(1, 1.0)])
         is_down.set()
         for number in (2, 3, 4):
-            step(tmp_path, number, float(number))
+            append_step(tmp_path, number, float(number))
             assert failed.acquire(timeout=30)
         is_down.clear()
         wait_for(lambda: len(client.curve("train/loss")) == 4)
-        step(tmp_path, 5, 5.0)
+        append_step(tmp_path, 5, 5.0)
         tracker.finish("finished", SUMMARY)
 
     assert len(caplog.records) == 1  # one warning for many failed attempts
@@ -302,16 +156,18 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
     monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
     tracker = MlflowTracker(flush_s=0.01)
     tracker.start(tracked(tmp_path))
-    step(tmp_path, 1, 1.0)
+    append_step(tmp_path, 1, 1.0)
     wait_for(lambda: len(client.curve("train/loss")) == 1)
     is_down.set()
-    step(tmp_path, 2, 2.0)
+    append_step(tmp_path, 2, 2.0)
     tracker.finish("finished", SUMMARY)
 
     said = places_of(tracker.recorded())
     assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
     assert said["MLflow run"] == "id-of-the-run"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "events.jsonl", "mlflow_run.json"
+    ]  # fmt: skip
 
 
 def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
@@ -329,7 +185,7 @@ def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
     tracker = MlflowTracker(flush_s=0.02)
     tracker.start(tracked(tmp_path))
     tracker.artifact(tmp_path / "never written")
-    step(tmp_path, 1, 1.0)
+    append_step(tmp_path, 1, 1.0)
     with caplog.at_level(logging.WARNING):
         tracker.finish("stopped", SUMMARY)
 
@@ -364,7 +220,7 @@ def test_many_steps_travel_in_few_calls_of_a_size_that_mlflow_takes(
     tracker.start(tracked(tmp_path, params=params))
     values = {str(index): 0.0 for index in range(7)}
     for number in range(500):
-        step(tmp_path, number, None, values=values)
+        append_step(tmp_path, number, None, values=values)
     tracker.finish("finished", SUMMARY)
 
     assert [len(batch) for batch in client.taken("params")] == [100, 100, 50]
@@ -373,9 +229,6 @@ def test_many_steps_travel_in_few_calls_of_a_size_that_mlflow_takes(
     assert len(client.curve("train/3")) == 500
     num_of_a_step = 7 + len(("step_s", "compute_s", "codec_s", "waiting_s"))
     assert sum(sizes) == 500 * num_of_a_step + len(final_metrics(SUMMARY))
-
-
-# Settings
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
@@ -409,3 +262,30 @@ heavy = {{"mlflow", "torch", "rich", "rich.table"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient()
+    monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
+
+    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> MlflowTracker:
+        tracker = MlflowTracker(flush_s=0.01)
+        tracker.start(tracked(tmp_path, params={"rate": rate}))
+        if resume is not None:
+            append_event(tmp_path / EVENTS_FILE, "resume", rank=0, cloud="c", step=resume)
+        for number in steps:
+            append_step(tmp_path, number, float(number))
+            scores = {"split": "dev", "step": number, "values": {"bleu": 1.0}}
+            append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
+        tracker.finish("finished", SUMMARY)
+        return tracker
+
+    attempt(1, 2, 3)
+    second = attempt(3, 4, resume=2, rate=0.7)
+
+    assert second.run_id == "id-of-the-run" and client.taken("reopened") == ["RUNNING"]
+    assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]
+    assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 3, 4]  # at worst the last again
+    assert client.taken("params") == [[("rate", "0.6")]]

@@ -90,6 +90,7 @@ def test_decoding_with_cache_equals_decoding_without(tmp_path: Path) -> None:
         assert scores.argmax(1)[: len(text)].tolist() == text
 
 
+@pytest.mark.slow
 def test_a_small_reversing_task_is_learned(tmp_path: Path) -> None:
     model = Transformer(64, 2, 2, 4, 128, dropout=0.0)
     stages = build(model, 2, context(tmp_path))

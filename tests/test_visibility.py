@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build
+from tests.test_conf import composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError, RunFailed
@@ -36,6 +37,25 @@ def test_every_layout_goes_with_its_rules(cluster: str, security: str) -> None:
         cloud = found.cluster.placement(rank).cloud
         for name in found.fields_of(rank):
             assert cloud in found.security.holders.get(name, [cloud])
+
+
+@pytest.mark.parametrize(("cluster", "security"), FITTING)
+def test_prompts_and_answers_of_chats_are_read_where_the_rules_allow(
+    cluster: str, security: str
+) -> None:
+    """Prompts (with the answers that are written on from) in the first stage, answers to guess in
+    the last; the upper half of the model in a cloud of its own sees neither."""
+    chats = ["+exp=lora_clm", f"cluster={cluster}", f"security={security}"]
+    found = configs.job_from_config(composed(*chats))
+    assert isinstance(found, Experiment)
+    for rank in range(found.cluster.num_ranks):
+        place, last = found.cluster.placement(rank), found.cluster.num_stages - 1
+        read = {"text", "types"} if 0 in place.stages else set()
+        assert found.fields_of(rank) == read | ({"label"} if last in place.stages else set())
+        for name in found.fields_of(rank):
+            assert place.cloud in found.security.holders.get(name, [place.cloud])
+    with pytest.raises(ConfigError, match="but is in cloud"):  # a copy for each cloud
+        configs.job_from_config(composed(*chats, "strategy=data_parallel"))
 
 
 @pytest.mark.parametrize(

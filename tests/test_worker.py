@@ -10,8 +10,11 @@ from omegaconf import OmegaConf
 from tests.one_way_toy import cloud, feed_config
 from xcloud.errors import ConfigError, LinkClosed
 from xcloud.job.config import job_from_config
+from xcloud.job.job import Job
 from xcloud.run import worker
 from xcloud.run.agreement import Agreed, Verdict
+from xcloud.run.checkpointing import StopSignal
+from xcloud.run.resume import Holder
 from xcloud.run.role import Role
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
@@ -36,6 +39,10 @@ class Noting(Role[Any]):
             raise LinkClosed(f"broke in {name}")
 
 
+def live(job: Job, run_dir: Path, agreed: Agreed) -> None:
+    worker.live(job, 0, run_dir, agreed, Holder.of(job, 0, run_dir, {}), StopSignal())
+
+
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
 def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
     fails_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -47,9 +54,9 @@ def test_what_was_said_and_sent_is_kept_however_a_rank_ends(
 
     if fails_in:
         with pytest.raises(LinkClosed, match=f"broke in {fails_in}"):
-            worker.live(job, 0, tmp_path, Agreed())
+            live(job, tmp_path, Agreed())
     else:
-        worker.live(job, 0, tmp_path, Agreed())
+        live(job, tmp_path, Agreed())
     assert called == (["run"] if fails_in == "run" else ["run", "close"])
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == (called if fails_in else ["run"])
@@ -64,5 +71,5 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
     refused = Agreed(Verdict("refused", (0,), "seed is 1 here, 2 there"))
 
     with pytest.raises(ConfigError, match="seed is 1 here, 2 there"):
-        worker.live(job_from_config(CONFIG), 0, tmp_path, refused)
+        live(job_from_config(CONFIG), tmp_path, refused)
     assert not called

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.pipelines import BORDER, in_threads, pipeline, samples, wired
+from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
+from xcloud.contracts.stage import Stage
 from xcloud.errors import TrainingDiverged
-from xcloud.parallel.exchange import AllReduce
+from xcloud.parallel.averaging_guard import AveragingGuard
+from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
+from xcloud.parallel.strategy import Strategy
+from xcloud.record.reporter import Reporter
+from xcloud.run.exchanges import join_exchanges, join_tied
+from xcloud.run.local_exchanges import LocalTraining
 from xcloud.run.wiring import Wiring
+from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -37,6 +45,8 @@ class Rank:
 
     trainer: Trainer
     wiring: Wiring
+    reporter: Reporter
+    told: list[bytes]
 
     def state_dict(self) -> State:
         return states_of({"trainer": self.trainer, "channels": self.wiring})
@@ -51,12 +61,26 @@ def ranks(
     compression: Compression | Phased | None = None,
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
+    strategy: Strategy = Strategy(),  # noqa: B008
+    privacy: Privacy | None = None,
+    toy: Callable[[int, int], Stage] = ToyStage,
 ) -> list[Rank]:
-    """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given."""
+    """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
+    toy: makes a stage, by its number and the number of stages."""
+    layout = strategy.arrange(layout)
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
-    made = []
-    for one in wired(layout, borders, compression or Compression(Chain(), Chain())):
-        held, wiring = pipeline(one, layout), one.wiring
+    compression = compression or Compression(Chain(), Chain())
+
+    guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
+
+    def made(wiring: Wiring, held: Pipeline) -> Rank:
+        told: list[bytes] = []
+        cloud = layout.placement(held.rank).cloud
+        local = LocalTraining(
+            training.max_steps,
+            partial(layout.stage_cloud, 0),
+            Reporter(held.rank, cloud, told.append),
+        )
         trainer = Trainer(
             rank=held.rank,
             pipeline=held,
@@ -64,13 +88,30 @@ def ranks(
             training=training,
             plan=plan or BatchPlan(40, training.batch_size, 1),
             lanes={stage: wiring.lanes[stage] for stage in held.stages},
-            exchanges={stage: AllReduce(wiring.lanes[stage]) for stage in held.stages},
-            control=wiring.control,
+            exchanges=join_exchanges(
+                wiring, held.stages, strategy, compression.for_tensor, 7, local, guard
+            ),
+            sums=wiring.sums,
             fetch=samples,
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
+            replica=layout.placement(held.rank).replica,
+            privacy=privacy,
+            apart=strategy.is_apart,
+            is_idle=lambda step: local.is_idle(step),
+            tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),
         )
-        made.append(Rank(trainer, wiring))
-    return made
+        local.work = lambda: trainer.work
+        return Rank(trainer, wiring, local.reporter, told)
+
+    def stages() -> dict[int, Stage]:
+        return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}
+
+    ties_ends = stages()[0].tied() is not None
+    joined = wired(layout, borders, compression, ties_ends=ties_ends)
+    # In turn: threads share torch's generator.
+    held = [pipeline(one, layout, stages()) for one in joined]
+    both = zip(joined, held, strict=True)
+    return in_threads([lambda one=one, own=own: made(one.wiring, own) for one, own in both])
 
 
 def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:

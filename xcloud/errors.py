@@ -7,6 +7,7 @@ XcloudError
 │   ├── LinkTimeout   the peer stayed silent longer than this link can explain
 │   ├── LinkClosed    the peer is gone
 │   └── FrameError    what arrived is not the frame that was expected
+├── ReplicasDiffer    copies of the model that must be equal are not; names stage and rank
 ├── TrainingDiverged  a loss or gradient is not finite; parameters are as before that update
 └── RunFailed         a run ended before its time; the message names the first cause
 """
@@ -38,6 +39,10 @@ class LinkClosed(LinkError):
 
 class FrameError(LinkError):
     """What arrived is not the frame that was expected."""
+
+
+class ReplicasDiffer(XcloudError):
+    """Copies of the model that must be equal are not."""
 
 
 class TrainingDiverged(XcloudError):

@@ -145,6 +145,13 @@ class Layout(Generic[CloudT]):
         return "To wait longer raise cluster.wan.timeout_s or cluster.wan.timeout_factor."
 
     def describe(self) -> str:
+        if not self.crosses_clouds:
+            return f"one cloud ({self._described}), no link between clouds"
+        return f"{len(self.clouds)} clouds ({self._described}), link: {self.describe_link()}"
+
+    @property
+    def _described(self) -> str:
+        """The clouds and what each does."""
         raise NotImplementedError
 
     def describe_link(self) -> str:

@@ -63,6 +63,7 @@ class Kind(IntEnum):
     READY = 17
     ORDER = 18
     STOP = 19
+    CHECKPOINT = 24  # how far a rank is with its part of a checkpoint
 
     @property
     def traffic(self) -> str | None:
@@ -78,6 +79,7 @@ _TRAFFIC = {
     Kind.AGREEMENT: "other",
     Kind.MEETING: "other",
     Kind.ALIVE: "other",
+    Kind.CHECKPOINT: "other",
     Kind.AVERAGING: "averaging",
 }
 

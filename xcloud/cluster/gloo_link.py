@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,41 @@ from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 _TAGS = 1 << 30
 
 
+@runtime_checkable
+class PairOfRanks(Protocol):
+    """What joins two ranks and no others, in one direction."""
+
+    def isend(self, frame: Tensor, tag: int) -> dist.Work: ...
+
+    def irecv(self, buffer: Tensor, tag: int) -> dist.Work: ...
+
+
+def _isend(
+    group: dist.ProcessGroup | PairOfRanks, frame: Tensor, peer: int, tag: int
+) -> dist.Work:
+    if isinstance(group, PairOfRanks):
+        return group.isend(frame, tag)
+    work = dist.isend(frame, peer, group, tag=tag)
+    assert work is not None
+    return work
+
+
+def _irecv(
+    group: dist.ProcessGroup | PairOfRanks, buffer: Tensor, peer: int, tag: int
+) -> dist.Work:
+    if isinstance(group, PairOfRanks):
+        return group.irecv(buffer, tag)
+    work = dist.irecv(buffer, peer, group, tag=tag)
+    assert work is not None
+    return work
+
+
 class GlooOutLink(SendingEnd):
     """Sends frames to one peer from a background thread."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, settings: OutSettings) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | PairOfRanks, peer: int, settings: OutSettings
+    ) -> None:
         super().__init__(settings)
         self._group, self._peer = group, peer
         self._failure: LinkError | None = None
@@ -94,9 +126,7 @@ class GlooOutLink(SendingEnd):
                 if settings.log is not None:
                     now_s = time.monotonic()
                     settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
-                work = dist.isend(frame, self._peer, self._group, tag=sequence % _TAGS)
-                assert work is not None
-                work.wait()
+                _isend(self._group, frame, self._peer, sequence % _TAGS).wait()
                 # It has taken it.
                 settings.life.note(slot.deliver_at_s if slot is not None else None)
         except RuntimeError as error:
@@ -120,7 +150,9 @@ class GlooOutLink(SendingEnd):
 class GlooInLink(ReceivingEnd):
     """Receives frames from one peer in a background thread, each at its time of delivery."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, settings: InSettings) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | PairOfRanks, peer: int, settings: InSettings
+    ) -> None:
         super().__init__(settings)
         self._group, self._peer = group, peer
         self._thread = threading.Thread(
@@ -136,8 +168,7 @@ class GlooInLink(ReceivingEnd):
             while True:
                 while len(posted) < self._settings.window.num_posted:
                     buffer = spare.pop() if spare else self._new_buffer()
-                    work = dist.irecv(buffer, self._peer, self._group, tag=next_to_post % _TAGS)
-                    assert work is not None
+                    work = _irecv(self._group, buffer, self._peer, next_to_post % _TAGS)
                     posted.append((buffer, work))
                     next_to_post += 1
                 buffer, work = posted.popleft()

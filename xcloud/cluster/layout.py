@@ -28,6 +28,8 @@ class Cloud:
     device: "auto" takes a GPU where there is one.
     slowdown: 4 = the cloud's ranks compute four times as long as this machine needs (a user's own
         weak device, emulated: they sleep after each piece of work). Compressing is not slowed.
+    shard: deal parameters, gradients and moments of each stage over its ranks, so that none holds
+        a stage whole while it trains (FSDP2).
     replica: number of the copy of the pipeline that this cloud is a part of.
     """
 
@@ -36,6 +38,7 @@ class Cloud:
     one_stage_per_rank: bool = False
     device: str = "auto"
     slowdown: float = 1.0
+    shard: bool = False
     replica: int = 0
 
     def __post_init__(self) -> None:
@@ -43,6 +46,7 @@ class Cloud:
         check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("cloud.one_stage_per_rank", self.one_stage_per_rank, (True, False))
         check_number("cloud.slowdown", self.slowdown, 1, 1000)
+        check_choice("cloud.shard", self.shard, (True, False))
         check_int("cloud.replica", self.replica, 0)
         if self.stages is not None:
             if not isinstance(self.stages, list | tuple) or not self.stages:
@@ -128,8 +132,33 @@ class ClusterLayout(Layout[Cloud]):
         ranks = self.ranks_of(stage, replica)
         return ranks[turn % len(ranks)]
 
+    def turn(self, stage: int, rank: int) -> tuple[int, int]:
+        """(first, period): of this stage, micro-batches first, first + period, ... are computed
+        by `rank`, which holds it."""
+        replica = self.placement(rank).replica
+        ranks = self.ranks_of(stage, replica)
+        return replica + self.num_replicas * ranks.index(rank), self.num_replicas * len(ranks)
+
     def stage_cloud(self, stage: int, replica: int = 0) -> str:
         return self.cloud_of(self.ranks_of(stage, replica)[0])
+
+    def leaves_cloud(self, stage: int) -> bool:
+        """Whether the border after `stage` joins two clouds in any replica."""
+        return any(
+            self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
+            for replica in range(self.num_replicas)
+        )
+
+    @property
+    def lanes_in_step(self) -> int:
+        """Micro-batches must come in multiples of this, where ranks compute in step."""
+        dealt = [
+            len(self.ranks_of(stage, cloud.replica))
+            for cloud in self.clouds.values()
+            for stage in cloud.stages or ()
+            if cloud.shard
+        ]
+        return math.lcm(*dealt)
 
     def lane_period(self, stage: int) -> int:
         """Micro-batches i and i + lane_period meet the same lanes on both sides of the border
@@ -137,11 +166,23 @@ class ClusterLayout(Layout[Cloud]):
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """Lane 0 of every stage: the ranks that speak for their stages across clouds."""
+    def leaders(self, replica: int = 0) -> tuple[int, ...]:
+        """Lane 0 of every stage of a replica: the ranks that speak for their stages across clouds.
+        The first of them is that of the replica's first cloud."""
         stages = range(self.num_stages)
-        return tuple(sorted({ranks[0] for stage in stages for ranks in self.replicas_of(stage)}))
+        return tuple(sorted({self.ranks_of(stage, replica)[0] for stage in stages}))
+
+    @property
+    def num_averaging_lines(self) -> int:
+        """Directions between two clouds in which replicas average a stage."""
+        together = {
+            (self.stage_cloud(stage, one), self.stage_cloud(stage, other))
+            for stage in range(self.num_stages)
+            for one in range(self.num_replicas)
+            for other in range(self.num_replicas)
+            if one != other
+        }
+        return len(together)
 
     def min_micro_batches(self) -> int:
         """Fewer micro-batches than this leave a rank without work."""
@@ -151,14 +192,13 @@ class ClusterLayout(Layout[Cloud]):
             for replica, ranks in enumerate(self.replicas_of(stage))
         )
 
-    def describe(self) -> str:
-        clouds = ", ".join(
+    @property
+    def _described(self) -> str:
+        return ", ".join(
             f"{name}: {num_ranks_in_words(cloud.num_ranks)}, "
             f"stage{'s' * (len(cloud.stages or ()) > 1)} {'+'.join(map(str, cloud.stages or ()))}"
             + (f" of replica {cloud.replica}" if self.num_replicas > 1 else "")
             + (f", {cloud.slowdown:g}x slower" if cloud.slowdown > 1 else "")
+            + (", dealt over its ranks" if cloud.shard else "")
             for name, cloud in self.clouds.items()
         )
-        if not self.crosses_clouds:
-            return f"one cloud ({clouds}), no link between clouds"
-        return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"

@@ -152,7 +152,8 @@ class LinkProfile:
         return random.Random(self.seed), []
 
     def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
-        """Seeded outages up to some time after now_s; drawn lazily, the same in all ranks."""
+        """The seeded outage that began last before now_s and the next one; drawn lazily, the same
+        in all ranks and whatever was asked before."""
         if not self.outage_every_s:
             return []
         generator, drawn = self._outage_draws
@@ -160,7 +161,8 @@ class LinkProfile:
             end = sum(drawn[-1]) if drawn else 0.0
             gap = generator.expovariate(1.0 / self.outage_every_s)
             drawn.append((end + gap, self.outage_lasting_s))
-        return drawn[-2:]
+        following = bisect_right(drawn, (now_s, math.inf))
+        return drawn[max(0, following - 1) : following + 1]
 
 
 def _pairs(

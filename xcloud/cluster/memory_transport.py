@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from xcloud.cluster.link_end import (
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.transport import Collectives
 from xcloud.errors import ConfigError, LinkError, LinkTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE_S = 60.0
 
@@ -68,6 +72,9 @@ class MemoryTransport:
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         return MemoryCollectives(self._world.meeting(tuple(ranks)), tuple(ranks), self.rank)
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return False
 
     def run_number(self) -> int:
         return self._world.run_number
@@ -172,3 +179,6 @@ class MemoryCollectives:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         return self._meeting.show(self._place, values)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise NotImplementedError("torch deals tensors over processes only")

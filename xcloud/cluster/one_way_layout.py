@@ -104,9 +104,6 @@ class OneWayLayout(Layout[OneWayCloud]):
         """Ranks of each producer."""
         return tuple(self.clouds[name].num_ranks for name in self.producers)
 
-    def ranks_of(self, cloud: str) -> tuple[int, ...]:
-        return self.ranks_in(cloud)
-
     def placement(self, rank: int) -> OneWayPlacement:
         name = self.cloud_of(rank)
         ranks = self.ranks_in(name)
@@ -122,13 +119,12 @@ class OneWayLayout(Layout[OneWayCloud]):
         return self.form == "clouds"
 
     def describe(self) -> str:
+        return f"one process ({self._described})" if self.form == "local" else super().describe()
+
+    @property
+    def _described(self) -> str:
         feeding = ", ".join(
             f"{name} ({num_ranks_in_words(self.clouds[name].num_ranks)}, {100 * share:.0f} %)"
             for name, share in zip(self.producers, self.shares, strict=True)
         )
-        clouds = f"{feeding} feed {self.consumer} ({num_ranks_in_words(self.num_consumers)})"
-        if self.form == "local":
-            return f"one process ({clouds})"
-        if self.form == "one_cloud":
-            return f"one cloud ({clouds}), no link between clouds"
-        return f"{len(self.clouds)} clouds ({clouds}), link: {self.describe_link()}"
+        return f"{feeding} feed {self.consumer} ({num_ranks_in_words(self.num_consumers)})"

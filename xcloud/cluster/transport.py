@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
 
@@ -36,6 +39,9 @@ class Collectives(Protocol):
     def gather(self, values: Tensor) -> list[Tensor]:
         """Of every rank, in the order of the group."""
 
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The same ranks, as torch takes them to deal tensors over."""
+
 
 class Transport(Protocol):
     """Every rank of a job calls `line` and `group` with the same arguments in the same order."""
@@ -52,6 +58,10 @@ class Transport(Protocol):
 
     def group(self, ranks: Sequence[int]) -> Collectives | None:
         """What joins several ranks; None for a single one, and outside them."""
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks have begun again since it was asked last. The ends made from
+        now on are with the new ones."""
 
     def run_number(self) -> int:
         """The same in all ranks, and not that of an earlier run."""
@@ -83,6 +93,9 @@ class GlooTransport:
         group = dist.new_group(list(ranks), timeout=_FOREVER)
         return GlooCollectives(group) if self.rank in ranks else None
 
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        return False  # a process group ends with its first rank
+
     def run_number(self) -> int:
         number = torch.tensor([time.time_ns()])
         dist.broadcast(number, 0)
@@ -112,3 +125,13 @@ class GlooCollectives:
         found = [torch.zeros_like(values) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(found, values, group=self._group)
         return found
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Over gloo on CPUs, over NCCL on GPUs."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group = self._group
+        if device.type == "cuda":
+            ranks = dist.get_process_group_ranks(group)
+            group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        return DeviceMesh.from_group(group, device.type)

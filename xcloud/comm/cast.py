@@ -6,13 +6,14 @@ Shapes: N values of the tensor, in any shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from xcloud.checks import check_choice
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
+from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
 
 _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -21,9 +22,8 @@ _LABELS = {"float16": "fp16", "bfloat16": "bf16"}
 class Nothing:
     """The tensor itself, in its own dtype. Wire: the tensor. The part may share its memory."""
 
-    @property
-    def family(self) -> Family:
-        return "none"
+    family: ClassVar[Family] = "none"
+    feedback: ClassVar[Feedback] = "needless"
 
     @property
     def label(self) -> str:
@@ -54,14 +54,12 @@ class Cast:
     Wire, for [*shape]: values [*shape] (2 bytes each); float16 only: exponent int16 [1].
     """
 
+    family: ClassVar[Family] = "precision"
+    feedback: ClassVar[Feedback] = "useful"
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
         check_choice("Cast.dtype", self.dtype, _LABELS)
-
-    @property
-    def family(self) -> Family:
-        return "precision"
 
     @property
     def label(self) -> str:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Nothing
-from xcloud.comm.compressor import Compressor, Family, Parts
+from xcloud.comm.compressor import Compressor, Family, Feedback, Parts
 from xcloud.comm.draws import Randomized, seed_from
 from xcloud.comm.memory import State, Stateful, join_states, split_state
 from xcloud.errors import ConfigError
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
+_STRONGEST_FIRST: tuple[Feedback, ...] = ("harmful", "needed", "useful")
 
 
 class Chain:
@@ -60,6 +61,12 @@ class Chain:
     @property
     def family(self) -> Family:
         return self._members[-1].family if self._members else "none"
+
+    @property
+    def feedback(self) -> Feedback:
+        """The strongest word of a member."""
+        said = {member.feedback for member in self._members}
+        return next((word for word in _STRONGEST_FIRST if word in said), "needless")
 
     @property
     def label(self) -> str:

@@ -15,6 +15,10 @@ from xcloud.cluster.tensor_spec import TensorSpec
 
 Parts = tuple[Tensor, ...]
 Family = Literal["none", "low_rank", "sparse", "precision"]
+Feedback = Literal["needless", "useful", "needed", "harmful"]
+"""What error feedback does for a compressor whose messages are added up: nothing, as nothing is
+lost; less error; convergence, as what is lost is lost in the same direction again; or harm, as the
+error of one message exceeds the tensor (unbiased, so that the sum of many is right without)."""
 
 
 @runtime_checkable
@@ -27,6 +31,9 @@ class Compressor(Protocol):
 
     @property
     def family(self) -> Family: ...
+
+    @property
+    def feedback(self) -> Feedback: ...
 
     @property
     def label(self) -> str:

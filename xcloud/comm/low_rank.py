@@ -7,14 +7,16 @@ l >= r columns of the search space.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Parts, refuse_integers, wide
+from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
 from xcloud.comm.memory import State
 
 _METHODS = ("subspace", "exact")
@@ -47,6 +49,8 @@ class Svd:
     NaN or inf anywhere makes every value NaN, so that divergence stays visible.
     """
 
+    family: ClassVar[Family] = "low_rank"
+    feedback: ClassVar[Feedback] = "needed"
     rate: float
     method: str = "subspace"
     iterations: int = 1  # of method "subspace"
@@ -59,15 +63,11 @@ class Svd:
         check_int("Svd.iterations", self.iterations, 1)
 
     @property
-    def family(self) -> Family:
-        return "low_rank"
-
-    @property
     def label(self) -> str:
         return f"svd({self.rate:g})"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_rows, num_features = _matrix_shape(spec.shape)
+        num_rows, num_features = matrix_shape(spec.shape)
         rank = self._rank(num_rows, num_features)
         return (
             TensorSpec((num_rows, rank), spec.dtype),
@@ -75,28 +75,8 @@ class Svd:
         )
 
     def compress(self, tensor: Tensor) -> Parts:
-        refuse_integers(tensor)
-        num_rows, num_features = _matrix_shape(tuple(tensor.shape))
-        matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
-        rank = self._rank(num_rows, num_features)
-        if rank == 0:
-            return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
-        low, high = torch.aminmax(matrix_RD)
-        largest = float(torch.maximum(-low, high))
-        if not math.isfinite(largest):
-            nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
-            return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
-        scale = 1.0
-        if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
-            scale = largest or 1.0
-            matrix_RD = matrix_RD / scale
-        left_Rr, right_rD = self._factors(matrix_RD, rank)
-        mean_square = float(right_rD.square().mean()) * num_rows or 1.0
-        balance = mean_square**0.25 * math.sqrt(scale)
-        return (
-            left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
-            right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
-        )
+        rank = self._rank(*matrix_shape(tuple(tensor.shape)))
+        return scaled_factors(tensor, rank, self._factors)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
@@ -166,5 +146,37 @@ class Svd:
         return self._noise_Dl
 
 
-def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def scaled_factors(
+    tensor: Tensor, rank: int, factor: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> Parts:
+    """Left [R, rank] and right [rank, D] in the tensor's dtype, of one mean square, so that
+    neither overflows or vanishes in a later cast.
+
+    factor: (matrix [R, D], rank) → an orthonormal left and a right with the sizes. It gets finite
+    values of a size whose squares float32 can represent; anything else makes NaN of both.
+    """
+    refuse_integers(tensor)
+    num_rows, num_features = matrix_shape(tuple(tensor.shape))
+    matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
+    if rank == 0:
+        return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
+    low, high = torch.aminmax(matrix_RD)
+    largest = float(torch.maximum(-low, high))
+    if not math.isfinite(largest):
+        nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
+        return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
+    scale = 1.0
+    if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
+        scale = largest or 1.0
+        matrix_RD = matrix_RD / scale
+    left_Rr, right_rD = factor(matrix_RD, rank)
+    mean_square = float(right_rD.square().mean()) * num_rows or 1.0
+    balance = mean_square**0.25 * math.sqrt(scale)
+    return (
+        left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
+        right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from xcloud.comm.compressor import Compressor
 from xcloud.comm.phases import Compression, Phased
 from xcloud.errors import ConfigError
 
@@ -42,6 +44,14 @@ class PerBorder:
     def at_border(self, stage: int) -> Compression | Phased:
         """Compression at the border after `stage`."""
         return self._borders.get(stage, self.default)
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average: that of `default`."""
+        return self.default.for_tensor(name, shape)
+
+    @property
+    def averaging_label(self) -> str:
+        return self.default.averaging_label
 
     @property
     def label(self) -> str:

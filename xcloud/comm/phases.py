@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 
 from xcloud.checks import check_int
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
+from xcloud.comm.per_tensor import PerTensor
 from xcloud.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Compression:
-    """forward: for activations. backward: for their gradients. A channel works on copies."""
+    """forward: for activations. backward: for their gradients. averaging: for what replicas tell
+    each other of their gradients or weight changes; None for that of backward. A channel works on
+    copies."""
 
     forward: Compressor = field(default_factory=Nothing)
     backward: Compressor = field(default_factory=Nothing)
     forward_memory: Memory = field(default_factory=NoMemory)
     backward_memory: Memory = field(default_factory=NoMemory)
+    averaging: Compressor | PerTensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             _check(name, getattr(self, name), Compressor, "xcloud.comm.chain.Chain")
             memory = f"{name}_memory"
             _check(memory, getattr(self, memory), Memory, "xcloud.comm.memory.NoMemory")
+        if self.averaging is not None:
+            kinds = Compressor | PerTensor
+            _check("averaging", self.averaging, kinds, "xcloud.comm.per_tensor.PerTensor")
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average."""
+        if isinstance(self.averaging, PerTensor):
+            return self.averaging.for_tensor(name, shape)
+        return self.averaging or self.backward
+
+    @property
+    def averaging_label(self) -> str:
+        return (self.backward if self.averaging is None else self.averaging).label
 
     def at(self, step: int) -> Compression:
         return self
@@ -42,14 +61,21 @@ class Compression:
 
     @property
     def label(self) -> str:
-        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"."""
+        """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; behind
+        them that of averaging, if it has its own."""
         forward = _with_memory(self.forward, self.forward_memory)
-        return f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+        borders = f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+        if self.averaging is None:
+            return borders
+        return f"{borders}, averaging {self.averaging.label}"
 
     @property
     def is_identity(self) -> bool:
         """Whether every tensor arrives unchanged."""
-        return self.forward.family == self.backward.family == "none" and not self.has_memory
+        if isinstance(self.averaging, PerTensor) and not self.averaging.is_identity:
+            return False
+        borders = self.forward.family == self.backward.family == "none" and not self.has_memory
+        return borders and (self.averaging is None or self.for_tensor("", ()).family == "none")
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,28 @@ class Phased:
     def at_border(self, stage: int) -> Phased:
         return self
 
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """Raises ConfigError unless it is the same in all phases."""
+        first, *others = (p.compression.for_tensor(name, shape) for p in self.phases.values())
+        for other in others:
+            if repr(other) != repr(first):
+                raise ConfigError(
+                    "Phased: replicas average with one compressor for the whole run, but its "
+                    f"phases have {first} and {other}; give every phase the same `averaging`"
+                )
+        return first
+
+    @property
+    def averaging_label(self) -> str:
+        """Raises ConfigError if it changes with the phase."""
+        labels = dict.fromkeys(p.compression.averaging_label for p in self.phases.values())
+        if len(labels) > 1:
+            raise ConfigError(
+                f"what replicas average cannot change its compressor during a run, but the phases "
+                f"of compression have {', '.join(labels)}; give every phase the same `averaging`"
+            )
+        return next(iter(labels))
+
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():
             if phase.until_step is None or step <= phase.until_step:
@@ -130,9 +178,9 @@ def _with_memory(compressor: Compressor, memory: Memory) -> str:
     return f"{memory.label}({compressor.label})" if memory.label else compressor.label
 
 
-def _check(name: str, value: object, kind: type, example: str) -> None:
+def _check(name: str, value: object, kind: type | UnionType, example: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(
-            f"{name} must be a {kind.__name__}, got {value!r}; in YAML give it a _target_, such "
-            f"as {example}"
+            f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}; in YAML give it "
+            f"a _target_, such as {example}"
         )

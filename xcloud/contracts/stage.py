@@ -56,6 +56,10 @@ class Stage(nn.Module):
         """Training and evaluation alike; `received` is None in the first stage."""
         raise NotImplementedError
 
+    def tied(self) -> nn.Parameter | None:
+        """What this stage trains as one with the pipeline's other end, where both begin equal."""
+        return None
+
     def exported(self) -> Mapping[str, Tensor]:
         """What a file of the trained stage holds."""
         return self.state_dict()

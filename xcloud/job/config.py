@@ -125,6 +125,35 @@ def read_config(path: Path) -> DictConfig:
     return cast(DictConfig, OmegaConf.create(with_names_of_today(OmegaConf.to_container(loaded))))
 
 
+def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
+    """An experiment file with settings changed as on a command line: key=value, or group=option
+    as the files in conf_dir have it. Raises ConfigError. Ends the Hydra that is initialised."""
+    config = read_config(path)
+    OmegaConf.set_struct(config, False)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            for override in OverridesParser.create().parse_overrides(list(overrides)):
+                if override.is_delete() or override.is_sweep_override():
+                    raise ConfigError(
+                        f"{override.input_line}: give settings as key=value to go on with a run"
+                    )
+                key = override.key_or_group.replace("/", ".")
+                value: Any = override.value()
+                if loader.get_group_options(override.key_or_group):
+                    chosen = compose("config", overrides=[str(override.input_line)])
+                    value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
+                elif OmegaConf.select(config, key, default=_lines) is _lines:
+                    raise ConfigError(next(_hint(config, key)))
+                OmegaConf.update(config, key, value, merge=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_lines(error)[0]) from error
+    finally:
+        GlobalHydra.instance().clear()
+    return config
+
+
 def read_job(path: Path) -> Job:
     return job_from_config(read_config(path))
 

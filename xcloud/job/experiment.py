@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
@@ -13,18 +16,22 @@ from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
+from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
-from xcloud.security.defences import LABEL
+from xcloud.parallel.sharding import check_in_step
+from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.security.defences import LABEL, Defence
 from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
+from xcloud.training.settings import Checkpoints, Training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Job):
     """What runs where, how it trains and what is written down. Raises ConfigError for settings
-    that do not fit together."""
+    that do not fit together. cluster: once built, with the replicas that the strategy makes."""
 
     task: Task
     model: SplitModel
@@ -33,29 +40,28 @@ class Experiment(Job):
     compression: Compression | Phased | PerBorder
     training: Training
     security: Visibility = field(default_factory=Visibility)
+    strategy: Strategy = field(default_factory=Strategy)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster.num_replicas > 1:
-            raise ConfigError(
-                f"cluster.clouds holds {self.cluster.num_replicas} replicas of the pipeline, but "
-                "nothing averages their gradients over clouds yet; set replica: 0 everywhere"
-            )
+        object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
             raise ConfigError(
-                f"schedule.num_micro_batches is {micro_batches}, but a stage of this cluster has "
-                f"{fewest} ranks, and each needs a micro-batch; set it to at least {fewest}"
+                f"schedule.num_micro_batches is {micro_batches}, but {fewest} ranks of this "
+                "cluster hold the same stage, and each needs a micro-batch; set it to at least "
+                f"{fewest}"
             )
-        pieces = micro_batches * self.training.accumulate_steps
-        if self.training.batch_size < pieces:
+        if self.training.batch_size < self.num_pieces:
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
                 f"{micro_batches} micro-batches (schedule.num_micro_batches) times "
                 f"{self.training.accumulate_steps} passes (training.accumulate_steps)"
             )
         layout = self.cluster
+        if layout.num_replicas > 1:
+            _ = self.compression.averaging_label  # raises for one that cannot be
         if isinstance(self.compression, PerBorder):
             for border in self.compression.borders:
                 if border >= layout.num_stages - 1:
@@ -65,22 +71,101 @@ class Experiment(Job):
                     )
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
-        stage_cloud = {stage: layout.stage_cloud(stage) for stage in stages}
-        self.security.check(tuple(layout.clouds), fields, stage_cloud)
-        if self.security.weights:
-            parts = {stage: self.model.parts(stage, layout.num_stages) for stage in stages}
-            self.security.check_weights(tuple(layout.clouds), parts, stage_cloud)
-        self._check_defences(fields[layout.num_stages - 1])
+        for replica in range(layout.num_replicas):
+            self._check_visibility(replica, fields)
+        if self.ties_ends:
+            self._check_tied()
+        self._check_sharded()
+        self.security.defences.check(fields[layout.num_stages - 1])
+        for replica in range(layout.num_replicas):
+            self._check_defences(replica)
+        self._check_privacy()
 
-    def _check_defences(self, last_reads: frozenset[str]) -> None:
+    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
+        layout, clouds = self.cluster, tuple(self.cluster.clouds)
+        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
+        try:
+            self.security.check(clouds, fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
+                self.security.check_weights(clouds, parts, stage_cloud)
+        except ConfigError as error:
+            if replica == 0:
+                raise
+            raise ConfigError(
+                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
+            ) from error
+
+    @property
+    def ties_ends(self) -> bool:
+        """Whether the first and the last stage train a matrix in common (tied embeddings)."""
+        ties = getattr(self.model, "ties_ends", None)
+        return ties is not None and bool(ties(self.cluster.num_stages))
+
+    def _check_sharded(self) -> None:
+        layout = self.cluster
+        for name, cloud in layout.clouds.items():
+            if not cloud.shard:
+                continue
+            what = f"cluster.clouds.{name}"
+            if self.strategy.averaging is not None or self.ties_ends:
+                other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
+                raise ConfigError(
+                    f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
+                    "with other clouds: leave one of the two out"
+                )
+            if self.security.privacy is not None:
+                raise ConfigError(
+                    f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
+                    "rank would hold a part: leave one of the two out"
+                )
+            turns = [
+                {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            for stage in cloud.stages or ():
+                if len(layout.ranks_of(stage, cloud.replica)) < 2:
+                    raise ConfigError(
+                        f"{what}.shard: stage {stage} is held by one rank; give the cloud more "
+                        "(num_ranks), or leave shard out"
+                    )
+                holders = [own for own in turns if stage in own]
+                check_in_step(self.schedule, layout.num_stages, holders, what)
+
+    def _check_tied(self) -> None:
+        """The gradient of the embeddings tells which words are in a batch, and that of the head
+        which are to be guessed: neither may go where these may not be."""
+        layout = self.cluster
+        if self.security.privacy is not None:
+            raise ConfigError(
+                "model.embeddings=tie hands the other end gradients as they are, and "
+                "security.privacy noises them apart: take untie or freeze"
+            )
+        if not isinstance(self.strategy.averaging, GradientAveraging | None):
+            raise ConfigError(
+                f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
+                "brings replicas together from time to time: take untie or freeze"
+            )
+        for replica in range(layout.num_replicas):
+            first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+            for name, cloud in (("text", last), (LABEL, first)):
+                holders = self.security.holders.get(name)
+                if first != last and holders is not None and cloud not in holders:
+                    raise ConfigError(
+                        f"model.embeddings=tie sends cloud {cloud!r} gradients that tell which "
+                        f"words are in {name!r}, and security.holders.{name} keeps these in "
+                        f"{', '.join(holders)}: take untie or freeze, or put both ends of the "
+                        "model into one cloud (cluster=u_shape)"
+                    )
+
+    def _check_defences(self, replica: int) -> None:
         """A defence that reads labels must act in ranks that load them."""
-        defences, layout = self.security.defences, self.cluster
-        defences.check(last_reads)
+        layout = self.cluster
         for stage in range(layout.num_stages - 1):
-            acting = defences.at(stage, layout.stage_cloud, layout.num_stages - 1).get("backward")
+            acting = self._defences_at(stage, replica).get("backward")
             if acting is None or not acting.needs_labels:
                 continue
-            for rank in layout.ranks_of(stage + 1):
+            for rank in layout.ranks_of(stage + 1, replica):
                 if LABEL not in self.fields_of(rank):
                     raise ConfigError(
                         f"security.defences.backward: {acting.label} needs labels in rank {rank} "
@@ -89,12 +174,65 @@ class Experiment(Job):
                         "(one_stage_per_rank: false)"
                     )
 
+    def _check_privacy(self) -> None:
+        """Clipping with noise must protect from whoever sees what the other clouds get."""
+        privacy, layout = self.security.privacy, self.cluster
+        if isinstance(privacy, CloudPrivacy) and layout.num_replicas == 1:
+            raise ConfigError(
+                "security/privacy=cloud noises what replicas in several clouds give to an "
+                "averaging, and here is one replica; choose strategy=data_parallel or "
+                "local_updates, or security/privacy=sample"
+            )
+        if isinstance(privacy, CloudPrivacy) and self.strategy.is_elastic:
+            raise ConfigError(
+                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
+                "leave=go_on: what a merge left out is sent again with the next one, so that no "
+                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
+            )
+        if not isinstance(privacy, SamplePrivacy):
+            return
+        if any(cloud.shard for cloud in layout.clouds.values()):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient in one rank, but "
+                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
+            )
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            raise ConfigError(
+                "security/privacy=sample noises parameter gradients, but this cluster cuts the "
+                "model between clouds, which pass each sample's activations and gradients on "
+                "without that noise, so its epsilon would not hold there. Keep each replica in "
+                "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
+            )
+        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
+        if self.training.batch_size != pieces:
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient, so every micro-batch must "
+                f"be one sample, but training.batch_size is {self.training.batch_size} and there "
+                f"are {pieces} micro-batches (schedule.num_micro_batches * "
+                "training.accumulate_steps); make them equal, most cheaply by "
+                "training.accumulate_steps"
+            )
+
+    def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
+        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
+        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+
     @property
     def compression_in_force(self) -> str:
-        """The compression's label; "off" where no border leaves a cloud, for there it acts."""
-        if not self.cluster.crosses_clouds:
+        """The compression's label: of borders that leave a cloud, of what replicas average; "off"
+        where there is neither."""
+        layout, compression = self.cluster, self.compression
+        if not layout.crosses_clouds:
             return "off"
-        return "none" if self.compression.is_identity else self.compression.label
+        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
+            return "none" if compression.is_identity else compression.label
+        averaging = compression.averaging_label
+        return "none" if averaging == "none" else f"averaging {averaging}"
+
+    @property
+    def strategy_in_force(self) -> str:
+        """Its label; "" for a pipeline, which is what the cluster says."""
+        return "" if self.strategy.averaging is None else self.strategy.label
 
     @property
     def defences_in_force(self) -> str:
@@ -102,8 +240,8 @@ class Experiment(Job):
         defences = self.security.defences
         if not defences.label:
             return "none"
-        last = self.cluster.num_stages - 1
-        acts = any(defences.at(stage, self.cluster.stage_cloud, last) for stage in range(last))
+        borders = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
+        acts = any(self._defences_at(stage, replica) for stage, replica in borders)
         return defences.label if acts else "off"
 
     @property
@@ -113,31 +251,53 @@ class Experiment(Job):
 
     @property
     def variant(self) -> str:
-        return self.compression_in_force
+        return " ".join(filter(None, (self.strategy_in_force, self.compression_in_force)))
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
+    def _described(self) -> Sequence[str]:
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
             compression = (
                 f"off (no border between clouds, so {self.compression.label} does not act)"
             )
-        line = (
-            f"{self.name} [{self.profile}]: {self.task.describe()}; {self.model.describe()}; "
-            f"{self.cluster.describe()}; compression: {compression}"
-        )
+        parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
+        parts.append(f"compression: {compression}")
+        if self.strategy_in_force:
+            parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
-            line += f"; defences: {defences}"
-            if self.defences_in_force == "off":
-                line += " (off: nothing they protect leaves its cloud)"
+            off = " (off: nothing they protect leaves its cloud)"
+            parts.append(f"defences: {defences}{off * (self.defences_in_force == 'off')}")
+        if self.security.privacy is not None:
+            parts.append(self.security.privacy.label)
         if self.security.meter is not None and not self.cluster.crosses_clouds:
-            line += "; leak meter: off (one cloud)"
-        return line
+            parts.append("leak meter: off (one cloud)")
+        return parts
 
     @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
+    def checkpoint(self) -> Checkpoints:
+        """Replicas save by the number of the step, which all of them know; none are made where a
+        cloud may leave and come back."""
+        if self.is_elastic:
+            return Checkpoints(every_steps=0, every_minutes=0)
+        if self.cluster.num_replicas > 1:
+            return replace(self.training.checkpoint, every_minutes=0)
+        return self.training.checkpoint
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.strategy.is_elastic and self.cluster.num_replicas > 1
+
+    @property
+    def essential_ranks(self) -> frozenset[int]:
+        local = self.strategy.averaging
+        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
+            return super().essential_ranks
+        return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
+
+    @property
+    def restart_s(self) -> float | None:
+        local = self.strategy.averaging
+        return local.restart_s if isinstance(local, LocalUpdates) else None
 
     @property
     def schedule_label(self) -> str:
@@ -165,8 +325,12 @@ class Experiment(Job):
     @property
     def max_micro_batch(self) -> int:
         """Samples of the largest micro-batch, in training or evaluation."""
-        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // pieces), self.training.eval_batch_size)
+        return max(-(-self.training.batch_size // self.num_pieces), self.training.eval_batch_size)
+
+    @property
+    def num_pieces(self) -> int:
+        """Micro-batches of an update, over all passes."""
+        return self.schedule.num_micro_batches * self.training.accumulate_steps
 
     def batch_plan(self, num_samples: int) -> BatchPlan:
         """The batches of training. A sample keeps its lanes where a memory is kept for it: both
@@ -175,8 +339,7 @@ class Experiment(Job):
         periods = [
             layout.lane_period(stage)
             for stage in range(layout.num_stages - 1)
-            if layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
-            and self.compression.at_border(stage).has_memory
+            if layout.leaves_cloud(stage) and self.compression.at_border(stage).has_memory
         ]
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:

@@ -6,15 +6,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xcloud.checks import check_int
 from xcloud.cluster.clouds import Layout
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
+from xcloud.training.settings import Checkpoints
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How run.py starts the ranks of a run on this machine.
+
+    max_restarts: how often, if some die, all are started again from the last checkpoint.
+    """
+
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_int("launch.max_restarts", self.max_restarts, 0)
+
+
+class AnyTraining(Protocol):
+    """max_steps: updates in all. checkpoint: when to save what the run can go on from."""
+
+    @property
+    def max_steps(self) -> int: ...
+
+    @property
+    def checkpoint(self) -> Checkpoints: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +53,14 @@ class Job(ABC):
 
     name: str
     cluster: Layout[Any]
+    training: AnyTraining
     tracker: Tracker
     seed: int = 1
     profile: str = "demo"
     sweep: str | None = None
     label: str | None = None
     cache_dir: str = ".cache"
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0)
@@ -50,14 +76,24 @@ class Job(ABC):
         """What tells this run from others of the same name and cluster, in a word."""
 
     @property
-    @abstractmethod
     def headline(self) -> str:
         """What this run is, in one line."""
+        return f"{self.name} [{self.profile}]: {'; '.join(self._described)}"
+
+    @property
+    @abstractmethod
+    def _described(self) -> Sequence[str]:
+        """The parts of the headline that depend on the kind."""
 
     @property
     @abstractmethod
     def compression_in_force(self) -> str:
         """Its label; "off" where nothing crosses between clouds."""
+
+    @property
+    def strategy_in_force(self) -> str:
+        """How several clouds are used; "" where there is one way only."""
+        return ""
 
     @property
     def defences_in_force(self) -> str:
@@ -69,9 +105,14 @@ class Job(ABC):
         return None
 
     @property
-    @abstractmethod
+    def checkpoint(self) -> Checkpoints:
+        """When to save what the run can go on from."""
+        return self.training.checkpoint
+
+    @property
     def max_steps(self) -> int:
         """Updates in all."""
+        return self.training.max_steps
 
     @property
     @abstractmethod
@@ -85,12 +126,23 @@ class Job(ABC):
             "schedule": self.schedule_label,
             "link": self.cluster.describe_link(),
             "compression": self.compression_in_force,
+            **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
     @property
     def essential_ranks(self) -> frozenset[int]:
         """The run fails with any of these; the others may be lost. By default none can."""
         return frozenset(range(self.cluster.num_ranks))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether ranks may begin at any time, also again."""
+        return False
+
+    @property
+    def restart_s(self) -> float | None:
+        """Seconds after which lost ranks that the run can do without begin again; None: never."""
+        return None
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Ranks that must leave before the start so that the run can do without `ranks`, which

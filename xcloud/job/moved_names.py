@@ -7,9 +7,14 @@ sweeps that go on read the files of earlier runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from xcloud.cluster.liveness import DEFAULT_LIVENESS
 from xcloud.errors import ConfigError
+from xcloud.job.job import Launch
+from xcloud.parallel.strategy import Strategy
+from xcloud.training.settings import Checkpoints
 
 MOVED = {
     "xcloud.cluster.feed_layout.FeedCloud": "xcloud.cluster.one_way_layout.OneWayCloud",
@@ -33,10 +38,36 @@ GONE = {
     },
 }
 """Settings that are no more, the value that did nothing, and why they went."""
-ADDED: dict[str, dict[str, object]] = {
-    target: {"on_divergence": "stop", "max_skips_in_a_row": 10}
-    for target in ("xcloud.training.settings.Training", "xcloud.job.one_way.OneWayTraining")
-}
+ADDED: dict[str, dict[str, object]] = (
+    {
+        target: {
+            "on_divergence": "stop",
+            "max_skips_in_a_row": 10,
+            "checkpoint": {"_target_": "xcloud.training.settings.Checkpoints"}
+            | asdict(Checkpoints()),
+        }
+        for target in ("xcloud.training.settings.Training", "xcloud.job.one_way.OneWayTraining")
+    }
+    | {
+        f"xcloud.cluster.{target}": {
+            "liveness": {"_target_": "xcloud.cluster.liveness.Liveness"} | asdict(DEFAULT_LIVENESS)
+        }
+        for target in ("layout.ClusterLayout", "one_way_layout.OneWayLayout")
+    }
+    | {
+        "xcloud.job.experiment.Experiment": {
+            "launch": {"_target_": "xcloud.job.job.Launch"} | asdict(Launch()),
+            "strategy": {"_target_": "xcloud.parallel.strategy.Strategy"} | asdict(Strategy()),
+        },
+        "xcloud.job.one_way.OneWayExperiment": {
+            "launch": {"_target_": "xcloud.job.job.Launch"} | asdict(Launch()),
+        },
+        "xcloud.security.visibility.Visibility": {
+            "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
+        },
+        "xcloud.security.observer.LeakMeter": {"averaging_steps": 3},
+    }
+)
 """Settings that are new, with their defaults: so a run of today has the same as one of before."""
 
 

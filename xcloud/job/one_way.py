@@ -15,6 +15,7 @@ from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.plan import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
+from xcloud.training.settings import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class OneWayTraining:
     """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
     all ranks of the consumer; how large a batch is, the model says.
     on_divergence, max_skips_in_a_row: as of a pipeline's Training, for the consumer's updates and
-    each producer's own. A producer whose forward is not finite has no batch to send: it stops."""
+    each producer's own. A producer whose forward is not finite has no batch to send: it stops.
+    checkpoint: in steps of the consumer."""
 
     max_steps: int
     batches_per_step: int
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
     def __post_init__(self) -> None:
         check_int("training.max_steps", self.max_steps, 1)
@@ -93,20 +96,12 @@ class OneWayExperiment(Job):
         return self.feed.order
 
     @property
-    def max_steps(self) -> int:
-        return self.training.max_steps
-
-    @property
     def schedule_label(self) -> str:
         return f"order {self.feed.order}, run-ahead {self.feed.run_ahead}"
 
     @property
-    def headline(self) -> str:
-        """What this run is, in one line."""
-        return (
-            f"{self.name} [{self.profile}]: {self.model.describe()}; {self.cluster.describe()}; "
-            f"{self.schedule_label}"
-        )
+    def _described(self) -> Sequence[str]:
+        return self.model.describe(), self.cluster.describe(), self.schedule_label
 
     # Ids cross as they are: a defence would have to change the text itself, and what they tell is
     # no matter of measuring (docs/one-way-jobs.md). So no defences and no leak meter.
@@ -119,19 +114,19 @@ class OneWayExperiment(Job):
     def essential_ranks(self) -> frozenset[int]:
         if self.feed.on_dead == "stop":
             return frozenset(range(self.cluster.num_ranks))
-        return frozenset(self.cluster.ranks_of(self.cluster.consumer))
+        return frozenset(self.cluster.ranks_in(self.cluster.consumer))
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Whole producers, where feed.min_producers says that the others suffice."""
         layout, wanted = self.cluster, self.feed.min_producers
         if self.feed.on_dead == "stop" or wanted is None:
             return frozenset()
-        if ranks & set(layout.ranks_of(layout.consumer)):
+        if ranks & set(layout.ranks_in(layout.consumer)):
             return frozenset()
-        lost = [name for name in layout.producers if ranks & set(layout.ranks_of(name))]
+        lost = [name for name in layout.producers if ranks & set(layout.ranks_in(name))]
         if len(layout.producers) - len(lost) < wanted:
             return frozenset()
-        return frozenset(rank for name in lost for rank in layout.ranks_of(name))
+        return frozenset(rank for name in lost for rank in layout.ranks_in(name))
 
     def check(self) -> None:
         self.model.check(self.cluster.producers)

@@ -4,16 +4,12 @@ The network is in encoder.py, the pretraining loop in pretraining.py.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +18,7 @@ from xcloud.checks import check_int, check_number
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub.cache import bytes_of, key_of, make_once
 from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
@@ -29,7 +26,7 @@ from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pre
 from xcloud.models.seeding import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,19 @@ class Backbone(Protocol):
 
     def pooler(self) -> Mapping[str, Tensor] | None:
         """ "weight" and "bias" of the pooler's dense layer, if there is one."""
+
+
+def make_in_lane_0(path: Path, context: BuildContext, make: Callable[[Path], None]) -> bool:
+    """Make `path` in the cache unless it is there; returns whether this rank made it. Every lane
+    calls it. Raises DataError in a lane that does not find what lane 0 wrote."""
+    made = context.lane == 0 and make_once(path, make)
+    context.barrier()  # Every lane must reach this line, cached or not, or the others hang.
+    if not path.exists():
+        raise DataError(
+            f"lane {context.lane} does not find {path}, which lane 0 wrote: the lanes of a stage "
+            "must share one cache folder"
+        )
+    return made
 
 
 def check_backbone(name: str, value: object) -> None:
@@ -169,28 +179,20 @@ class OwnBackbone(OwnSizes):
         sentences = context.sentences(name)
         key = self._key(config, context.vocabularies[name], sentences)
         path = context.cache_dir / "backbones" / f"{key}.safetensors"
+        make = partial(self._make, name, config, sentences, context)
+        made = make_in_lane_0(path, context, make)
         if context.lane == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock")):
-                if path.exists():
-                    context.report(f"backbone for {name!r}: {_score(path)}, from {path}")
-                else:
-                    self._make(path, name, config, sentences, context)
-        context.barrier()  # Every lane must reach this line, cached or not, or the others hang.
-        if not path.exists():
-            raise DataError(
-                f"lane {context.lane} does not find {path}, which lane 0 wrote: the lanes "
-                "of a stage must share one cache folder"
-            )
+            what = "kept as" if made else "from"
+            context.report(f"backbone for {name!r}: {_score(path)}, {what} {path}")
         return Weights(config, load_file(path))
 
     def _make(
         self,
-        path: Path,
         name: str,
         config: EncoderConfig,
         sentences: Sequence[Sequence[int]],
         context: BuildContext,
+        path: Path,
     ) -> None:
         said = f"backbone for {name!r}: pretraining on {len(sentences)} texts"
         context.report(f"{said}, {self.pretraining.steps} steps")
@@ -205,27 +207,18 @@ class OwnBackbone(OwnSizes):
         )
         tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
         about = {"loss": str(score.loss), "accuracy": str(score.accuracy)}
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file(tensors, unfinished, metadata=about)
-        unfinished.replace(path)  # atomic
-        context.report(f"backbone for {name!r}: {score}, kept as {path}")
+        save_file(tensors, path, metadata=about)
 
     def _key(
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
     ) -> str:
-        settings = asdict(self.pretraining)
-        if not self.pretraining.causal_share:  # as before there was such a setting
-            del settings["causal_share"]
         described = {
             "code": CODE_VERSION,
             "config": asdict(config),
-            "pretraining": settings,
+            "pretraining": asdict(self.pretraining),
             "ids": asdict(ids),
         }
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-        for sentence in sentences:
-            digest.update(array("q", [len(sentence), *sentence]).tobytes())
-        return digest.hexdigest()[:32]
+        return key_of(described, bytes_of(sentences))
 
 
 @dataclass(frozen=True)

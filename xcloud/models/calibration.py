@@ -7,21 +7,19 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, TokenIds
 from xcloud.errors import ConfigError
+from xcloud.hub.cache import bytes_of, key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
@@ -31,9 +29,53 @@ from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
 from xcloud.models.text_source import PublicTexts
 
-CODE_VERSION = 2  # part of the cache key: increase it when equal settings would give another basis
+CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32
 RARE_ROWS = 10.0  # shrinkage: a position seen this often weighs its own mean by one half
+
+
+class CutBlock(Protocol):
+    """The block whose output is reduced, with all that comes before it.
+
+    described, tensors: settings and weights that its output follows from, for the cache.
+    """
+
+    num_words: int
+    hidden: int
+    described: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def prepare(self, device: torch.device) -> None:
+        """Before the first `rows`, which need not come: the basis may be in the cache."""
+
+    def rows(self, ids_R: Tensor, types_R: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Its output [R, H] without dropout, and the place [R] that the anchor of each row has."""
+
+
+class EncoderBlock(CutBlock):
+    """Block number `block` of an encoder."""
+
+    def __init__(self, weights: Weights, block: int) -> None:
+        assert weights.tensors is not None
+        self._config, self._block = weights.config, block
+        self.num_words, self.hidden = weights.config.vocab_size, weights.config.hidden
+        self.described, self.tensors = asdict(weights.config), weights.tensors
+
+    def prepare(self, device: torch.device) -> None:
+        config = replace(self._config, dropout=0.0, attention_dropout=0.0)
+        with seeded(0):
+            self._encoder = Encoder(config, range(self._block + 1), head=False)
+        self._encoder.load_part(self.tensors)
+        self._encoder.to(device).eval().requires_grad_(False)
+
+    def rows(self, ids_R: Tensor, types_R: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        encoder = self._encoder
+        assert encoder.embeddings is not None
+        known = types_R if self._config.type_vocab_size > 1 else None
+        rows: Tensor = encoder.embeddings(ids_R, packing, known)
+        for i in range(self._block + 1):
+            rows = encoder.layer(i)(rows, packing)
+        return rows, packing.positions
 
 
 def random_basis(split: Split, hidden: int, seed: int) -> Basis:
@@ -46,7 +88,7 @@ def random_basis(split: Split, hidden: int, seed: int) -> Basis:
 
 def measured_basis(
     split: Split,
-    weights: Weights,
+    cut: CutBlock,
     public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis:
@@ -57,13 +99,12 @@ def measured_basis(
 
     Raises ConfigError or DataError if the text does not fit the network.
     """
-    assert weights.tensors is not None
     cache_dir, max_length = context.cache_dir, context.max_length
     ids = public.token_ids(cache_dir) if public is not None else context.vocabularies["text"]
-    if ids.size > weights.config.vocab_size:
+    if ids.size > cut.num_words:
         raise ConfigError(
-            f"the public text's tokenizer has {ids.size} token ids, but the encoder has "
-            f"{weights.config.vocab_size}: give model.public_text the encoder's own tokenizer"
+            f"the public text's tokenizer has {ids.size} token ids, but the model has "
+            f"{cut.num_words}: give model.public_text the model's own tokenizer"
         )
     if public is not None:
         wanted = split.calibration_texts * (1 + split.calibration_pairs)
@@ -73,17 +114,15 @@ def measured_basis(
         batch = context.samples(split.calibration_texts)
         said, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
     drawn = context.seed if split.method == "identity" else None
-    path = cache_dir / "cuts" / f"{_key(split, weights, texts, max_length, drawn)}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            context.report(
-                f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
-            )
-            basis = _measure(split, weights, texts, context)
-            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file(asdict(basis), unfinished)
-            unfinished.replace(path)
+    path = cache_dir / "cuts" / f"{_key(split, cut, texts, max_length, drawn)}.safetensors"
+
+    def make(part: Path) -> None:
+        context.report(
+            f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
+        )
+        save_file(asdict(_measure(split, cut, texts, context)), part)
+
+    make_once(path, make)
     return Basis(**load_file(path))
 
 
@@ -98,11 +137,10 @@ def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Texts with special ids, and the number of type-0 tokens in each."""
+    """Texts with special ids, and the type of each token."""
 
     ids: Sequence[Sequence[int]]
-    first_tokens: Sequence[int]
-    pad: int
+    types: Sequence[Sequence[int]]
 
     @classmethod
     def of(
@@ -113,34 +151,36 @@ class _Texts:
         if not split.calibration_pairs:
             room = max_length - 2
             whole = [[ids.bos, *s[:room], ids.eos] for s in given]
-            return cls(whole, [len(t) for t in whole], ids.pad)
+            return cls(whole, [[0] * len(t) for t in whole])
         room = (max_length - 3) // 2
         firsts = [[ids.bos, *s[:room], ids.eos] for s in given[0::2]]
         pairs = [[*a, *b[:room], ids.eos] for a, b in zip(firsts, given[1::2], strict=False)]
-        return cls(pairs, [len(a) for a in firsts[: len(pairs)]], ids.pad)
+        return cls(
+            pairs,
+            [[0] * len(a) + [1] * (len(t) - len(a)) for a, t in zip(firsts, pairs, strict=False)],
+        )
 
     @classmethod
     def of_batch(cls, batch: Batch, pad: int) -> _Texts:
         """From a batch's "text" and "types", without padding."""
-        rows: list[list[int]] = []
-        first_tokens: list[int] = []
-        for tokens, types in zip(batch["text"], batch["types"], strict=True):
-            there = tokens != pad
-            rows.append(tokens[there].tolist())
-            first_tokens.append(int((types[there] == 0).sum()))
-        return cls(rows, first_tokens, pad)
+        text = batch["text"]
+        ids, types = (
+            [row[there].tolist() for row, there in zip(field, text != pad, strict=True)]
+            for field in (text, batch["types"])
+        )
+        return cls(ids, types)
 
     def batches(self, order: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Packing]]:
         """ids [R], types [R] and packing."""
         for start in range(0, len(order), BATCH_TEXTS):
             chosen = order[start : start + BATCH_TEXTS]
             rows = [torch.tensor(self.ids[i]) for i in chosen]
-            types = [(torch.arange(len(self.ids[i])) >= self.first_tokens[i]) for i in chosen]
+            types = [torch.tensor(self.types[i]) for i in chosen]
             packing = Packing(torch.tensor([len(row) for row in rows]))
-            yield torch.cat(rows), torch.cat(types).long(), packing
+            yield torch.cat(rows), torch.cat(types), packing
 
 
-def _key(split: Split, weights: Weights, texts: _Texts, max_length: int, seed: int | None) -> str:
+def _key(split: Split, cut: CutBlock, texts: _Texts, max_length: int, seed: int | None) -> str:
     settings = {
         name: value
         for name, value in asdict(split).items()
@@ -150,37 +190,29 @@ def _key(split: Split, weights: Weights, texts: _Texts, max_length: int, seed: i
         "code": CODE_VERSION,
         "settings": settings | {"anchor": split.anchor_kind},
         "places": num_places(split.anchor_kind, max_length),
-        "config": asdict(weights.config),
+        "config": cut.described,
         "seed": seed,
     }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    assert weights.tensors is not None
-    for name, tensor in sorted(weights.tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    for text, first in zip(texts.ids, texts.first_tokens, strict=True):
-        digest.update(array("q", [len(text), first, *text]).tobytes())
-    return digest.hexdigest()[:32]
+    weights = (
+        name.encode() + tensor.contiguous().numpy().tobytes()
+        for name, tensor in sorted(cut.tensors.items())
+    )
+    return key_of(described, weights, bytes_of(texts.ids), bytes_of(texts.types))
 
 
 def _measure(
     split: Split,
-    weights: Weights,
+    cut: CutBlock,
     texts: _Texts,
     context: BuildContext,
 ) -> Basis:
-    max_length, device = context.max_length, context.device
-    assert weights.tensors is not None and split.rank is not None
-    config = replace(weights.config, dropout=0.0, attention_dropout=0.0)
-    with seeded(0):
-        encoder = Encoder(config, head=False)
-    encoder.load_part(weights.tensors)
-    encoder.to(device).eval().requires_grad_(False)
+    max_length = context.max_length
+    assert split.rank is not None
     places = num_places(split.anchor_kind, max_length)
-    moments = _Moments(encoder, split.block, texts, max_length, device)
+    moments = _Moments(cut, texts, max_length, context.device)
     anchor = moments.anchor(places)
     if split.method == "identity":
-        encode = orthonormal_rows(split.rank, config.hidden, context.seed, "cut", split.block)
+        encode = orthonormal_rows(split.rank, cut.hidden, context.seed, "cut", split.block)
         decode = encode.T.contiguous()
     else:
         encode, decode, share = moments.components(anchor, split.rank, split.whiten)
@@ -196,17 +228,19 @@ class _Moments:
 
     @torch.no_grad()
     def __init__(
-        self, encoder: Encoder, block: int, texts: _Texts, max_length: int, device: torch.device
+        self, cut: CutBlock, texts: _Texts, max_length: int, device: torch.device
     ) -> None:
-        hidden = encoder.config.hidden
+        hidden = cut.hidden
+        cut.prepare(device)
         self.count_P = torch.zeros(max_length, dtype=torch.float64)
         self.sum_PH = torch.zeros(max_length, hidden, dtype=torch.float64)
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
         for ids, types, packing in texts.batches(range(len(texts.ids))):
             there = Packing(packing.counts.to(device))
-            rows = _rows(encoder, ids, types, there, block).double().cpu()
-            self.count_P += torch.bincount(packing.positions, minlength=max_length)
-            self.sum_PH.index_add_(0, packing.positions, rows)
+            found, places = cut.rows(ids.to(device), types.to(device), there)
+            rows, places = found.double().cpu(), places.cpu()
+            self.count_P += torch.bincount(places, minlength=max_length)
+            self.sum_PH.index_add_(0, places, rows)
             self.product_HH += rows.T @ rows
 
     def anchor(self, places: int) -> Tensor:
@@ -234,14 +268,3 @@ class _Moments:
         scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
         encode = (basis_HK / scale).T.float().contiguous()
         return encode, (basis_HK * scale).float().contiguous(), share
-
-
-def _rows(encoder: Encoder, ids: Tensor, types: Tensor, packing: Packing, block: int) -> Tensor:
-    """[R, H]: output rows of this block."""
-    assert encoder.embeddings is not None
-    device = packing.counts.device
-    known = types.to(device) if encoder.config.type_vocab_size > 1 else None
-    rows: Tensor = encoder.embeddings(ids.to(device), packing, known)
-    for i in range(block + 1):
-        rows = encoder.layer(i)(rows, packing)
-    return rows

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xcloud.checks import check_choice, check_int
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Border, BorderField, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.causal_base import OwnCausal
+from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -38,8 +40,11 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.lora import Lora
+from xcloud.models.split_point import Split, num_places
+from xcloud.models.text_source import PublicTexts, check_public_text
 
 MAX_LENGTH = 2**15 - 1  # places cross as int16
+WHOLE = Split(None)  # all features cross
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,15 @@ class CausalLM:
     """checkpoint: folder or hub id of a causal model of a type in causal_network.KINDS; the task
         must use its tokenizer. own: a small one made on the spot. Exactly one of them is given.
     lora: adapters beside a frozen model; None: all weights are trained.
-    embeddings: without lora. None: trained, as the head is. freeze: both stay. untie: where both
-        are one matrix (tied) and lie in different stages, train them as two. Tied and trained in
-        two places they would need one another's gradient in every step, so None is refused there.
-        Frozen, or beside LoRA, each end holds its own copy, which is exact.
+    embeddings: without lora. None: trained, as the head is; refused where both are one matrix
+        (tied) and lie in different stages. There, tie: trained as one, both ends exchange their
+        gradients of it in every update; untie: trained as two; freeze: both stay. Frozen, or
+        beside LoRA, each end holds its own copy, which is exact.
     blocks_per_stage: a count for each stage but the last, which takes the rest; 0 leaves a first
         stage only the embeddings. None spreads the blocks evenly.
+    split: where the first stage ends, and to how many features rows are reduced there; see
+        split_point.py and causal_narrow.py. Without layer, or without split, all features cross.
+    public_text: for a basis with split.calibration=public; None: the text of `own`.
     vocabulary_chunk: words of which the loss has the logits at a time.
     activation_checkpointing: keep the input of each block only, and compute it again backwards.
     """
@@ -60,8 +68,10 @@ class CausalLM:
     checkpoint: str | None = None
     own: OwnCausal | None = None
     lora: Lora | None = None
-    embeddings: Literal["freeze", "untie"] | None = None
+    embeddings: Literal["freeze", "tie", "untie"] | None = None
     blocks_per_stage: Sequence[int] | None = None
+    split: Split | None = None
+    public_text: PublicTexts | None = None
     vocabulary_chunk: int = 8192
     activation_checkpointing: bool = False
 
@@ -75,11 +85,11 @@ class CausalLM:
             isinstance(self.checkpoint, str) and self.checkpoint
         ):
             raise ConfigError(f"model.checkpoint must name a model, got {self.checkpoint!r}")
-        for name, kind in (("own", OwnCausal), ("lora", Lora)):
+        for name, kind in (("own", OwnCausal), ("lora", Lora), ("split", Split)):
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"model.{name} must be a {kind.__name__}, got {given!r}")
-        check_choice("model.embeddings", self.embeddings, (None, "freeze", "untie"))
+        check_choice("model.embeddings", self.embeddings, (None, "freeze", "tie", "untie"))
         if self.lora is not None and self.embeddings is not None:
             raise ConfigError(
                 "model.embeddings is for training without LoRA; beside model.lora they are "
@@ -93,6 +103,15 @@ class CausalLM:
                 )
             for count in self.blocks_per_stage:
                 check_int("model.blocks_per_stage", count, 0)
+        if self.public_text is not None:
+            check_public_text("model.public_text", self.public_text)
+        if self.split is not None:
+            check_settings(self.split, self.blocks_per_stage)
+            if self.split.needs_public_text and self._public_text is None:
+                raise ConfigError(
+                    "model.split.calibration=public needs model.public_text, in the tokens of "
+                    "model.checkpoint; or take the owner's text (calibration=own)"
+                )
         check_int("model.vocabulary_chunk", self.vocabulary_chunk, 1)
         check_choice(
             "model.activation_checkpointing", self.activation_checkpointing, (True, False)
@@ -100,7 +119,16 @@ class CausalLM:
 
     def describe(self) -> str:
         name = self.checkpoint if self.own is None else self.own.describe()
-        return f"{name}, {'all weights' if self.lora is None else self.lora.describe()}"
+        said = f"{name}, {'all weights' if self.lora is None else self.lora.describe()}"
+        return said if self._cut.layer is None else f"{said}, {self._cut.describe()}"
+
+    @property
+    def _cut(self) -> Split:
+        return self.split or WHOLE
+
+    @property
+    def _public_text(self) -> PublicTexts | None:
+        return self.own.text if self.public_text is None and self.own else self.public_text
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         """The first stage reads the text, prompts and answers; the last what is to be guessed."""
@@ -115,18 +143,34 @@ class CausalLM:
             held.add("head")
         return frozenset(held)
 
+    def ties_ends(self, num_stages: int) -> bool:
+        """Whether the first and the last stage train a matrix in common."""
+        return self.embeddings == "tie" and num_stages > 1
+
     def border(self, stage: int, num_stages: int, max_length: int) -> Border:
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
+        cut, whole = self._cut, int(config.hidden_size)
+        is_narrow = cut.is_low_rank and stage == 0
+        width = cut.rank if is_narrow else whole
+        assert width is not None
         fields = (
             BorderField("counts", (), torch.int16),
             BorderField("places", (), torch.int16, "counted"),
-            BorderField("hidden", (int(config.hidden_size),), torch.float32, "counted"),
+            BorderField("hidden", (width,), torch.float32, "counted", whole),
         )
-        return Border(fields, max_length, self._trains_up_to(config, part.blocks.stop))
+        start: tuple[TensorSpec, ...] = ()
+        if is_narrow and cut.hands_over:
+            shapes = ((whole, width), (num_places(cut.anchor_kind, max_length), whole))
+            start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+        trains = self._trains_up_to(config, part.blocks.stop, stage)
+        return Border(fields, max_length, trains, start)
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+    def build_stage(
+        self, stage: int, num_stages: int, context: BuildContext, measures: bool = True
+    ) -> Stage:
+        """measures: False leaves the projections of a split at zero, for whoever fills them."""
         config = self._config(context.max_length)  # is checked before anything is made
         self._part(config, stage, num_stages)
         name = self.checkpoint
@@ -145,7 +189,16 @@ class CausalLM:
         part = self._part(config, stage, num_stages)
         network = network_of(config, part)
         load_weights(network, name)
-        return self._stage(network, part, context.seed).to(context.device)
+        basis = None
+        if measures:
+            basis = basis_of(self._cut, stage, name, config, self._public_text, context)
+        cut = make_cut(self._cut, stage, config, context.max_length, basis)
+        handed: tuple[Tensor, ...] = ()
+        if basis is not None and stage == 0 and self._cut.hands_over:
+            handed = (basis.decode, basis.anchor)
+        about = {"max_length": context.max_length}
+        built = self._stage(network, part, context.seed, about, cut, handed)
+        return built.to(context.device)
 
     def empty_stage(
         self,
@@ -168,16 +221,29 @@ class CausalLM:
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.zero_()
-        return self._stage(network, part, 0)
+        about = {"max_length": architecture.get("max_length", max_length)}
+        cut = make_cut(self._cut, stage, config, about["max_length"], None)
+        return self._stage(network, part, 0, about, cut)
 
-    def _stage(self, network: Any, part: Part, seed: int) -> CausalStage:
+    def _stage(
+        self,
+        network: Any,
+        part: Part,
+        seed: int,
+        about: dict[str, Any],
+        cut: Cut | None,
+        handed_over: tuple[Tensor, ...] = (),
+    ) -> CausalStage:
         config = network.config
         if self.embeddings == "untie":
             config.tie_word_embeddings = False
             head = getattr(network, HEAD)
             if part.is_first and part.is_last:
                 head.weight = nn.Parameter(head.weight.detach().clone())
-        about = {"lora": self.lora is not None, "config": json.loads(config.to_json_string())}
+        about = about | {
+            "lora": self.lora is not None,
+            "config": json.loads(config.to_json_string()),
+        }
         if self.lora is not None:
             self.lora.add_to(network, seed)
         elif self.embeddings == "freeze":
@@ -187,7 +253,11 @@ class CausalLM:
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
             network.activation_checkpointing_enable({"use_reentrant": False})
-        return CausalStage(network, part, self.vocabulary_chunk, about)
+        frozen = part.is_first and self._cut.layer is not None and self._cut.freeze_bottom
+        tied = self.embeddings == "tie" and part.is_first != part.is_last
+        return CausalStage(
+            network, part, self.vocabulary_chunk, about, cut, handed_over, frozen, tied
+        )
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
@@ -204,10 +274,10 @@ class CausalLM:
             )
         if self.lora is not None:
             self.lora.check(config)
-        if self.embeddings == "untie" and not ties_words(config):
+        if self.embeddings in ("tie", "untie") and not ties_words(config):
             raise ConfigError(
-                f"model.embeddings=untie: embeddings and head of {self.describe()} are two "
-                "matrices already; leave it out"
+                f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "
+                "are two matrices already; leave it out"
             )
         return config
 
@@ -218,9 +288,11 @@ class CausalLM:
             raise ConfigError(
                 f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
                 "two lie in different stages, so each would need the other's gradient in every "
-                "step. Train adapters (model.lora={r: 16}), or keep the matrix as it is "
-                "(model.embeddings=freeze), or train it as two (model.embeddings=untie)"
+                "step. Let them cross (model.embeddings=tie), train it as two "
+                "(model.embeddings=untie), keep it as it is (model.embeddings=freeze), or train "
+                "adapters (model.lora={r: 16})"
             )
+        check_fits(self._cut, config, num_stages)
         num_blocks = depth(config)
         ends = self._ends(num_blocks, num_stages)
         start = ends[stage - 1] if stage else 0
@@ -230,7 +302,10 @@ class CausalLM:
         """The block behind each stage's last."""
         counts = self.blocks_per_stage
         if counts is None:
-            return [num_blocks * (stage + 1) // num_stages for stage in range(num_stages)]
+            first = 0 if self._cut.layer is None else self._cut.layer + 1
+            rest, spread = num_blocks - first, num_stages - bool(first)
+            ends = [first + rest * (n + 1) // spread for n in range(spread)]
+            return [first, *ends] if first else ends
         if len(counts) != num_stages - 1 or sum(counts) > num_blocks:
             raise ConfigError(
                 f"model.blocks_per_stage must be {num_stages - 1} counts (one for each stage but "
@@ -238,8 +313,13 @@ class CausalLM:
             )
         return [sum(counts[: stage + 1]) for stage in range(num_stages - 1)] + [num_blocks]
 
-    def _trains_up_to(self, config: Any, end: int) -> bool:
-        """Whether anything in front of block `end` is trained, embeddings included."""
+    def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
+        """Whether anything in front of block `end`, where this stage ends, is trained."""
+        if self._cut.layer is not None:
+            if stage == 0 and self._cut.freeze_bottom:
+                return False
+            if self._cut.is_low_rank:  # the projections are
+                return True
         if self.lora is not None:
             return any(layer < end for layer in self.lora.layers_in(config))
         return self.embeddings != "freeze" or end > 0

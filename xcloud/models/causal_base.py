@@ -6,24 +6,22 @@ Shapes: B samples, S positions.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
-from xcloud.checks import check_int, check_number
+from xcloud.checks import check_int
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub.cache import bytes_of, key_of
+from xcloud.models.backbone import make_in_lane_0
 from xcloud.models.causal_network import (
     Part,
     check_type,
@@ -34,17 +32,18 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.encoder import check_heads
+from xcloud.models.pretraining import Descent
 from xcloud.models.seeding import seed_of
 from xcloud.models.text_source import PublicTexts, check_public_text
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
-CODE_VERSION = 1
+CODE_VERSION = 2
 REPORT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
-class NextTokenPretraining:
-    """AdamW with linear warm-up and decay, on windows of `length` tokens of the joined texts.
+class NextTokenPretraining(Descent):
+    """Guess the next token, in windows of `length` tokens of the joined texts.
 
     seed is the base's own, not the run's: runs of several seeds share it, as they would share a
     published checkpoint. steps=0 leaves random weights.
@@ -55,22 +54,14 @@ class NextTokenPretraining:
     length: int = 64
     learning_rate: float = 3e-3
     warmup_steps: int = 80
+    weight_decay: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
         owner = "NextTokenPretraining"
-        check_int(f"{owner}.steps", self.steps, 0)
+        self.check_descent(owner)
         check_int(f"{owner}.batch_size", self.batch_size, 1)
         check_int(f"{owner}.length", self.length, 2)
-        check_number(f"{owner}.learning_rate", self.learning_rate, 0, above=True)
-        check_int(f"{owner}.warmup_steps", self.warmup_steps, 0)
-        check_int(f"{owner}.seed", self.seed, 0)
-
-    def learning_rate_at(self, step: int) -> float:
-        """step counts from 0."""
-        warm = (step + 1) / (self.warmup_steps + 1)
-        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
-        return self.learning_rate * min(1.0, warm, left)
 
 
 @dataclass(frozen=True)
@@ -149,26 +140,16 @@ class OwnCausal:
         config = self.config(context.max_length, ids)
         texts = self.text.sentences(self.num_texts, context.cache_dir)
         folder = context.cache_dir / "causal" / self._key(config, ids, texts)
-        if context.lane == 0:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
-                if not folder.exists():
-                    self._make(folder, config, ids, texts, context)
-        context.barrier()  # Every lane reaches this line, or the others hang.
-        if not folder.exists():
-            raise DataError(
-                f"lane {context.lane} does not find {folder}, which lane 0 has written: the lanes "
-                "of a stage must share one cache folder"
-            )
+        make_in_lane_0(folder, context, partial(self._make, config, ids, texts, context))
         return folder
 
     def _make(
         self,
-        folder: Path,
         config: Any,
         ids: TokenIds,
         texts: Sequence[Sequence[int]],
         context: BuildContext,
+        folder: Path,
     ) -> None:
         said = f"{self.describe()}: pretraining on {len(texts):,} public texts"
         context.report(f"{said}, {self.pretraining.steps} steps")
@@ -179,11 +160,8 @@ class OwnCausal:
         loss = _pretrain(
             stage, texts, ids, self.pretraining, lambda line: context.report(f"{said}, {line}")
         )
-        unfinished = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write_checkpoint(network, unfinished)
-        unfinished.rename(folder)  # whole or not at all
-        context.report(f"{self.describe()}: loss {loss:.3f} at the end, kept as {folder}")
+        write_checkpoint(network, folder)
+        context.report(f"{self.describe()}: loss {loss:.3f} at the end")
 
     def _key(self, config: Any, ids: TokenIds, texts: Sequence[Sequence[int]]) -> str:
         described = {
@@ -192,10 +170,7 @@ class OwnCausal:
             "positions": config.max_position_embeddings,
             "ids": asdict(ids),
         }
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-        for text in texts:
-            digest.update(array("q", [len(text), *text]).tobytes())
-        return digest.hexdigest()[:32]
+        return key_of(described, bytes_of(texts))
 
 
 def _pretrain(
@@ -214,23 +189,17 @@ def _pretrain(
         )
     device = next(stage.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "windows"))
-    optimizer = torch.optim.AdamW(
-        stage.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), fused=True
-    )
+
+    def loss_of_a_batch() -> Tensor:
+        batch = _windows(flat, settings, draw)
+        loss: Tensor = stage(None, {name: part.to(device) for name, part in batch.items()}).loss
+        return loss / batch[LABEL].numel()
+
     mean, last_report_at_s = float("nan"), time.monotonic()
     with torch.enable_grad():
         stage.train()
-        for step in range(settings.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step)
-            batch = _windows(flat, settings, draw)
-            loss = stage(None, {name: part.to(device) for name, part in batch.items()}).loss
-            loss = loss / batch[LABEL].numel()
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)
-            optimizer.step()
-            now = float(loss.detach())
+        for step, loss in settings.descend(stage, loss_of_a_batch):
+            now = float(loss)
             mean = now if step == 0 else 0.95 * mean + 0.05 * now
             if time.monotonic() - last_report_at_s > REPORT_EVERY_S:
                 last_report_at_s = time.monotonic()

@@ -166,6 +166,13 @@ def base_of(network: Any) -> Any:
     return getattr(network, KINDS[network.config.model_type].base)
 
 
+def words_of(network: Any) -> nn.Parameter:
+    """The matrix of the embeddings, in the first stage."""
+    module = getattr(base_of(network), KINDS[network.config.model_type].embeddings)
+    words: nn.Parameter = module.weight
+    return words
+
+
 def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of what this part holds: embeddings, single blocks, norm, head."""
     kind, base = KINDS[network.config.model_type], base_of(network)
@@ -277,17 +284,28 @@ def block_number(config: Any, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def attention_masks(config: Any, places_BS: Tensor) -> Masks:
+def packed_places(types_BS: Tensor) -> Tensor:
+    """Position of each token in its document, from 0."""
+    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
+    begins = torch.ones_like(types_BS, dtype=torch.bool)
+    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
+    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
+    return order_BS - starts_BS
+
+
+def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
     """What the model's forward takes as attention_mask, [B, 1, S, S]: bool, True where a token may
     look; for eager attention float32, 0 there and else very low. A token sees itself and what
     stands before it in its own document.
 
-    places_BS: position of each token in its document; 0 begins one.
+    places_BS: position of each token in its document; 0 begins one. num_new: only the rows of so
+    many last tokens are wanted; None: all.
     """
     documents_BS = (places_BS == 0).cumsum(1)
     order_S = torch.arange(places_BS.shape[1], device=places_BS.device)
-    back_SS = order_S[:, None] - order_S
-    sees_BSS = (back_SS >= 0) & (documents_BS[:, :, None] == documents_BS[:, None])
+    new = slice(None if num_new is None else -num_new, None)
+    back_SS = order_S[new, None] - order_S
+    sees_BSS = (back_SS >= 0) & (documents_BS[:, new, None] == documents_BS[:, None])
     window = getattr(config, "sliding_window", None)
 
     def mask_of(sees: Tensor) -> Tensor:
@@ -304,12 +322,43 @@ def attention_masks(config: Any, places_BS: Tensor) -> Masks:
     return near
 
 
-def run(network: Any, places_BS: Tensor, ids_BS: Tensor | None, rows_BSH: Tensor | None) -> Tensor:
-    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H]."""
-    masks = attention_masks(network.config, places_BS)
+class Past:
+    """What a part's blocks keep of the tokens so far: keys and values, and where tokens stand.
+    Samples of equal length, without padding."""
+
+    def __init__(self) -> None:
+        from transformers import DynamicCache
+
+        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
+        self.places_BS: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self.places_BS is None else self.places_BS.shape[1]
+
+    def add(self, places_BS: Tensor) -> Tensor:
+        """Places of all tokens, these last."""
+        before = [] if self.places_BS is None else [self.places_BS]
+        self.places_BS = torch.cat([*before, places_BS], 1)
+        return self.places_BS
+
+
+def run(
+    network: Any,
+    places_BS: Tensor,
+    ids_BS: Tensor | None,
+    rows_BSH: Tensor | None,
+    past: Past | None = None,
+) -> Tensor:
+    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H].
+    past: of the tokens before these, which are added to it."""
+    cache, seen_BS = None, places_BS
+    if past is not None:
+        cache, seen_BS = past.keys_and_values, past.add(places_BS)
+    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
     output = base_of(network)(
         input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
-        use_cache=False,
+        past_key_values=cache, use_cache=cache is not None,
     )  # fmt: skip
     rows: Tensor = output.last_hidden_state
     return rows

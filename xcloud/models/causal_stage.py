@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
-from xcloud.models.causal_network import HEAD, Part, run
+from xcloud.models.causal_narrow import Cut, through
+from xcloud.models.causal_network import HEAD, Part, Past, packed_places, run, words_of
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
+from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 
@@ -28,21 +30,55 @@ class CausalStage(Stage):
     """network: the part of the model that this stage holds. chunk: words of a piece in the loss.
 
     architecture: JSON values from which the stage can be built again.
+    cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
+    Stage.hand_over. frozen: nothing is trained, and there is no dropout. is_tied: the embeddings
+    or the head here are one matrix with the pipeline's other end.
     """
 
     def __init__(
-        self, network: nn.Module, part: Part, chunk: int, architecture: Mapping[str, Any]
+        self,
+        network: nn.Module,
+        part: Part,
+        chunk: int,
+        architecture: Mapping[str, Any],
+        cut: Cut | None = None,
+        handed_over: tuple[Tensor, ...] = (),
+        frozen: bool = False,
+        is_tied: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self._part, self._chunk = part, chunk
         self.architecture = dict(architecture)
+        self.cut, self._handed_over, self._frozen = cut, handed_over, frozen
+        self._is_tied = is_tied
+        if frozen:
+            self.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> CausalStage:
+        super().train(mode and not self._frozen)
+        return self
+
+    def tied(self) -> nn.Parameter | None:
+        if not self._is_tied:
+            return None
+        tied = self._head.weight if self._part.is_last else words_of(self.network)
+        return cast(nn.Parameter, tied)
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        return self._handed_over
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        decode, anchor = tensors
+        assert isinstance(self.cut, ProjectionTop)
+        self.cut.start(decode, anchor)
 
     def exported(self) -> dict[str, Tensor]:
         """What training changes, under the names of peft or transformers: adapters, or all."""
+        cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
         if self.architecture["lora"]:
-            return dict(adapter_tensors(self.network))
-        return self.network.state_dict()
+            return dict(adapter_tensors(self.network)) | cut
+        return self.network.state_dict() | cut
 
     def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
         own = self.exported()
@@ -56,13 +92,7 @@ class CausalStage(Stage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         packing, places_R, rows = self._rows(received, batch)
         if not self._part.is_last:
-            return StageOutput(
-                {
-                    "counts": packing.counts.to(torch.int16),
-                    "places": places_R.to(torch.int16),
-                    "hidden": rows.float(),
-                }
-            )
+            return StageOutput(_message(packing, places_R, rows))
         losses, _ = self._losses(rows, packing, batch)
         return StageOutput(loss=losses.sum())
 
@@ -80,27 +110,45 @@ class CausalStage(Stage):
         ]
 
     @torch.no_grad()
-    def next_words(self, received: Message | None, batch: Batch) -> Tensor:
+    def hand_on(self, received: Message | None, batch: Batch, past: Past | None) -> Message:
+        """What the next stage needs to write on. past: of the tokens before those of the batch,
+        which are added to it; None: the batch has all."""
+        return _message(*self._rows(received, batch, past))
+
+    @torch.no_grad()
+    def next_words(
+        self, received: Message | None, batch: Batch, past: Past | None = None
+    ) -> Tensor:
         """Logits [B, V] of what follows each sample."""
-        packing, _, rows = self._rows(received, batch)
+        packing, _, rows = self._rows(received, batch, past)
         last_BH = rows[packing.counts.cumsum(0) - 1]
         logits = self._head(last_BH)
         softcap = self._softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def _rows(self, received: Message | None, batch: Batch) -> tuple[Packing, Tensor, Tensor]:
+    def _rows(
+        self, received: Message | None, batch: Batch, past: Past | None = None
+    ) -> tuple[Packing, Tensor, Tensor]:
         """Where tokens are, their positions [R] in their documents, and this part's rows."""
         if received is None:
             packing = Packing.of(batch[TEXT], NO_TOKEN)
-            places_R = packing.pack(_places(batch[TYPES]))
+            places_R = packing.pack(packed_places(batch[TYPES]))
+            if past is not None:
+                places_R = places_R + past.length
             ids_BS = packing.unpack(packing.pack(batch[TEXT]))
-            rows = run(self.network, packing.unpack(places_R), ids_BS, None)
+            rows = run(self.network, packing.unpack(places_R), ids_BS, None, past)
         else:
             packing = Packing(received["counts"])
             places_R = received["places"].long()
-            hidden_BSH = packing.unpack(received["hidden"])
-            rows = run(self.network, packing.unpack(places_R), None, hidden_BSH)
-        return packing, places_R, packing.pack(rows)
+            hidden = received["hidden"]
+            if isinstance(self.cut, ProjectionTop):
+                hidden = through(self.cut, hidden, places_R)
+            places_BS, hidden_BSH = packing.unpack(places_R), packing.unpack(hidden)
+            rows = run(self.network, places_BS, None, hidden_BSH, past)
+        found = packing.pack(rows)
+        if isinstance(self.cut, ProjectionBottom):
+            found = through(self.cut, found, places_R)
+        return packing, places_R, found
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
         """Nats of each guessed token, and the sample that it belongs to. Other rows never reach
@@ -124,10 +172,9 @@ class CausalStage(Stage):
         return cap
 
 
-def _places(types_BS: Tensor) -> Tensor:
-    """Position of each token in its document, from 0."""
-    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
-    begins = torch.ones_like(types_BS, dtype=torch.bool)
-    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
-    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
-    return order_BS - starts_BS
+def _message(packing: Packing, places_R: Tensor, rows: Tensor) -> Message:
+    return {
+        "counts": packing.counts.to(torch.int16),
+        "places": places_R.to(torch.int16),
+        "hidden": rows.float(),
+    }

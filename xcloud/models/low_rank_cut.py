@@ -8,6 +8,7 @@ sub-layer, K = rank features that cross, P anchor positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderLayer
 from xcloud.models.split_point import Split, num_places
+
+
+class Places(Protocol):
+    """Where rows stand, for anchors of their own: Packing has it."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [R]."""
 
 
 class BottomCut(nn.Module):
@@ -122,20 +131,30 @@ class Orthonormal(nn.Module):
 
 
 class ProjectionBottom(BottomCut):
-    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor."""
+    """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor.
 
-    def __init__(self, block: EncoderLayer, rank: int, places: int, orthonormal: bool) -> None:
+    block: None where it lies elsewhere, and its rows are what comes in.
+    """
+
+    def __init__(
+        self, block: EncoderLayer | None, hidden: int, rank: int, places: int, orthonormal: bool
+    ) -> None:
         super().__init__()
         self.block = block
-        self.encode = nn.Linear(block.down.out_features, rank, bias=False)
+        self.encode = nn.Linear(hidden, rank, bias=False)
         self.register_buffer("offset", torch.zeros(places, rank))
         if orthonormal:
             register_parametrization(self.encode, "weight", Orthonormal())
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        sent: Tensor = self.encode(self.block(rows_RH, packing))
+        rows = rows_RH if self.block is None else self.block(rows_RH, packing)
+        return self.reduce(rows, packing)
+
+    def reduce(self, rows_RH: Tensor, places: Places) -> Tensor:
+        """[R, K] of the block's output."""
+        sent: Tensor = self.encode(rows_RH)
         offset = self.get_buffer("offset")
-        return sent - at_places(offset, packing) if len(offset) else sent
+        return sent - at_places(offset, places) if len(offset) else sent
 
 
 class ProjectionTop(TopCut):
@@ -153,14 +172,14 @@ class ProjectionTop(TopCut):
         _set_weight(self.decode, decode_HK)
         self.anchor.copy_(anchor_PH)
 
-    def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
+    def forward(self, sent_RK: Tensor, places: Places) -> Tensor:
         rows: Tensor = self.decode(sent_RK)
-        return rows + at_places(self.anchor, packing) if len(self.anchor) else rows
+        return rows + at_places(self.anchor, places) if len(self.anchor) else rows
 
 
-def at_places(table: Tensor, packing: Packing) -> Tensor:
+def at_places(table: Tensor, places: Places) -> Tensor:
     """Table entry per row: one entry for all rows, or one per position."""
-    return table if len(table) == 1 else table[packing.positions]
+    return table if len(table) == 1 else table[places.positions]
 
 
 @dataclass(frozen=True)
@@ -175,14 +194,27 @@ class Basis:
     offset: Tensor
 
 
+def projection_bottom(
+    split: Split, block: EncoderLayer | None, hidden: int, max_length: int
+) -> ProjectionBottom:
+    assert split.rank is not None
+    places = num_places(split.anchor_kind, max_length)
+    return ProjectionBottom(block, hidden, split.rank, places, split.method == "orthogonal")
+
+
+def projection_top(split: Split, hidden: int, max_length: int) -> ProjectionTop:
+    assert split.rank is not None
+    places = num_places(split.anchor_kind, max_length)
+    return ProjectionTop(hidden, split.rank, places, split.method == "orthogonal")
+
+
 def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut:
     """The part before the border; consumes `block`. Initial values of V or E: start_bottom."""
     if not split.is_low_rank:
         return WholeBottom(block)
     assert split.rank is not None
     if split.method != "svd":
-        places = num_places(split.anchor_kind, max_length)
-        return ProjectionBottom(block, split.rank, places, split.method == "orthogonal")
+        return projection_bottom(split, block, block.down.out_features, max_length)
     if split.linear == "attention_output":
         v = nn.Linear(block.attention.output.in_features, split.rank, bias=False)
         block.attention.output = v
@@ -197,10 +229,7 @@ def make_top(split: Split, block: EncoderLayer, max_length: int) -> TopCut:
         return WholeTop()
     assert split.rank is not None
     if split.method != "svd":
-        places = num_places(split.anchor_kind, max_length)
-        return ProjectionTop(
-            block.down.out_features, split.rank, places, split.method == "orthogonal"
-        )
+        return projection_top(split, block.down.out_features, max_length)
     if split.linear == "attention_output":
         return AttentionTop(block, split.rank)
     return FeedForwardTop(block, split.rank)

@@ -26,7 +26,7 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Border, BorderField, Head, Stage, TokenIds
 from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
-from xcloud.models.calibration import blank_basis, measured_basis, random_basis
+from xcloud.models.calibration import EncoderBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import (
     Basis,
@@ -216,10 +216,15 @@ class LowRankSplit:
         if not self.split.is_measured:
             return random_basis(self.split, weights.config.hidden, context.seed)
         if self.split.needs_public_text:
-            return measured_basis(self.split, weights, self.public_text, context)
+            return self._measured(weights, self.public_text, context)
         if stage > 0:  # received before the first step
             return blank_basis(self.split, weights.config.hidden, context.max_length)
-        return measured_basis(self.split, weights, None, context)
+        return self._measured(weights, None, context)
+
+    def _measured(
+        self, weights: Weights, public: PublicTexts | None, context: BuildContext
+    ) -> Basis:
+        return measured_basis(self.split, EncoderBlock(weights, self.split.block), public, context)
 
     def _stage(
         self,

@@ -10,10 +10,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.checks import check_int, check_number
 from xcloud.contracts.stage import TokenIds
@@ -22,15 +23,57 @@ from xcloud.models.attention import Packing
 from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
+from xcloud.training.optimizer import Optimizer
 
 REPORT_EVERY_S = 5.0
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
 
 
+class Descent:
+    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero, and
+    gradients of norm 1 at most. Weight decay spares biases and norms, as in training/optimizer.py.
+    """
+
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    seed: int
+
+    def check_descent(self, owner: str) -> None:
+        check_int(f"{owner}.steps", self.steps, 0)
+        check_number(f"{owner}.learning_rate", self.learning_rate, 0, above=True)
+        check_int(f"{owner}.warmup_steps", self.warmup_steps, 0)
+        check_number(f"{owner}.weight_decay", self.weight_decay, 0)
+        check_int(f"{owner}.seed", self.seed, 0)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        warm = (step + 1) / (self.warmup_steps + 1)
+        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * min(1.0, warm, left)
+
+    def descend(
+        self, network: nn.Module, loss_of_a_batch: Callable[[], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Train `network` in place; yields each step, counted from 0, and its loss."""
+        decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
+        optimizer = decayed.build(network.parameters())
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate_at(step)
+            loss = loss_of_a_batch()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            yield step, loss.detach()
+
+
 @dataclass(frozen=True)
-class MaskedLanguageModelling:
-    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero.
+class MaskedLanguageModelling(Descent):
+    """Guess masked words.
 
     `mask_share` of the tokens are predicted; of these 80 % are replaced by the mask id, 10 % by a
     random id, 10 % are kept (Devlin et al., arXiv:1810.04805). Masking is dynamic (Liu et al.,
@@ -55,21 +98,11 @@ class MaskedLanguageModelling:
 
     def __post_init__(self) -> None:
         owner = "MaskedLanguageModelling"
-        check_int(f"{owner}.steps", self.steps, 0)
+        self.check_descent(owner)
         check_int(f"{owner}.batch_tokens", self.batch_tokens, 1)
-        check_number(f"{owner}.learning_rate", self.learning_rate, 0, above=True)
-        check_int(f"{owner}.warmup_steps", self.warmup_steps, 0)
-        check_number(f"{owner}.weight_decay", self.weight_decay, 0)
         check_number(f"{owner}.mask_share", self.mask_share, 0, 0.9, above=True)
         check_number(f"{owner}.held_out_share", self.held_out_share, 0, 0.5, above=True)
-        check_int(f"{owner}.seed", self.seed, 0)
         check_number(f"{owner}.causal_share", self.causal_share, 0, 1)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
-        warm = (step + 1) / (self.warmup_steps + 1)
-        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
-        return self.learning_rate * min(1.0, warm, left)
 
 
 @dataclass(frozen=True)
@@ -114,30 +147,19 @@ def pretrain(
     held_out = [texts[i] for i in order[:num_held_out]]
     train = [texts[i] for i in order[num_held_out:]]
 
-    optimizer = torch.optim.AdamW(
-        encoder.parameters(),
-        lr=settings.learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
     batches = _batches(train, settings.batch_tokens, draw)
     started_at_s = last_report_at_s = time.monotonic()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(seed_of(settings.seed, "dropout"))
         encoder.train()
-        for step in range(settings.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step)
-            # Spread evenly: any 10 steps have 7 causal ones if the share is 0.7.
-            share = settings.causal_share
-            causal = math.floor((step + 1) * share) > math.floor(step * share)
-            loss, _, _ = _loss(encoder, next(batches), ids, settings.mask_share, draw, causal)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
-            optimizer.step()
+        modes = _evenly(settings.causal_share)
+
+        def loss() -> Tensor:
+            batch, causal = next(batches), next(modes)
+            return _loss(encoder, batch, ids, settings.mask_share, draw, causal)[0]
+
+        for step, _ in settings.descend(encoder, loss):
             now_s = time.monotonic()
             if now_s - last_report_at_s > REPORT_EVERY_S:
                 last_report_at_s = now_s
@@ -156,14 +178,19 @@ def evaluate(
     was_training = encoder.training
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
-    total, right, count = 0.0, 0, 0
+    total, right, num = 0.0, 0, 0
     for start in range(0, len(texts), 64):
         batch = texts[start : start + 64]
         causal = settings.causal_share == 1
         loss, hits, masked = _loss(encoder, batch, ids, settings.mask_share, draw, causal)
-        total, right, count = total + float(loss) * masked, right + int(hits), count + masked
+        total, right, num = total + float(loss) * masked, right + int(hits), num + masked
     encoder.train(was_training)
-    return HeldOutScore(total / count, right / count)
+    return HeldOutScore(total / num, right / num)
+
+
+def _evenly(share: float) -> Iterator[bool]:
+    """True for this share, spread: of any ten steps seven if it is 0.7."""
+    return (math.floor((n + 1) * share) > math.floor(n * share) for n in count())
 
 
 def _batches(

@@ -160,11 +160,11 @@ def check_rank(split: Split, hidden: int) -> None:
         assert split.rank is not None
         if split.rank > hidden:
             raise ConfigError(
-                f"split.rank is {split.rank}, but the encoder has {hidden} features; give at most "
+                f"split.rank is {split.rank}, but the model has {hidden} features; give at most "
                 f"{hidden}, or null to let all cross"
             )
     if split.kept_head_rank is not None and split.kept_head_rank > hidden:
         raise ConfigError(
-            f"split.head_rank is {split.head_rank}, but the encoder has {hidden} features; give "
+            f"split.head_rank is {split.head_rank}, but the model has {hidden} features; give "
             f"at most {hidden}, or null"
         )

@@ -1,13 +1,17 @@
 """Small messages between clouds besides the pipeline: norms, agreement, meetings, reports.
 
-A star around rank 0. One rank of each stage (its leader) speaks for the stage. Everything here is
-framed, delayed and counted like the rest, under "other".
+A star around rank 0; for norms, one in each replica of the pipeline around the first of its
+leaders. One rank of each stage (its leader) speaks for the stage. Everything here is framed,
+delayed and counted like the rest, under "other".
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -15,13 +19,69 @@ from torch import Tensor
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.liveness import PeerLife
-from xcloud.errors import ConfigError, FrameError, LinkTimeout
+from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
+REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
+_CHECKPOINT = ("how far a rank is with its part of a checkpoint uint8",)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
+
+
+class Word(IntEnum):
+    """What every rank does after an update, before the next one. Rank 0's word."""
+
+    GO_ON = 0
+    CHECKPOINT = 1  # save what the run can go on from
+    STOP = 2  # save it, and end
+
+
+@dataclass(frozen=True)
+class StageSums:
+    """leaders: of the stages of this rank's replica. out, incoming: links to and from the first of
+    them, or, in that one, to and from every other."""
+
+    rank: int
+    leaders: tuple[int, ...]
+    out: Mapping[int, OutLink] = field(default_factory=dict)
+    incoming: Mapping[int, InLink] = field(default_factory=dict)
+    overdue_s: float = 0.0
+
+    def sum_over_stages(
+        self, step: int, values: Mapping[int, float], num_stages: int, word: Word = Word.GO_ON
+    ) -> tuple[float, Word]:
+        """Sum of one number per stage, the same bits in every leader, and rank 0's word, which
+        travels with it. Leaders only.
+
+        values: stage -> number, for the stages that this leader speaks for. word: in rank 0.
+        """
+        key = MessageKey(Kind.NORM, step)
+        first, *others = self.leaders
+        if self.rank != first:
+            mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
+            for stage, value in values.items():
+                mine[stage] = value
+            self.out[first].send(
+                key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
+            )
+            summed, *told = self.incoming[first].recv(key, self.overdue_s)
+            return float(summed[0]), Word(int(told[0][0])) if told else Word.GO_ON
+        collected = dict(values)
+        for leader in others:
+            theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
+            collected.update({stage: v for stage, v in enumerate(theirs) if v == v})
+        # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
+        # so a stage that nobody reported counts as NaN too.
+        total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
+        for leader in others:
+            parts = [torch.tensor([total], dtype=torch.float64)]
+            if word is not Word.GO_ON:
+                parts.append(torch.tensor([word], dtype=torch.uint8))
+            self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
+        return total, word
 
 
 class Control:
@@ -32,42 +92,19 @@ class Control:
     def __init__(
         self,
         rank: int,
-        leaders: tuple[int, ...],
-        out: Mapping[int, OutLink],
-        incoming: Mapping[int, InLink],
+        out: dict[int, OutLink],
+        incoming: dict[int, InLink],
         overdue_s: float,
         lives: Mapping[int, PeerLife],
     ) -> None:
-        self.rank, self.leaders, self.overdue_s = rank, leaders, overdue_s
+        self.rank, self.overdue_s = rank, overdue_s
         self.out, self.incoming, self.lives = out, incoming, lives
         self._num_meetings = 0
+        self._listener: Callable[[int, int, int], None] | None = None
 
-    def sum_over_stages(self, step: int, values: Mapping[int, float], num_stages: int) -> float:
-        """Sum of one number per stage, the same bits in every leader. Leaders only.
-
-        values: stage -> number, for the stages that this leader speaks for.
-        """
-        key = MessageKey(Kind.NORM, step)
-        others = [leader for leader in self.leaders if leader != 0]
-        if self.rank != 0:
-            mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
-            for stage, value in values.items():
-                mine[stage] = value
-            self.out[0].send(
-                key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
-            )
-            return float(self.incoming[0].recv(key, self.overdue_s)[0][0])
-        collected = dict(values)
-        for leader in others:
-            theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
-            collected.update({stage: v for stage, v in enumerate(theirs) if v == v})
-        # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
-        # so a stage that nobody reported counts as NaN too.
-        total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
-        for leader in others:
-            summed = torch.tensor([total], dtype=torch.float64)
-            self.out[leader].send(key, (summed,), ("sum of the squared gradient norms",))
-        return total
+    @property
+    def peers(self) -> list[int]:
+        return sorted(self.out)
 
     def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
         """Rank 0 tells ranks that read no data how many samples there are."""
@@ -133,14 +170,39 @@ class Control:
         if self.rank != 0:
             return self.out[0].say_alive()
         ages = [0.0 if r == 0 else self.lives[r].silent_s for r in range(1 + len(self.lives))]
-        for out in self.out.values():
-            out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+        for out in list(self.out.values()):  # another thread may take in a rank that is back
+            with contextlib.suppress(LinkClosed):  # whoever needs that rank will meet it
+                out.say_alive((torch.tensor(ages, dtype=torch.float32),), _AGES)
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        """How far this rank is with the checkpoint of a step; does not wait."""
+        key = MessageKey(Kind.CHECKPOINT, step)
+        self.out[peer].send(key, (torch.tensor([code], dtype=torch.uint8),), _CHECKPOINT)
+
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        """From now on `take` is called with the peer, the step and the code of each `tell`, in a
+        link's thread. Before the first step: nobody tells anything until then."""
+        self._listener = take
+
+    def hear(self, peer: int, frame: Frame) -> None:
+        """What `tell` has sent. Raises FrameError for anything else."""
+        if len(frame.parts) != 1 or frame.parts[0].shape != (1,) or self._listener is None:
+            raise FrameError(
+                f"{frame.key} of rank {peer} must carry one code, after the start; got "
+                f"{[tuple(part.shape) for part in frame.parts]}"
+            )
+        self._listener(peer, frame.key.step, int(frame.parts[0]))
 
     def report(self, lines: bytes) -> None:
-        """Send whole report lines, at most REPORT_CAPACITY_BYTES, to rank 0; does not wait."""
-        assert len(lines) <= REPORT_CAPACITY_BYTES
-        data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-        self.out[0].send(MessageKey(Kind.REPORT), (data,), ("report lines, see reports",))
+        """To rank 0."""
+        send_report(self.out[0], lines)
+
+
+def send_report(link: OutLink, lines: bytes) -> None:
+    """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""
+    assert len(lines) <= REPORT_CAPACITY_BYTES
+    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+    link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:

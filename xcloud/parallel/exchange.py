@@ -18,14 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.memory import State, Stateful, split_state
+from xcloud.parallel.dealt import local_part, with_part
 from xcloud.parallel.rank_group import RankGroup
 
 
 class FlatBuffer:
     """Trained parameters as one vector: their gradients always, their values where asked for.
+    Of parameters dealt over ranks, what this one holds.
 
     flat: [N + 1], every `.grad` is a view of it; the last place is for the loss.
+    squares_elsewhere: added to the squared norm: what other ranks hold of these gradients, or,
+        negative, what another stage counts too.
     """
+
+    squares_elsewhere = 0.0
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -34,12 +40,11 @@ class FlatBuffer:
             return
         first = self.parameters[0]
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
-        size = sum(p.numel() for p in self.parameters)
+        own = [local_part(p) for p in self.parameters]
+        size = sum(part.numel() for part in own)
         self.flat = torch.zeros(size + 1, dtype=first.dtype, device=first.device)
-        for parameter, view in zip(
-            self.parameters, _views(self.gradients, self.parameters), strict=True
-        ):
-            parameter.grad = view
+        for parameter, view in zip(self.parameters, _views(self.gradients, own), strict=True):
+            parameter.grad = with_part(parameter, view)
 
     @property
     def gradients(self) -> Tensor:
@@ -66,14 +71,14 @@ class FlatBuffer:
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
         norm = torch.linalg.vector_norm(self.gradients, dtype=torch.float64)
-        return float(norm) ** 2
+        return float(norm) ** 2 + self.squares_elsewhere
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
         self.gradients.mul_(factor)
 
 
-def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     pieces = torch.split(flat, [p.numel() for p in parameters])
     return [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
 

@@ -71,10 +71,14 @@ class _InFlight:
 class Pipeline:
     """One rank's stages and ports.
 
-    owner(stage, micro_batch): the rank that computes it. lanes: stage -> (lane, number of lanes)
-    for the stages of this rank. autocast: makes the context that stages compute in.
-    watch: told of every batch of training, with its step.
+    owner(stage, micro_batch): the rank that computes it. turns: stage -> (first, period), for the
+    stages of this rank: it computes micro-batches first, first + period, ... num_replicas: of the
+    whole pipeline; micro-batch i is of replica i mod num_replicas, and replica 0 evaluates.
+    autocast: makes the context that stages compute in. watch: told of every batch of training,
+    with its step. on_backward: told of each stage whose backward of a micro-batch is done.
     """
+
+    on_backward: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -83,15 +87,16 @@ class Pipeline:
         num_stages: int,
         ports: Mapping[int, BorderPorts],
         owner: Callable[[int, int], int],
-        lanes: dict[int, tuple[int, int]],
+        turns: dict[int, tuple[int, int]],
         device: torch.device,
         seed: int,
         clock: StepClock,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         watch: Callable[[int, Batch], None] | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.rank, self.stages, self.num_stages = rank, stages, num_stages
-        self.ports, self.owner, self.lanes = ports, owner, lanes
+        self.ports, self.owner, self.turns, self.num_replicas = ports, owner, turns, num_replicas
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
         self._watch = watch
         self._actions_of: dict[Schedule, list[Action]] = {}
@@ -128,6 +133,8 @@ class Pipeline:
                     loss += work.loss.detach() / weight
             else:
                 self._backward(action, in_flight.pop(place), now, weight)
+                if self.on_backward is not None:
+                    self.on_backward(action.stage)
         self.clock.place = NOWHERE
         return loss
 
@@ -153,14 +160,14 @@ class Pipeline:
         """Predictions by sample id, through the same compressed channels as in training.
 
         pieces: sample ids of every micro-batch, int64 [B]. fetch: the visible fields of samples.
-        Ranks without the last stage return nothing.
+        Ranks of replica 0 call it. Those without the last stage return nothing.
         """
         predictions: dict[int, list[int]] = {}
         now = Pass(step, kind=Kind.EVALUATION)
         for stage in self.stages.values():
             stage.eval()
-        for action in self._actions(ForwardOnly(len(pieces))):
-            batch = fetch(pieces[action.micro_batch])
+        for action in self._actions(ForwardOnly(self.num_replicas * len(pieces))):
+            batch = fetch(pieces[action.micro_batch // self.num_replicas])
             if action.stage < self.num_stages - 1:
                 self._forward(action, batch, now)
                 continue
@@ -175,7 +182,7 @@ class Pipeline:
     def _actions(self, schedule: Schedule) -> list[Action]:
         if schedule not in self._actions_of:
             self._actions_of[schedule] = rank_actions(
-                schedule, sorted(self.stages), self.num_stages, self.lanes
+                schedule, sorted(self.stages), self.num_stages, self.turns
             )
         return self._actions_of[schedule]
 

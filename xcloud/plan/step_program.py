@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from xcloud.checks import check_int
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action, Schedule, rank_actions
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Program
@@ -63,6 +64,11 @@ class StepProgram:
         without_gradient: Container[int] = (),
     ) -> None:
         check_int("simulator.num_passes", num_passes, 1)
+        if layout.num_replicas > 1:
+            raise ConfigError(
+                f"the simulator knows one pipeline, and this layout has {layout.num_replicas} "
+                "replicas of it: what they average is not modelled; simulate one of them"
+            )
         check_int("simulator.num_steps", num_steps, 1)
         self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
         self.transfers_block, self.num_passes, self.num_steps = (

@@ -8,7 +8,14 @@ import math
 from array import array
 from pathlib import Path
 
-from xcloud.record.events import TIMES, Event, EventReader, StepCollector, StepTotals
+from xcloud.record.events import (
+    TIMES,
+    Event,
+    EventReader,
+    StepCollector,
+    StepTotals,
+    one_timeline,
+)
 
 
 class RunCurves:
@@ -55,7 +62,7 @@ class RunCurves:
 
 def read_curves(path: Path) -> RunCurves:
     """The curves of a finished run, from its event log; empty without that file."""
-    curves, events = RunCurves(), EventReader(path).poll()
+    curves, events = RunCurves(), one_timeline(EventReader(path).poll())
     # Producers of one-way jobs report no steps.
     stepping = (event["rank"] for event in events if event["event"] == "step")
     collector = StepCollector(1 + max(stepping, default=0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class EventFile:
         self._lock = threading.Lock()
         self._path = path
         self._file = open(path, "ab", buffering=0)
-        self._is_torn = False  # the file ends inside a line
+        self._is_torn = _ends_inside_a_line(path)
         self._lost_finish: list[int] = []
         self.num_lost_lines = 0
         path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
@@ -84,6 +85,13 @@ class EventFile:
             if b'"event":"finish"' in line:
                 with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
                     self._lost_finish.append(int(json.loads(line)["rank"]))
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """An earlier attempt at the run was killed while it wrote."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
 
 
 class Reporter:

@@ -17,8 +17,9 @@ SCORE_NAMES = {
     "perplexity": "perplexity",
     "label_leak_auc": "label leak AUC",
     "token_recovery": "token recovery",
+    "averaging_token_recovery": "token recovery from averages",
 }
-LEAKS = ("label_leak_auc", "token_recovery")
+LEAKS = ("label_leak_auc", "token_recovery", "averaging_token_recovery")
 LESS_IS_BETTER = (*LEAKS, "perplexity", "loss")
 # Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)

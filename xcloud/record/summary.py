@@ -16,6 +16,13 @@ How the figures are made:
   are counted separately under `wan_bytes_per_step.other`.
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
+- `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
+  steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
+  last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+- `num_lost_checkpoints`: that a rank could not write.
+- `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
+- `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
+- `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
   that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
@@ -26,6 +33,7 @@ import math
 import os
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +41,16 @@ from typing import Any
 
 from xcloud import __version__
 from xcloud.project import commit as project_commit
-from xcloud.record.events import TENSORS, TIMES, TRAFFIC, Event, StepCollector, StepTotals, add_to
+from xcloud.record.events import (
+    MEMORY,
+    TENSORS,
+    TIMES,
+    TRAFFIC,
+    Event,
+    StepCollector,
+    StepTotals,
+    add_to,
+)
 from xcloud.record.scores import score_digits
 
 Summary = dict[str, Any]
@@ -49,14 +66,19 @@ class RunStatistics:
         """bandwidth_bits_per_s: of the WAN link, each way; None if it is not emulated."""
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
         self.final_loss: float | None = None
-        self.num_skipped_updates = 0
+        self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
+        self._lost_s = 0.0
+        self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
+        self._merges: Counter[str] = Counter()
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
         # The number of warm-up steps is known only at the end: keep the first three apart.
         self._first: list[_Sums] = []
         self._rest = _Sums()
         self._quality: dict[str, Event] = {}  # the latest of each split
+        self._privacy: dict[str, Any] | None = None
+        self._memory: dict[int, dict[str, Any]] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
@@ -72,10 +94,27 @@ class RunStatistics:
             self._last_event_at_s = at_s
         if event["event"] == "skipped_update":
             self._count_skipped(event)
+        if event["event"] == "privacy":
+            known = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled",
+                     "sampling_rate", "num_updates")  # fmt: skip
+            self._privacy = {name: event.get(name) for name in known}
+        if event["event"] in ("merge", "partial_merge"):
+            self._merges[event["event"]] += 1
+        if event["event"] == "absence":
+            self._merges[event["what"]] += 1
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
+        if event["event"] == "lost_checkpoint":
+            self._lost_checkpoints.add(int(event["step"]))
+        if event["event"] == "resume":
+            self.num_resumes += 1
+            self.num_steps_done_twice += event.get("steps_again", 0)
+            self._lost_s += event.get("lost_s", 0.0)
         if event["event"] == "quality":
             self._quality[event["split"]] = event
+        if event["event"] == "memory":
+            known = ("rank", "cloud", *MEMORY)
+            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)
@@ -122,13 +161,27 @@ class RunStatistics:
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
+            "num_resumes": self.num_resumes,
+            "num_steps_done_twice": self.num_steps_done_twice,
+            "goodput": self._goodput(),
+            "num_lost_checkpoints": len(self._lost_checkpoints),
+            "privacy": self._privacy,
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
             "started_at": self._started_at(),
             "wall_s": self._wall_s(),
             "xcloud_version": __version__,
         }
+        if self._merges:
+            summary["merges"] = {
+                "whole": self._merges["merge"],
+                "partial": self._merges["partial_merge"],
+                "clouds_late": self._merges["late"],
+                "clouds_lost": self._merges["left"],
+                "clouds_back": self._merges["back"],
+            }
         if cause is not None:
             summary["cause"] = cause
         return summary
@@ -160,6 +213,10 @@ class RunStatistics:
             return None
         return round(self._last_event_at_s - self._started_at_s, 1)
 
+    def _goodput(self) -> float | None:
+        wall_s = self._wall_s()
+        return round(1 - self._lost_s / wall_s, 4) if wall_s else None
+
 
 def num_warmup_steps(num_steps: int) -> int:
     """Number of first steps excluded from everything measured in seconds."""
@@ -174,6 +231,15 @@ def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:
     text = json.dumps(_finite(summary), indent=2, ensure_ascii=False)
     draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json of a run; empty if it was killed before writing one."""
+    try:
+        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class _Sums:

@@ -46,7 +46,7 @@ class Flight(NamedTuple):
 
     sender: int
     receiver: int
-    kind: str  # activation, gradient, norm, report
+    kind: str  # activation, gradient, averaging, norm, report
     micro_batch: int
     num_bytes: int
     queued_us: int

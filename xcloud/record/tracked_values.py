@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xcloud.record.events import Event, StepTotals
+from xcloud.record.events import MEMORY, Event, StepTotals
 
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).
 MAX_KEY_CHARACTERS = 250
@@ -54,12 +54,21 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         metrics[f"label_leak_auc{name}"] = summary.get(f"label_leak_auc{name}")
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
+        metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
+    metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
+    if summary.get("num_resumes"):
+        for name in ("num_resumes", "num_steps_done_twice", "goodput"):
+            metrics[name] = summary.get(name)
     for name in ("final_loss", "bubble_ratio", "samples_per_s", "tokens_per_s", "num_steps"):
         metrics[name] = summary.get(name)
     metrics["num_skipped_updates"] = summary.get("num_skipped_updates") or None
     for name in ("compute_s", "codec_s", "waiting_s", "wan_bytes_per_step", "link_utilisation"):
         for part, value in summary.get(name, {}).items():
             metrics[f"{name}_{part}"] = value
+    for rank in summary.get("memory", ()):
+        for name in MEMORY:
+            metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
     for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return {name: value for name, value in metrics.items() if value is not None}

@@ -10,7 +10,9 @@ not arrived. There is one warning; what MLflow still lacks at the end of the run
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import json
 import logging
 import threading
 import time
@@ -44,6 +46,8 @@ MAX_METRICS_PER_BATCH = 1000
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
 
 RETRY_AFTER_S = 5.0
+TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
+_STEP_CURVE = "train/step_s"  # has a value for every step
 FINISH_ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
@@ -55,7 +59,8 @@ class TrackedRun:
 
     params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written.
     statistics: a fresh one of the run's kind of job; joins the ranks' reports. view: the page
-    of all runs to prepare in a store on this machine, if any.
+    of all runs to prepare in a store on this machine, if any. A run that goes on in its folder
+    goes on in MLflow too, found by TRACKED_FILE there.
     """
 
     name: str
@@ -149,7 +154,6 @@ class MlflowTracker:
         self._sender = sender = _Sender(store, run, self.flush_s)
         self._sweep = run.tags.get("sweep")
         sender.put("tags", sender.log_tags, run.tags)
-        sender.put("parameters", sender.log_params, flatten(run.params))
         sender.start()
 
     def artifact(self, path: Path) -> None:
@@ -200,6 +204,8 @@ class _Sender(threading.Thread):
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
+        self._from_step = self._read_step = -1  # last that MLflow had at first; last one read
+        self._qualities: set[tuple[str, int]] = set()  # sent, by split and step
         self._started_at_s = time.time()
         self._closing = threading.Event()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -266,17 +272,53 @@ class _Sender(threading.Thread):
 
     def _create_run(self) -> None:
         client, experiment_id = self._store.open(self._run.view)
+        earlier = self._earlier_run()
+        if earlier is not None and self._reopen(client, earlier):
+            self._client, self.experiment_id, self.run_id = client, experiment_id, earlier
+            return
         started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
         run = client.create_run(experiment_id, started_ms, tags, run_name=self._run.name)
         self._client, self.experiment_id = client, experiment_id
         self.run_id = run.info.run_id
+        # Not those of a later attempt: MLflow cannot change a parameter.
+        params = partial(self.log_params, flatten(self._run.params))
+        self._waiting.appendleft(("parameters", params))
+        with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
+            tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
+            (self._run.run_dir / TRACKED_FILE).write_text(json.dumps(tracked), encoding="utf-8")
+
+    def _earlier_run(self) -> str | None:
+        """Id of the record of an earlier attempt in this store, if there is one."""
+        try:
+            tracked = json.loads((self._run.run_dir / TRACKED_FILE).read_text("utf-8"))
+            return str(tracked["run_id"]) if tracked["store"] == self._store.tracking_uri else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def _reopen(self, client: Any, run_id: str) -> bool:
+        """Go on with an earlier record, after its last step; False if the store has it no more."""
+        try:
+            client.update_run(run_id, status="RUNNING")
+            history = client.get_metric_history(run_id, _STEP_CURVE)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return False
+        last_step = max((metric.step for metric in history), default=-1)
+        self._last_step, self._read_step, self._from_step = max(last_step, 0), last_step, last_step
+        return True
 
     def _curves(self, event: Event) -> Iterator[_Value]:
+        # Of steps that were done again MLflow keeps the first values: it cannot replace one.
         totals = self._run.statistics.feed(event)
-        if totals is not None:
+        if totals is not None and totals.step > self._read_step:
+            self._read_step = totals.step
             yield from _values(step_metrics(totals), event["t"], totals.step)
         if event["event"] == "quality":
-            yield from _values(quality_metrics(event), event["t"], event["step"])
+            key = (event["split"], event["step"])
+            if key not in self._qualities and event["step"] >= self._from_step:
+                self._qualities.add(key)
+                yield from _values(quality_metrics(event), event["t"], event["step"])
 
     def _send_figures(self) -> None:
         while batch := self._unsent[:MAX_METRICS_PER_BATCH]:

@@ -21,6 +21,7 @@ VIEW_METRICS = (
     "bubble_ratio",
     "wan_bytes_per_step_forward",
     "wan_bytes_per_step_backward",
+    "wan_bytes_per_step_averaging",
     "samples_per_s",
     "final_loss",
 )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.record.events import Event, StepTotals
+from xcloud.record.events import AVERAGING, Event, StepTotals
 from xcloud.record.scores import score_name, score_text
 
 REDRAWS_PER_S = 10
@@ -64,8 +64,9 @@ class ProgressLine:
             smooth.put("loss", totals.loss)
         for cloud, waiting_s in totals.mean_s("waiting_s").items():
             smooth.put(f"waiting {cloud}", waiting_s)
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward", AVERAGING):
             smooth.put(f"sent {direction}", totals.sent.get(direction, 0))
+        smooth.put("line busy", totals.link_busy_s.get(AVERAGING, 0.0))
         line = self._describe(totals.step, totals)
         if self._rewrites:
             from rich.text import Text
@@ -90,6 +91,8 @@ class ProgressLine:
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))
+        elif kind == "resume":
+            self.note(_describe_resume(event))
 
     def note(self, text: str) -> None:
         """Print one or more lines at once, on a terminal above the live line."""
@@ -126,12 +129,14 @@ class ProgressLine:
         return []
 
     def _describe_link(self, step_s: float) -> str:
-        busiest = max(self._smooth.get("sent forward"), self._smooth.get("sent backward"))
-        if not busiest:
+        sent, averaged = self._smooth, self._smooth.get(f"sent {AVERAGING}")
+        busiest = max(sent.get("sent forward"), sent.get("sent backward"))
+        if not busiest + averaged:
             return "nothing crosses clouds"
         if not self.bandwidth_bits_per_s or math.isinf(self.bandwidth_bits_per_s):
-            return f"sends {8e-6 * busiest / step_s:.1f} Mbit/s" if step_s else ""
-        use = 8 * busiest / (self.bandwidth_bits_per_s * step_s) if step_s else 0.0
+            return f"sends {8e-6 * max(busiest, averaged) / step_s:.1f} Mbit/s" if step_s else ""
+        busy_s = max(8 * busiest / self.bandwidth_bits_per_s, sent.get("line busy"))
+        use = busy_s / step_s if step_s else 0.0
         return f"link {100 * use:.0f} %"
 
 
@@ -165,6 +170,14 @@ def human_duration(seconds: float) -> str:
         return f"{max(seconds, 0):.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _describe_resume(event: Event) -> str:
+    text = f"goes on from step {event['step']}" if event["step"] else "begins anew"
+    if again := event.get("steps_again"):
+        text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
+    changed = ", ".join(event.get("changed", ()))
+    return text + (f"; changed: {changed}" if changed else "")
 
 
 def _describe_quality(event: Event) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from xcloud.record.events import MEMORY
 from xcloud.record.scores import score_name, score_text
 from xcloud.report.progress import human_duration
 
@@ -73,6 +74,25 @@ def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
             clouds.add_row(Text(cloud), *(human_seconds(value) for value in times))
         console.print(clouds)
 
+    if summary.get("memory"):
+        memory = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+        memory.title = "memory in training, of the rank of each cloud that takes most"
+        memory.add_column("cloud")
+        shown = [kind for kind in MEMORY if any(kind in rank for rank in summary["memory"])]
+        for heading in shown:
+            memory.add_column(heading.replace("_", " "), justify="right")
+        fullest: dict[str, Mapping[str, Any]] = {}
+        for rank in sorted(summary["memory"], key=_in_use):
+            fullest[rank["cloud"]] = rank
+        for cloud in sorted(fullest, key=lambda name: fullest[name]["rank"]):
+            cells = (human_bytes(fullest[cloud].get(kind)) for kind in shown)
+            memory.add_row(Text(cloud), *cells)
+        console.print(memory)
+
+
+def _in_use(memory: Mapping[str, Any]) -> int:
+    return int(memory.get("gpu_peak", memory["peak"]))
+
 
 def human_bytes(num_bytes: float | None) -> str:
     """812 B, 393 kB, 1.57 MB: powers of 1000, three digits."""
@@ -106,6 +126,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = [f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")]
+        yield (
+            "merges",
+            str(merges["whole"] + merges["partial"]),
+            (f"{merges['partial']} without a cloud; clouds: {', '.join(counts)}"),
+        )
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
     yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
@@ -125,6 +152,13 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if summary.get("token_recovery") is not None:
         remark = f"{100 * summary['token_recovery_baseline']:.1f} % without looking"
         yield "tokens recovered", f"{100 * summary['token_recovery']:.1f} %", remark
+    if (privacy := summary.get("privacy")) is not None:
+        yield "privacy, epsilon", _number(privacy["epsilon"], ".2f"), _privacy_remark(privacy)
+    if (averaged := summary.get("averaging_token_recovery")) is not None:
+        remark = f"{100 * summary['averaging_token_recovery_baseline']:.1f} % without looking"
+        if (order := summary.get("averaging_order_recovery")) is not None:
+            remark += f", word order {100 * order:.1f} %"
+        yield "tokens read in averages", f"{100 * averaged:.1f} %", remark
     yield "samples per second", _number(summary["samples_per_s"], ",.1f"), ""
     if summary["tokens_per_s"] is not None:
         yield "tokens per second", _number(summary["tokens_per_s"], ",.0f"), ""
@@ -145,6 +179,13 @@ def _feed_rows(feed: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"fed by {name}", share, remark
     if feed["num_skipped"]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
+
+
+def _privacy_remark(privacy: Mapping[str, Any]) -> str:
+    remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
+    if (sampled := privacy["epsilon_if_sampled"]) is not None:
+        remark += f"; {sampled:.2f} if batches were random and secret"
+    return remark
 
 
 def _leak_remark(summary: Mapping[str, Any]) -> str:

@@ -30,7 +30,9 @@ KINDS = {
     "fetch": (COLOURS["optimizer"], "optimizer, clipping, data"),
 }
 # A message has the colour of the action that made it, lighter.
-FLIGHTS = {"activation": "#8FC1DE", "gradient": "#F6D28F"}
+FLIGHTS = {
+    "activation": "#8FC1DE", "gradient": "#F6D28F", "averaging": COLOURS["averaging"]
+}  # fmt: skip
 OTHER_FLIGHT = "#BDBDBD"
 
 _WIDTH_IN, _LANE_IN, _MARGIN_IN = 13.0, 0.42, 1.75

@@ -14,8 +14,9 @@ in bytes, lines and text, and to printable ASCII.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import ConfigError, FrameError
 from xcloud.job.job import Job
 from xcloud.run.compared import MAX_VALUE, PATH, make_table
+from xcloud.run.resume import HELD, held_in, newest_common
 
 TABLE = MessageKey(Kind.AGREEMENT, 2)
 VERDICT = MessageKey(Kind.AGREEMENT, 3)
@@ -38,7 +40,7 @@ WAIT_S = 300.0  # all ranks have joined, and a table takes well below a second
 _MAX_LINES = 8192
 _MAX_SHOWN = 8
 _MAX_TEXT = 16_384
-_SECTIONS = ("setting ", "code ", "fact ", "info ")
+_SECTIONS = ("setting ", "code ", "fact ", "info ", HELD)
 _FRAME_SLACK_BYTES = 4096
 
 Table = Mapping[str, str]
@@ -49,11 +51,14 @@ Table = Mapping[str, str]
 class Verdict:
     """Rank 0's answer to one rank. kind: go = start; stop = the run ends; refused = this rank
     ends, and the run continues without it and the other `refused` ranks. text: the reason or,
-    with `go`, a note for the user; may be empty."""
+    with `go`, a note for the user; may be empty. from_step: of the checkpoint that all go on from;
+    0 = from the start. attempt: a number that no other attempt at this run has."""
 
     kind: str = "go"
     refused: tuple[int, ...] = ()
     text: str = ""
+    from_step: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,24 @@ class Agreed:
     records: Sequence[LinkRecord] = ()
 
 
-def agree(job: Job, settings: Mapping[str, Any], rank: int) -> Agreed:
+def agree(
+    job: Job, settings: Mapping[str, Any], rank: int, held: Mapping[str, str] | None = None
+) -> Agreed:
     """Compare with all ranks. Every rank calls it first, once the process group exists; a single
     rank agrees with itself.
 
-    settings: the resolved experiment file as plain containers. Raises ConfigError in every rank
+    settings: the resolved experiment file as plain containers. held: this rank's checkpoints
+    (resume.held). Raises ConfigError in every rank
     that cannot go on; a rank of a producer that is refused while the others suffice finds
     `verdict.kind == "refused"` instead, as it must still join the wiring before it may leave.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    table = {**make_table(settings), **(held or {})}
     if num_ranks == 1:
-        return Agreed()
+        alone = judge({0: table}, {}, lambda r: _name(job, r), job.refused_with)[0]
+        if alone.kind == "stop":
+            raise ConfigError(alone.text)
+        return Agreed(replace(alone, attempt=time.time_ns()))
     links: dict[int, MeetingLink] = {}
     records: list[LinkRecord] = []
     for peer in range(1, num_ranks) if rank == 0 else (0,):
@@ -84,9 +96,7 @@ def agree(job: Job, settings: Mapping[str, Any], rank: int) -> Agreed:
             record = LinkRecord(job.cluster.placement(peer).cloud, peer, None)
             records.append(record)
         links[peer] = MeetingLink(peer, _name(job, peer), CAPACITY_BYTES, WAIT_S, record)
-    verdict = exchange(
-        rank, make_table(settings), links, links, lambda r: _name(job, r), job.refused_with
-    )
+    verdict = exchange(rank, table, links, links, lambda r: _name(job, r), job.refused_with)
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return Agreed(verdict, records)
@@ -105,7 +115,7 @@ def exchange(
     refused_with: ranks that must leave so that the run can continue without the given ones; empty
     if it cannot.
     """
-    carries = ("settings of the experiment, digests of the code: lines of text",)
+    carries = ("settings of the experiment, digests of the code, checkpoints: lines of text",)
     if rank != 0:
         out[0].send(TABLE, (encode_table(mine),), carries)
         return _decode_verdict(incoming[0].recv(VERDICT, WAIT_S))
@@ -116,7 +126,8 @@ def exchange(
             tables[peer] = decode_table(link.recv(TABLE, WAIT_S), name_of(peer))
         except FrameError as error:  # the other ranks must be told too
             unread[peer] = str(error)
-    verdicts = judge(tables, unread, name_of, refused_with)
+    judged, attempt = judge(tables, unread, name_of, refused_with), time.time_ns()
+    verdicts = {peer: replace(verdict, attempt=attempt) for peer, verdict in judged.items()}
     for peer, link_out in sorted(out.items()):
         link_out.send(VERDICT, (_encode_verdict(verdicts[peer]),), ("whether all ranks agree",))
     return verdicts[0]
@@ -141,7 +152,7 @@ def judge(
     if not bad:
         torches = _describe_values("info torch", tables, noted.get("info torch", ()), name_of)
         text = f"clouds run different builds of torch: {torches}" if torches else ""
-        return {rank: Verdict("go", (), text) for rank in everyone}
+        return _start(tables, everyone, (), text, name_of)
 
     said = list(unread.values())
     shown = [key for key in sorted(differing) if key.startswith(("setting ", "fact "))]
@@ -164,15 +175,37 @@ def judge(
     refused = refused_with(bad) if fits else frozenset()
     if not refused:
         return {rank: Verdict("stop", (), text) for rank in everyone}
-    left = tuple(sorted(refused))
-    return {rank: Verdict("refused" if rank in refused else "go", left, text) for rank in everyone}
+    return _start(tables, everyone, tuple(sorted(refused)), text, name_of)
+
+
+def _start(
+    tables: Mapping[int, Table],
+    everyone: Sequence[int],
+    refused: tuple[int, ...],
+    text: str,
+    name_of: Callable[[int], str],
+) -> dict[int, Verdict]:
+    """All but the refused ranks begin, or go on from the newest checkpoint that all of them
+    hold."""
+    held = {rank: held_in(table) for rank, table in tables.items() if rank not in refused}
+    try:
+        step, note = newest_common(held, name_of)
+    except ConfigError as error:
+        return {rank: Verdict("stop", (), str(error)) for rank in everyone}
+    text = "; ".join(filter(None, (text, note)))
+    return {
+        rank: Verdict("refused" if rank in refused else "go", refused, text, step)
+        for rank in everyone
+    }
 
 
 def _differences(mine: Table, theirs: Table) -> list[str]:
     return [
         key
         for key in mine.keys() | theirs.keys()
-        if PATH not in (mine.get(key), theirs.get(key)) and mine.get(key) != theirs.get(key)
+        if not key.startswith(HELD)
+        and PATH not in (mine.get(key), theirs.get(key))
+        and mine.get(key) != theirs.get(key)
     ]
 
 
@@ -246,16 +279,20 @@ def decode_table(parts: Sequence[Tensor], sender: str) -> dict[str, str]:
 
 def _encode_verdict(verdict: Verdict) -> Tensor:
     refused = ",".join(map(str, verdict.refused))
-    text = f"{verdict.kind}\n{refused}\n{verdict.text[:_MAX_TEXT]}"
+    head = f"{verdict.kind}\n{refused}\n{verdict.from_step} {verdict.attempt}"
+    text = f"{head}\n{verdict.text[:_MAX_TEXT]}"
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
 
 
 def _decode_verdict(parts: Sequence[Tensor]) -> Verdict:
     kind, _, rest = _text_in(parts, "rank 0").partition("\n")
-    refused, _, text = rest.partition("\n")
-    if kind not in ("go", "stop", "refused") or not re.fullmatch(r"[0-9,]*", refused):
+    refused, _, rest = rest.partition("\n")
+    numbers, _, text = rest.partition("\n")
+    known = kind in ("go", "stop", "refused") and re.fullmatch(r"[0-9,]*", refused)
+    if not known or not re.fullmatch(r"[0-9]{1,18} [0-9]{1,20}", numbers):
         raise FrameError("rank 0 sent no verdict on what the ranks run")
-    return Verdict(kind, tuple(int(rank) for rank in refused.split(",") if rank), text)
+    step, attempt = map(int, numbers.split())
+    return Verdict(kind, tuple(int(r) for r in refused.split(",") if r), text, step, attempt)
 
 
 def _text_in(parts: Sequence[Tensor], sender: str) -> str:

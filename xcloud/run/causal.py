@@ -72,7 +72,7 @@ class TrainedCausal:
         made = []
         for number in range(self.num_stages):
             _, path = read_stage(self.run_dir, number)
-            stage = self.model.build_stage(number, self.num_stages, self.context())
+            stage = self.model.build_stage(number, self.num_stages, self.context(), measures=False)
             fill(stage, path)
             made.append(stage.eval())
         return made
@@ -80,6 +80,11 @@ class TrainedCausal:
     def export(self, out: Path) -> None:
         """Join the parts into `out`: adapters as peft loads them, with the base in out/base if it
         is our own; or all weights as transformers loads them."""
+        if self.model.split is not None and self.model.split.is_low_rank:
+            raise ConfigError(
+                "model.split has put projections into this model that transformers and peft do "
+                "not know; try it with python -m xcloud generate"
+            )
         tensors: dict[str, Tensor] = {}
         architecture: Any = None
         for number in range(self.num_stages):

@@ -12,7 +12,8 @@ Compared, and a difference is only noted:
              draws above must be bit-equal across clouds
 
 Neither compared nor sent, because it may differ without changing results:
-  - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs afterwards
+  - names: name, sweep, label, profile, cluster.name; the tracker; follow_up, which runs
+    afterwards; launch, which starts the ranks of one machine
   - the machine: hydra, every cache_dir, the device of a cloud
   - places of files: path, paths, folder, files, *_path, *_file, *_dir, and any value that looks
     like a path (/..., ~..., ./...). name_or_path is compared as long as it is the name of a
@@ -39,7 +40,7 @@ PATH = "(a path)"
 """In place of a value that is a path: not sent, and equal to anything."""
 
 _UNCOMPARED = {
-    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "cache_dir",
+    "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cache_dir",
     "cluster.name", "task.sizes",
 }  # fmt: skip
 MAX_VALUE = 160

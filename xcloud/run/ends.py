@@ -4,17 +4,18 @@ a rank needs is up to its wiring (wiring.py, one_way/wiring.py).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from xcloud.cluster.clouds import Layout
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
-from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
@@ -33,7 +34,7 @@ class Ends:
     def __init__(
         self,
         transport: Transport,
-        layout: ClusterLayout | OneWayLayout,
+        layout: Layout[Any],
         run_dir: Path,
         messages: MessageLog | None = None,
     ) -> None:
@@ -42,6 +43,7 @@ class Ends:
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
+        self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
             for peer in range(layout.num_ranks)
@@ -70,9 +72,12 @@ class Ends:
         capacity_bytes: int,
         window: LinkWindow,
         border: int = CONTROL,
-        overdue_s: float = 300.0,
+        overdue_s: float | None = None,
     ) -> SendingEnd:
-        """border: stage before it, for logs and records of messages between stages."""
+        """border: stage before it, for logs and records of messages between stages. overdue_s:
+        by default as long as a message of capacity_bytes may take."""
+        if overdue_s is None:
+            overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
         record = None
         if self._leaves_cloud(peer):
             there = self.layout.placement(peer).cloud
@@ -85,6 +90,7 @@ class Ends:
         )  # fmt: skip
         end = self._transport.out(line, peer, settings)
         self.outs.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
         if self._leaves_cloud(peer):
             self.wan_outs.append(end)
         return end
@@ -98,27 +104,45 @@ class Ends:
         handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
         border: int = CONTROL,
         on_end: Callable[[LinkError], None] | None = None,
-        advice: str = "",
+        advice: str | None = None,
     ) -> ReceivingEnd:
+        """advice: what makes this rank wait longer; by default the layout's."""
+        if advice is None:
+            advice = self.layout.overdue_advice(self.rank, peer)
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(border, peer, self.rank), peer), on_end, self.lives[peer], advice,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
         return end
+
+    def forget(self, peer: int) -> None:
+        """A lost rank's ends are not closed. What they sent stays counted."""
+        gone = self._by_peer.pop(peer, [])
+        self.outs = [end for end in self.outs if end not in gone]
+        self.ins = [end for end in self.ins if end not in gone]
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
+        return self._transport.begins_again(ranks)
 
     def window(self, under_way: int, frame_bytes: int) -> LinkWindow:
         """Of the same arguments at both ends of a link."""
         return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
 
-    def close(self) -> None:
-        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
+    def close(self, *may_be_gone: type[LinkError]) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life.
+
+        may_be_gone: errors of an end that do not matter: its peer may have left before.
+        """
         patience_s = self.layout.liveness.lost_after_s
-        for out in reversed(self.outs):  # those made first, which bear signs of life, last
-            out.close(patience_s)
-        for incoming in self.ins:
-            incoming.close(patience_s)
+        # Those made first, which bear signs of life, last.
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
+        for end in ends:
+            with contextlib.suppress(*may_be_gone):
+                end.close(patience_s)
 
     def _leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
@@ -136,9 +160,7 @@ class Ends:
 class LinkClocks:
     """Clocks of the emulated links, one for each direction between two clouds."""
 
-    def __init__(
-        self, transport: Transport, layout: ClusterLayout | OneWayLayout, run_dir: Path
-    ) -> None:
+    def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
         self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
         emulated = [layout.wan, *layout.links.values()]

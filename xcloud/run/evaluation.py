@@ -33,7 +33,11 @@ class Evaluator:
         fetch: Callable[[Split, Tensor], Batch],
         reporter: Reporter,
         run_dir: Path,
+        multiple: int = 1,
     ) -> None:
+        """multiple: of micro-batches, for ranks that compute in step; the last is scored again to
+        fill up."""
+        self._multiple = multiple
         self._samples_file = run_dir / SAMPLES_FILE
         self._training, self._rank, self._pipeline = training, rank, pipeline
         self._lanes, self._data, self._fetch, self._reporter = lanes, data, fetch, reporter
@@ -44,6 +48,7 @@ class Evaluator:
         if self._training.eval_samples is not None:
             count = min(count, self._training.eval_samples)
         pieces = list(torch.split(torch.arange(count), self._training.eval_batch_size))
+        pieces += pieces[-1:] * (-len(pieces) % self._multiple)
         predictions = self._pipeline.predict(pieces, lambda ids: self._fetch(split, ids), step)
         last = self._pipeline.num_stages - 1
         if last not in self._pipeline.stages:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from xcloud.contracts.stage import Stage
 from xcloud.contracts.task import TaskData
@@ -21,12 +22,11 @@ from xcloud.errors import DataError, RunFailed
 from xcloud.project import MODEL_DIR
 
 
-def export_stage(run_dir: Path, stage: int, module: Stage, data: TaskData) -> Path:
-    """Write a stage's weights and the tokenizers of this side."""
+def export_stage(
+    run_dir: Path, stage: int, module: Stage, tensors: dict[str, Tensor], data: TaskData
+) -> Path:
+    """Write a stage's weights and the tokenizers of this side. tensors: what it exports, whole."""
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
-    tensors = {
-        name: value.detach().cpu().contiguous() for name, value in module.exported().items()
-    }
     architecture = json.dumps(getattr(module, "architecture", None))
     with exporting(run_dir):
         path.parent.mkdir(exist_ok=True)

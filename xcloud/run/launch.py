@@ -23,6 +23,8 @@ END_WITHIN_S = 5.0
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report their last steps
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
+_STOPPED = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal came before it could be handled
 _MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -50,22 +52,55 @@ def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
         return None
 
 
+class RunStopped(KeyboardInterrupt):
+    """The run has ended before its time, as it was asked to (Ctrl+C, SIGTERM, SIGUSR1)."""
+
+
+def start_process(
+    command: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl+C reaches the parent alone
+        )
+
+
 class LocalRanks:
     """The worker processes of one run. essential: ranks whose failure fails the run; the others
-    may be lost once they are ready, which the remaining ranks report. None: all ranks."""
+    may be lost once they are ready, which the remaining ranks report. None: all ranks.
+    restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
+    error of its own; None: never."""
 
     def __init__(
-        self, run_dir: Path, cloud_of_rank: list[str], essential: frozenset[int] | None = None
+        self,
+        run_dir: Path,
+        cloud_of_rank: list[str],
+        essential: frozenset[int] | None = None,
+        restart_s: float | None = None,
     ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
         everyone = frozenset(range(len(cloud_of_rank)))
         self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.is_asked_to_stop = False
+        self._restart_s = restart_s
+        self._due_s: dict[str, float] = {}  # when lost clouds begin again
+        self._environment: dict[str, str] = {}
 
     def start(self) -> None:
+        """May be called again once `wait` has raised RunFailed."""
+        if self.is_asked_to_stop:
+            raise RunStopped
+        self._remove_meeting_point()
+        self.processes = []
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-        environment = {
+        self._environment = {
             **_MEMORY,
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -74,20 +109,26 @@ class LocalRanks:
             **os.environ,
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
-        for rank in range(num_ranks):
-            command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
-            command += ["--rank", str(rank), "--parent", str(os.getpid())]
-            with open(self.log(rank), "wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**environment, "LOCAL_RANK": str(rank)},
-                        start_new_session=True,  # Ctrl+C reaches the parent alone
-                    )
-                )
+        self.processes = [self._start(rank) for rank in range(num_ranks)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
+        command += ["--rank", str(rank), "--parent", str(os.getpid())]
+        here = {**self._environment, "LOCAL_RANK": str(rank)}
+        return start_process(command, here, self.log(rank))
+
+    def ask_to_stop(self) -> None:
+        """All ranks save the step under way and end; those that do not train yet just end."""
+        self.is_asked_to_stop = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+
+    @property
+    def may_come_right(self) -> bool:
+        """Whether a failure may not come again: it was no error that a rank itself has named."""
+        failures = [failure_of(self.run_dir, rank) for rank in self._own_failures()]
+        return not any(failure and failure["expected"] for failure in failures)
 
     def log(self, rank: int) -> Path:
         return self.run_dir / f"rank{rank}.log"
@@ -98,7 +139,7 @@ class LocalRanks:
 
         Raises RunFailed naming the first cause if an essential rank fails. The others notice,
         report the rest and end; those that do not are ended, as are all ranks on any other
-        exception (Ctrl+C).
+        exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
         done_at_s = 0.0
         try:
@@ -106,23 +147,52 @@ class LocalRanks:
                 codes = [process.poll() for process in self.processes]
                 met = meanwhile()
                 needed = [codes[rank] for rank in self.essential]
-                if any(codes) and (not met or self._lost_before_ready()):
-                    raise RunFailed(self._first_cause())
-                if any(code not in (None, 0) for code in needed):
+                if any(map(_has_failed, codes)) and (not met or self._lost_before_ready()):
+                    self._fail(self._first_cause())
+                if any(map(_has_failed, needed)):
                     cause = self._first_cause()
                     self._hear_last_words()
-                    raise RunFailed(cause)
-                if all(code == 0 for code in needed):
+                    self._fail(cause)
+                restarts = met and None in needed and not self.is_asked_to_stop
+                if restarts and self._restart_s is not None:
+                    self._begin_again(self._restart_s)
+                if all(code in (0, *_STOPPED) for code in needed):
                     done_at_s = done_at_s or time.monotonic()
                     if None not in codes or time.monotonic() - done_at_s > LATE_S:
+                        if any(code in _STOPPED for code in needed):
+                            raise RunStopped
                         return
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
 
+    def _fail(self, cause: str) -> None:
+        """Ranks that are asked to end go one by one, and the others lose them."""
+        if self.is_asked_to_stop and not self._own_failures():
+            raise RunStopped
+        raise RunFailed(cause)
+
+    def _begin_again(self, restart_s: float) -> None:
+        """Clouds that have lost a rank, by a signal or with another rank, are started again."""
+        now_s = time.monotonic()
+        lost = {self.clouds[r] for r, process in enumerate(self.processes) if process.poll()}
+        failed = {self.clouds[r] for r in self._own_failures() if failure_of(self.run_dir, r)}
+        for cloud in lost - failed - self._due_s.keys():
+            self._due_s[cloud] = now_s + restart_s
+        for cloud in [c for c, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[cloud]
+            ranks = [rank for rank, other in enumerate(self.clouds) if other == cloud]
+            for rank in ranks:
+                self.processes[rank].kill()
+                self.processes[rank].wait()
+            for rank in ranks:
+                error_file(self.run_dir, rank).unlink(missing_ok=True)
+                self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
+                self.processes[rank] = self._start(rank)
+
     def _lost_before_ready(self) -> bool:
         return any(
-            process.poll() and not ready_file(self.run_dir, rank).exists()
+            _has_failed(process.poll()) and not ready_file(self.run_dir, rank).exists()
             for rank, process in enumerate(self.processes)
             if rank not in self.essential
         )
@@ -145,7 +215,10 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # Files of the rendezvous, no longer needed.
+        self._remove_meeting_point()
+
+    def _remove_meeting_point(self) -> None:
+        """Files by which ranks have met: of no use to others, and after a kill still there."""
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
@@ -156,7 +229,7 @@ class LocalRanks:
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled and not self._own_failures():
             time.sleep(0.05)
-        failed = [r for r, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        failed = [r for r, p in enumerate(self.processes) if _has_failed(p.poll())]
         rank = (self._own_failures() or failed)[0]
         code = self.processes[rank].poll()
         assert code is not None
@@ -173,8 +246,7 @@ class LocalRanks:
         """Ranks whose failure is not just the loss of another rank."""
         found = []
         for rank, process in enumerate(self.processes):
-            code = process.poll()
-            if code in (None, 0):
+            if not _has_failed(process.poll()):
                 continue
             failure = failure_of(self.run_dir, rank)
             if failure is None or not failure["peer_lost"]:
@@ -184,3 +256,7 @@ class LocalRanks:
     def _last_line(self, rank: int) -> str:
         lines = self.log(rank).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "its log is empty"
+
+
+def _has_failed(code: int | None) -> bool:
+    return code not in (None, 0, *_STOPPED)

@@ -8,12 +8,13 @@ from xcloud.contracts.task import TaskData
 from xcloud.errors import DataError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import Control
+from xcloud.run.elastic import StoreFacts
 from xcloud.security.defences import LABEL
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 
 
-def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData:
+def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None) -> TaskData:
     """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
     if the task accepts sizes: it receives them from rank 0, which reads the text.
 
@@ -21,9 +22,14 @@ def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData
     """
     task, seed, fields = experiment.task, experiment.seed, experiment.fields_of(rank)
     unseeing = [r for r in range(experiment.cluster.num_ranks) if not experiment.fields_of(r)]
-    told = control is not None and 0 not in unseeing and bool(unseeing) and asks_for_sizes(task)
+    told = (
+        isinstance(control, Control)
+        and 0 not in unseeing
+        and bool(unseeing)
+        and asks_for_sizes(task)
+    )
     if told and rank in unseeing:
-        assert control is not None
+        assert isinstance(control, Control)
         task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
@@ -38,6 +44,7 @@ def load(experiment: Experiment, rank: int, control: Control | None) -> TaskData
     if told:
         sizes = {split: data.num_samples(split) for split in SPLITS}
         if rank == 0:
+            assert isinstance(control, Control)
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
         unread = told_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()

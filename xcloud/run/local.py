@@ -1,9 +1,12 @@
-"""One run on this machine, from a composed config to summary.json."""
+"""One run on this machine, from a composed config to summary.json; also the rest of one that was
+interrupted."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,22 +15,34 @@ from omegaconf import DictConfig
 
 from xcloud.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
+from xcloud.job.job import Job
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.summary import SUMMARY_FILE
-from xcloud.run.launch import LocalRanks
+from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.run.launch import LocalRanks, RunStopped
 from xcloud.run.monitor import Monitor
+from xcloud.run.resume import check_can_go_on
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
+def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
-    cause when a rank fails, KeyboardInterrupt on Ctrl+C or SIGTERM; every rank is gone by then and
-    summary.json says what happened."""
+    cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
+    have saved the step under way, KeyboardInterrupt on the second; every rank is gone by then and
+    summary.json says what happened.
+
+    resumes: an earlier run in run_dir goes on, if there is one.
+    """
     experiment = configs.job_from_config(config)
     experiment.check()
-    if (run_dir / EVENTS_FILE).exists():
+    if (run_dir / EVENTS_FILE).exists() and not resumes:
         raise ConfigError(
-            f"{run_dir} holds an earlier run; give another hydra.run.dir, or move it away"
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
+            f"with it: python run.py resume={run_dir}"
         )
+    if resumes:
+        check_can_go_on(experiment, run_dir, configs.plain_settings(config))
     run_dir.mkdir(parents=True, exist_ok=True)
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)
@@ -35,40 +50,107 @@ def run(config: DictConfig, run_dir: Path) -> dict[str, Any]:
     monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
-    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks)
+    ranks = LocalRanks(run_dir, clouds, experiment.essential_ranks, experiment.restart_s)
     cause: str | None = "the run was ended from outside"
+    is_stopped = False
     try:
-        with sigterm_as_interrupt():
-            ranks.start()
+        with stop_signals(ranks.ask_to_stop):
             monitor.start()
-            ranks.wait(meanwhile=monitor.poll)
+            _train(ranks, monitor, experiment)
         cause = None
     except RunFailed as error:
         cause = str(error)
         raise
+    except RunStopped:
+        cause, is_stopped = f"interrupted (Ctrl+C, SIGTERM or SIGUSR1); {_rest(run_dir)}", True
+        raise RunStopped(cause) from None
     except KeyboardInterrupt:
-        cause = "interrupted (Ctrl+C or SIGTERM)"
+        cause = f"interrupted (Ctrl+C or SIGTERM); {_rest(run_dir)}"
         raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise
     finally:
         ranks.end()
-        summary = monitor.finish(cause)
+        summary = monitor.finish(cause, is_stopped)
     print(run_dir / SUMMARY_FILE, flush=True)
     return summary
 
 
+def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
+    """The config that a run goes on with: its own, with `overrides`; and whether anything is left
+    to do. Raises ConfigError."""
+    if not (run_dir / EVENTS_FILE).exists():
+        raise ConfigError(f"resume={run_dir}: there is no run that could go on ({EVENTS_FILE})")
+    file = run_dir / configs.EXPERIMENT_FILE
+    config = configs.with_overrides(file, overrides, conf_dir)
+    job = configs.job_from_config(config)
+    if read_summary(run_dir).get("status") == "finished":
+        return config, job.max_steps > configs.read_job(file).max_steps
+    return config, True
+
+
+def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
+    """To the end of the run, in as many attempts as that takes and the user allows."""
+    folder, most = CheckpointFolder(ranks.run_dir), experiment.launch.max_restarts
+    for number in range(most + 1):
+        ranks.start()
+        try:
+            return ranks.wait(meanwhile=monitor.poll)
+        except RunFailed as error:
+            agreed = folder.agreed_steps()
+            if number == most or not agreed or not ranks.may_come_right:
+                raise
+            print(f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
+                  f"at most {most}: launch.max_restarts)", flush=True)  # fmt: skip
+            monitor.next_attempt()
+
+
+def _rest(run_dir: Path) -> str:
+    agreed = CheckpointFolder(run_dir).agreed_steps()
+    if not agreed:
+        return "it was too short for a checkpoint"
+    return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
+
+
+@contextmanager
+def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
+    """The first of STOP_SIGNALS calls on_first, any later one raises KeyboardInterrupt."""
+    was_asked = False
+
+    def take(number: int, frame: object) -> None:
+        nonlocal was_asked
+        if was_asked:
+            raise KeyboardInterrupt
+        was_asked = True
+        with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+            os.write(2, b"\nfinishing this step; once more, to end at once\n")
+        on_first()
+
+    before = {}
+    try:
+        for number in STOP_SIGNALS:
+            before[number] = signal.signal(number, take)
+    except ValueError:  # not the main thread (a launcher of sweeps): its owner handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """A terminated run ends its ranks and says so, like an interrupted one."""
+    """A terminated sweep ends its runs and says so, like an interrupted one."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread (a launcher of sweeps): its owner handles signals
+    except ValueError:
         yield
         return
     try:

@@ -25,11 +25,17 @@ from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import RunCurves
-from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, Event, EventReader
+from xcloud.record.events import (
+    EVENTS_FILE,
+    LOST_LINES_FILE,
+    Event,
+    EventReader,
+    one_timeline,
+)
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
-from xcloud.record.tracking import TrackedRun
+from xcloud.record.tracking import Status, TrackedRun
 from xcloud.report.mlflow_view import places_of, prepared_view
 from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.report.progress import ProgressLine
@@ -74,10 +80,12 @@ class Monitor:
         self._num_malformed = 0
         self._shows = True
         self.finished_ranks: set[int] = set()
+        self.is_stopped = False  # ended before its time, as it was asked to
 
     def start(self) -> None:
         for stale in self.run_dir.glob("rank*.wire.json"):  # of an earlier run in this folder
             stale.unlink()
+        self._take_all(self._read_anew(), shows=False)  # of earlier attempts at this run
         experiment = self.experiment
         tags = {
             "profile": experiment.profile,
@@ -97,27 +105,52 @@ class Monitor:
     def poll(self) -> bool:
         """Process new events; return whether any rank has reported, which they do once all have
         met."""
-        for event in self._reader.poll():
+        events = self._reader.poll()
+        self._heard = self._heard or bool(events)
+        if any(event["event"] == "resume" for event in events):
+            events = self._read_anew()
+        self._take_all(events, shows=True)
+        return self._heard
+
+    def next_attempt(self) -> None:
+        """The ranks are started again, and have not met yet."""
+        self.poll()
+        self._heard = False
+
+    def _read_anew(self) -> list[Event]:
+        """Take the whole record again, without the steps that were lost; returns what is told
+        since the run goes on."""
+        self._statistics, self._curves = statistics_of(self.experiment), RunCurves()
+        self._reader = EventReader(self.run_dir / EVENTS_FILE, warn=False)
+        events = one_timeline(self._reader.poll())
+        resumed = [place for place, event in enumerate(events) if event["event"] == "resume"]
+        since = resumed[-1] if resumed else len(events)
+        self._take_all(events[:since], shows=False)
+        self.finished_ranks.clear()
+        self.is_stopped = False
+        return events[since:]
+
+    def _take_all(self, events: Sequence[Event], shows: bool) -> None:
+        for event in events:
             try:
-                self._take(event)
+                self._take(event, shows and self._shows)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 # From another cloud, or partly lost: it must not end this run.
                 self._num_malformed += 1
                 if self._num_malformed == 1:
                     log.warning("skipped a malformed event (%r): %.200r", error, event)
-            self._heard = True
-        return self._heard
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, shows: bool) -> None:
         if event["event"] == "quality":
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
         totals = self._statistics.feed(event)
         self._curves.feed(event, totals)
-        if event["event"] == "finish":
+        if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])
-        if self._shows:
+            self.is_stopped = event["event"] == "stop"
+        if shows:
             try:
                 self._progress.show(event)
                 if totals is not None:
@@ -135,22 +168,26 @@ class Monitor:
         self.finished_ranks.update(lost["finished_ranks"])
         return int(lost["lines"])
 
-    def finish(self, cause: str | None) -> dict[str, Any]:
-        """Write summary.json, end the tracker's run, print the table. cause: why it failed."""
+    def finish(self, cause: str | None, is_stopped: bool = False) -> dict[str, Any]:
+        """Write summary.json, end the tracker's run, print the table. cause: why it ended before
+        its time. is_stopped: as it was asked to."""
         self.poll()
         with contextlib.suppress(OSError):
             self._progress.close()
         experiment, tracker = self.experiment, self.experiment.tracker
         pictures = self._draw()
+        status: Status = "finished" if cause is None else "stopped" if is_stopped else "failed"
         summary = self._statistics.summary(
             name=experiment.name,
-            status="finished" if cause is None else "failed",
+            status=status,
             seed=experiment.seed,
             profile=experiment.profile,
             commit=self._commit,
             cause=cause,
         )
         summary["compression"] = experiment.compression_in_force
+        if experiment.strategy_in_force:
+            summary["strategy"] = experiment.strategy_in_force
         summary["link"] = experiment.cluster.describe()
         summary["defences"] = experiment.defences_in_force
         summary["lost_event_lines"] = self.lost_lines() + self._num_malformed
@@ -167,7 +204,7 @@ class Monitor:
         for path in kept:
             if path.exists():
                 tracker.artifact(path)
-        tracker.finish("finished" if cause is None else "failed", summary)
+        tracker.finish(status, summary)
         places: dict[str, object] = {"run folder": self.run_dir}
         if (self.run_dir / MODEL_DIR).is_dir():
             places["model"] = self.run_dir / MODEL_DIR
@@ -265,6 +302,9 @@ def main(words: Sequence[str] | None = None) -> int:
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
-    monitor.finish(first_failure(arguments.run_dir, lost[0]) if lost else None)
+    cause = first_failure(arguments.run_dir, lost[0]) if lost else None
+    if monitor.is_stopped and cause is None:
+        cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C); the same command goes on"
+    monitor.finish(cause, monitor.is_stopped and not lost)
     print(arguments.run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -12,10 +12,14 @@ from typing import Generic, TypeVar
 import torch
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
+from xcloud.comm.memory import Stateful, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
+from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.run.resume import Holder
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -26,7 +30,10 @@ class RankContext(Generic[JobT]):
 
     reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
     on_report: rank 0 writes other ranks' reports with it, as they come.
-    verdict: of the comparison of all ranks before the start.
+    verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
+    holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
+    an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
+    begin again; None where all have joined one process group.
     """
 
     job: JobT
@@ -36,6 +43,10 @@ class RankContext(Generic[JobT]):
     reporter: Reporter
     on_report: Callable[[Frame], None]
     verdict: Verdict
+    holder: Holder
+    asked: StopSignal
+    is_resumed: bool = False
+    transport: PairTransport | None = None
 
 
 class Role(ABC, Generic[JobT]):
@@ -43,11 +54,12 @@ class Role(ABC, Generic[JobT]):
     links). Then the shell calls `run`, and `close` if it came to its end.
 
     records: of each link to another cloud. received: by rank of the sender, where its own record
-    may be lost with it.
+    may be lost with it. is_stopped: the run has ended early, as it was asked to.
     """
 
     records: Sequence[LinkRecord] = ()
     received: Mapping[int, LinkRecord] = {}
+    is_stopped = False
 
     def __init__(self, context: RankContext[JobT]) -> None:
         self.context, self.job, self.rank = context, context.job, context.rank
@@ -56,6 +68,29 @@ class Role(ABC, Generic[JobT]):
     def report(self, lines: bytes) -> None:
         """Carry lines of the reporter to rank 0. Never called in rank 0."""
         raise AssertionError("this role has no other ranks")
+
+    def checkpoints(
+        self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
+    ) -> Checkpointer:
+        """Of all that this rank goes on from, which takes over its state if the ranks have agreed
+        on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
+        context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
+        own = holder.own_step(step)
+        if own < step:
+            since = f"goes on from its own of step {own}" if own else "begins anew"
+            self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
+        if own:
+            state = holder.restore(own, states_of(parts), facts)
+            load_states(parts, state, f"rank {self.rank}")
+        holder.folder.delete_after(step, self.rank)
+        if context.is_resumed and self.rank == 0:
+            changed = holder.changes(step).said if step else []
+            self.reporter.event("resume", now=True, step=step, changed=changed)
+        about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
+        return Checkpointer(
+            self.job.checkpoint, holder.folder, self.rank, post, parts, about,
+            self.reporter, context.asked, step,
+        )  # fmt: skip
 
     @abstractmethod
     def run(self) -> None:

@@ -4,27 +4,41 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
+from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.exchange import AllReduce
+from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.sharding import return_freed_memory, shard, whole
+from xcloud.run.checkpointing import Checkpointer
+from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
+from xcloud.run.exchanges import join_exchanges, join_tied
 from xcloud.run.export import export_stage
+from xcloud.run.launch import ready_file
 from xcloud.run.loading import load
+from xcloud.run.local_exchanges import LocalTraining
+from xcloud.run.privacy_account import account
 from xcloud.run.role import RankContext, Role
 from xcloud.run.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.run.wan_meter import WanMeter
 from xcloud.run.wiring import wire
+from xcloud.security.averaging_leaks import AveragingObserver, Victim
+from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.security.privacy import CloudPrivacy
+from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer
 
@@ -41,13 +55,16 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
         )
         self.wiring = wire(
-            GlooTransport(self.rank), layout, job.borders, job.compression, job.max_micro_batch,
-            context.device, self.clock, context.run_dir,
+            context.transport or GlooTransport(self.rank), layout, job.borders, job.compression,
+            job.max_micro_batch, context.device, self.clock, context.run_dir,
             on_report=context.on_report,
             schedule=job.schedule,
             defences=job.security.defences,
             seed=job.seed,
+            ties_ends=job.ties_ends,
+            is_elastic=job.is_elastic,
         )  # fmt: skip
+        self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
 
     def report(self, lines: bytes) -> None:
@@ -59,13 +76,21 @@ class StageRank(Role[Experiment]):
 
     def run(self) -> None:
         self.reporter.event("phase", now=True, name="loading")
-        data = load(self.job, self.rank, self.wiring.control)
+        data = load(self.job, self.rank, self.facts or self.wiring.control)
         if self.rank == 0:
             self.reporter.note(data.describe())
         self._train(self._build(data), data)
 
+    @property
+    def _tells_skips(self) -> bool:
+        """Every rank that shares an update knows; the first of them tells."""
+        leaders = self.job.cluster.leaders(self.placement.replica)
+        return self.rank == (leaders[0] if self.job.strategy.is_apart else 0)
+
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
+        if layout.clouds[self.placement.cloud].shard:
+            return_freed_memory(self.context.device)
         stages = {}
         for stage in self.placement.stages:
             build = BuildContext(
@@ -90,60 +115,129 @@ class StageRank(Role[Experiment]):
         job, layout, rank = self.job, self.job.cluster, self.rank
         device, run_dir = self.context.device, self.context.run_dir
         observer = _observer(job, rank, data)
+        averaged, privacy = None, job.security.privacy
         if observer is not None:
             self.wiring.observe(observer)
+            averaged = _averaging_observer(job, observer, stages, data)
         pipeline = Pipeline(
             rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
-            {s: (self.wiring.lanes[s].lane, self.wiring.lanes[s].num_lanes) for s in stages},
+            {stage: layout.turn(stage, rank) for stage in stages},
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
-            observer.batch if observer is not None else None,
+            observer.batch if observer is not None else None, layout.num_replicas,
         )  # fmt: skip
-        if layout.num_ranks > 1:
+        if self.facts is not None:
+            self.facts.agree(parameters_fact(stages))
+        elif layout.num_ranks > 1:
             dist.barrier()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
+        if layout.clouds[self.placement.cloud].shard:
+            for stage, module in stages.items():
+                shard(module, self.wiring.lanes[stage], device)
+        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
+        guard = AveragingGuard(
+            privacy if isinstance(privacy, CloudPrivacy) else None,
+            averaged.received if averaged is not None else None,
+        )
+        exchanges = join_exchanges(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, local, guard
+        )
 
-        last = layout.num_stages - 1
+        last, replica = layout.num_stages - 1, self.placement.replica
         trainer = Trainer(
             rank, pipeline, job.schedule, job.training,
             job.batch_plan(data.num_samples("train")),
-            self.wiring.lanes, {stage: AllReduce(self.wiring.lanes[stage]) for stage in stages},
-            self.wiring.control,
+            self.wiring.lanes, exchanges, self.wiring.sums,
             lambda ids: _on(device, data.batch("train", ids)),
             data.weight if last in stages else None,
+            replica, job.strategy.is_apart, local.is_idle,
+            tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
+            privacy=privacy,
         )  # fmt: skip
+        local.work = lambda: trainer.work
         evaluator = Evaluator(
             job.training, rank, pipeline, self.wiring.lanes, data,
             lambda split, ids: _on(device, data.batch(split, ids)), self.reporter, run_dir,
+            layout.lanes_in_step,
         )  # fmt: skip
-        meter = WanMeter(self.wiring)
+        facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
+        parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
+        is_one = layout.num_replicas == 1
+        trainer.decide = checkpoints.decide if is_one else checkpoints.decide_by_step
+        if trainer.num_updates:  # another cloud may load longer than a message may take
+            with self.wiring.alive():
+                self.wiring.meet()
+        is_first = self.placement.replica == 0  # evaluates and exports; all end equal
+        meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.reporter.event("phase", now=True, name="training")
+        transport = self.context.transport
+        if transport is not None and rank not in job.essential_ranks:
+            ready_file(run_dir, rank).touch()
+        if transport is not None and transport.is_newcomer:
+            trainer.num_updates = local.rejoin()
+        self.context.asked.is_armed = is_one and job.checkpoint.are_made
+        if rank == 0 and job.is_elastic and job.training.checkpoint.are_made:
+            self.reporter.note("no checkpoints: clouds of this run may leave and come back")
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            report = trainer.update(step)
+            with memory.first_step():
+                report = trainer.update(step)
             self.reporter.event("step", **meter.describe(report))
-            if report.skipped is not None and rank == 0:  # every rank knows
+            if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
+            if checkpoints.after(step, report.word):
+                return self._stop(checkpoints, step)
             every = job.training.evaluate_every
             if every and step % every == 0:
                 with self.wiring.alive():
-                    evaluator.evaluate("dev", step)
+                    if is_first:
+                        evaluator.evaluate("dev", step)
                     self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.asked.is_armed = False
+        checkpoints.save_last(job.training.max_steps)
         if observer is not None:
-            with self.reporter.may_lose(OBSERVATIONS_DIR):
+            with self.wiring.alive(), self.reporter.may_lose(OBSERVATIONS_DIR):
+                if averaged is not None:
+                    averaged.attack()
                 observer.write(run_dir)
-        report_typical_step(self.clock, layout.num_ranks, self.reporter)
+        if privacy is not None and rank == 0:
+            with self.wiring.alive():
+                made = trainer.num_updates
+                contributions = job.strategy.most_contributions(made)
+                told = account(privacy, trainer.plan, made, contributions)
+            self.reporter.event("privacy", **told)
+        moments = optimizer_bytes(trainer.optimizers)
+        self.reporter.event("memory", **memory.describe(stages.values(), moments))
+        # None is recorded if the last step was made before the run went on.
+        if not job.is_elastic and self.clock.recorded:  # it asks all ranks at once
+            report_typical_step(self.clock, layout.num_ranks, self.reporter)
 
         # Export, evaluate through the same link, say goodbye.
         with self.wiring.alive():
             for stage, module in stages.items():
-                if self.wiring.lanes[stage].leads:
-                    export_stage(run_dir, stage, module, data)
+                exports = is_first and self.wiring.lanes[stage].leads
+                tensors = whole(module.exported(), exports)
+                if exports:
+                    export_stage(run_dir, stage, module, tensors, data)
+            checkpoints.wait()
             self.wiring.meet()  # an evaluation that fails ends all ranks; all have exported now
             self.reporter.event("phase", now=True, name="evaluation")
-            evaluator.evaluate("test", job.training.max_steps)
+            if is_first:
+                evaluator.evaluate("test", job.training.max_steps)
             self.wiring.meet()
+            checkpoints.close()
+        checkpoints.keep_newest()
         self.reporter.event("finish", num_steps=job.training.max_steps)
+
+    def _stop(self, checkpoints: Checkpointer, step: int) -> None:
+        """Before the end, as asked, with a checkpoint of this step."""
+        with self.wiring.alive():
+            checkpoints.wait()
+            self.wiring.meet()
+            checkpoints.close()
+        self.reporter.event("stop", step=step)
+        self.is_stopped = True
 
 
 def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:
@@ -156,8 +250,30 @@ def _observer(job: Experiment, rank: int, data: TaskData) -> Observer | None:
     token_fields = {name: (ids.pad, (ids.bos, ids.eos)) for name, ids in vocabularies.items()}
     return Observer(
         rank, cloud, layout.num_ranks, meter, job.training.max_steps, token_fields,
-        job.fields_of_cloud(cloud),
+        job.fields_of_cloud(cloud), layout.placement(rank).replica,
     )  # fmt: skip
+
+
+def _averaging_observer(
+    job: Experiment, observer: Observer, stages: Mapping[int, Stage], data: TaskData
+) -> AveragingObserver | None:
+    """None where nothing is averaged over clouds, or no stage of this rank reads one text."""
+    layout = job.cluster
+    texts = data.text_fields & job.model.fields(0, layout.num_stages)
+    if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
+        return None
+    (text,) = texts
+    stage, ids = stages[0], data.vocabulary(text)
+
+    def run(ids_NS: Tensor) -> None:
+        ids_NS = ids_NS.to(next(stage.parameters()).device)
+        zeros = torch.zeros_like(ids_NS)
+        stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
+
+    words = torch.arange(ids.size)
+    words = words[words != ids.pad]
+    victim = Victim(stage, run, words, job.task.max_length, job.strategy.covers)
+    return AveragingObserver(observer, victim, layout.num_replicas - 1)
 
 
 def _spread(data: TaskData, count: int) -> Batch:

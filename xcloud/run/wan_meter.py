@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from xcloud.cluster.frame import Kind
-from xcloud.record.events import TENSORS, TRAFFIC
+from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
 from xcloud.run.wiring import Wiring
 from xcloud.training.trainer import StepReport
 
@@ -52,14 +52,23 @@ class WanMeter:
 
     def _read(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
         """Bytes sent, FP32 bytes of the tensors in them, seconds on the emulated line: each by the
-        name of the traffic, which for tensors is the direction of their channel."""
-        sent, raw = Counter(dict.fromkeys(TRAFFIC, 0)), Counter(dict.fromkeys(TENSORS, 0))
+        name of the traffic, which for a border's tensors is the direction of their channel.
+        Seconds of averaging are a share of all the lines that it takes."""
+        replicas = self._wiring.replicas
+        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
+        more = (AVERAGING,) if averaging else ()
+        sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
+        raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
         line_s: Counter[str] = Counter()
         for stats in self._wiring.wan_stats:
             for kind in Kind:  # other threads may add to what has been sent
-                if (name := kind.traffic) in sent:
+                if (name := kind.traffic) is not None and name in sent:
                     sent[name] += stats.num_bytes[kind]
                     line_s[name] += stats.line_s[kind]
         for channel in self._wiring.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
+        for ends in averaging:
+            raw[AVERAGING] += ends.raw_bytes
+        if replicas is not None:
+            line_s[AVERAGING] /= replicas.num_lines  # type: ignore[assignment]
         return sent, raw, line_s

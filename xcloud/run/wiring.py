@@ -17,7 +17,7 @@ import torch
 
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import InLink, LinkStats, OutLink
+from xcloud.cluster.link import LinkStats
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
@@ -37,12 +37,14 @@ from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, note_ages
+from xcloud.errors import LinkClosed, LinkTimeout
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.parallel.guard import ReceiveGuard, SendGuard
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
 
@@ -55,12 +57,19 @@ pieces, and training over a border that no gradient crosses. More wait in the se
 @dataclass
 class Wiring:
     """All ends that one rank holds. channels: every one that ends here, by its identity in words.
-    guards: around those that cross clouds; wan_sends: of these the ones that send."""
+    guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
+    where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
+    stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks.
+    is_elastic: other clouds may be late or gone, and only merges wait for them."""
 
     ends: Ends
+    sums: StageSums
     ports: dict[int, BorderPorts] = field(default_factory=dict)
     lanes: dict[int, RankGroup] = field(default_factory=dict)
     control: Control | None = None
+    replicas: ReplicaEnds | None = None
+    tied: PeerEnds | None = None
+    is_elastic: bool = False
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
@@ -100,13 +109,13 @@ class Wiring:
 
     def meet(self) -> None:
         """Wait until every rank has come here; see Control.meet."""
-        if self.control is not None:
+        if self.control is not None and not self.is_elastic:
             self.control.meet()
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
         with self.alive():
-            self.ends.close()
+            self.ends.close(*([LinkClosed, LinkTimeout] if self.is_elastic else []))
 
 
 def wire(
@@ -123,6 +132,8 @@ def wire(
     defences: Defences | None = None,
     *,
     seed: int,
+    ties_ends: bool = False,
+    is_elastic: bool = False,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
@@ -130,24 +141,40 @@ def wire(
     rank 0, in a background thread, for each report of another rank. schedule: says how many
     messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
-    draw random numbers.
+    draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
+    is_elastic: see Wiring.
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
-    wiring = Wiring(ends)
+    replica = layout.placement(ends.rank).replica
+    sums = StageSums(ends.rank, layout.leaders(replica))
+    wiring = Wiring(ends, sums, is_elastic=is_elastic)
     for stage in range(layout.num_stages):
-        lanes = ends.group(layout.ranks_of(stage))
-        if lanes is not None:
-            wiring.lanes[stage] = lanes
+        for ranks in layout.replicas_of(stage):
+            lanes = ends.group(ranks)
+            if lanes is not None:
+                wiring.lanes[stage] = lanes
     if layout.num_ranks > 1:
         wiring.control = _join_control(ends, layout, on_report)
+        wiring.sums = _join_sums(ends, layout, replica, wiring.control)
+    if layout.num_replicas > 1:
+        ReplicaEnds.join_lines(ends, layout)
+        wiring.replicas = ReplicaEnds(ends, layout, device)
+        if is_elastic:
+            assert wiring.control is not None
+            rejoin = partial(_join_control_of, wiring.control, ends, layout, on_report)
+            wiring.replicas = HubEnds(ends, layout, device, rejoin)
+    if ties_ends:
+        wiring.tied = tied_ends(ends, layout, device)
     for stage, border in sorted(borders.items()):
-        protected = {}
-        if defences is not None:
-            protected = defences.at(stage, layout.stage_cloud, layout.num_stages - 1)
-        _BorderBuilder(
-            wiring, layout, stage, border, compression.at_border(stage), max_samples, device,
-            clock, schedule, protected, seed,
-        ).join()  # fmt: skip
+        for number in range(layout.num_replicas):
+            cloud_of = partial(layout.stage_cloud, replica=number)
+            protected = {}
+            if defences is not None:
+                protected = defences.at(stage, cloud_of, layout.num_stages - 1)
+            _BorderBuilder(
+                wiring, layout, number, stage, border, compression.at_border(stage), max_samples,
+                device, clock, schedule, protected, seed,
+            ).join()  # fmt: skip
     return wiring
 
 
@@ -157,28 +184,67 @@ def _join_control(
     rank, everyone = ends.rank, range(layout.num_ranks)
     ends.line("control", everyone)
     peers = everyone[1:] if rank == 0 else everyone[:1]
-    capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
-    handlers = (
+    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
+    control = Control(rank, {}, {}, overdue_s, ends.lives)
+    for peer in peers:
+        _join_control_of(control, ends, layout, on_report, peer)
+    return control
+
+
+def _join_control_of(
+    control: Control,
+    ends: Ends,
+    layout: ClusterLayout,
+    on_report: Callable[[Frame], None],
+    peer: int,
+) -> None:
+    rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
+    handlers: dict[Kind, Callable[[Frame], None]] = (
         {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
     window = ends.window(_CONTROL_AHEAD, capacity)
-    out: dict[int, OutLink] = {}
-    incoming: dict[int, InLink] = {}
-    for peer in peers:
-        overdue_s = layout.overdue_s(rank, peer, capacity)
-        out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
-        advice = layout.overdue_advice(rank, peer)
-        incoming[peer] = ends.incoming("control", peer, capacity, window, handlers, advice=advice)
-    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
-    return Control(rank, layout.leaders, out, incoming, overdue_s, ends.lives)
+    handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
+    overdue_s, advice = layout.overdue_s(rank, peer, capacity), layout.overdue_advice(rank, peer)
+    control.out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
+    control.incoming[peer] = ends.incoming(
+        "control", peer, capacity, window, handlers, advice=advice
+    )
+
+
+def _join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control) -> StageSums:
+    """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
+    stars = {
+        r: layout.leaders(r) for r in range(layout.num_replicas) if 0 not in layout.leaders(r)
+    }
+    for number, leaders in stars.items():
+        if len(leaders) > 1:
+            ends.line(f"norms.{number}", leaders)
+    rank, leaders = ends.rank, layout.leaders(replica)
+    if replica not in stars:
+        return StageSums(rank, leaders, control.out, control.incoming, control.overdue_s)
+    if rank not in leaders:
+        return StageSums(rank, leaders)
+    peers = leaders[1:] if rank == leaders[0] else leaders[:1]
+    line, window = f"norms.{replica}", ends.window(_CONTROL_AHEAD, FRAME_SLACK_BYTES)
+    out = {peer: ends.out(line, peer, FRAME_SLACK_BYTES, window) for peer in peers}
+    incoming = {
+        peer: ends.incoming(
+            line, peer, FRAME_SLACK_BYTES, window, advice=layout.overdue_advice(rank, peer)
+        )
+        for peer in peers
+    }
+    overdue_s = max((layout.overdue_s(rank, peer, 1024) for peer in peers), default=0.0)
+    return StageSums(rank, leaders, out, incoming, overdue_s)
 
 
 @dataclass
 class _BorderBuilder:
-    """Channels between the ranks of `stage` and those of the next one, as far as they end here."""
+    """Channels between the ranks of `stage` and those of the next one in one replica, as far as
+    they end here."""
 
     wiring: Wiring
     layout: ClusterLayout
+    replica: int
     stage: int
     border: Border
     compression: Compression | Phased
@@ -190,24 +256,24 @@ class _BorderBuilder:
     seed: int
 
     def join(self) -> None:
-        ends, stage = self.wiring.ends, self.stage
-        before, after = self.layout.ranks_of(stage), self.layout.ranks_of(stage + 1)
-        everyone = sorted({*before, *after})
+        ends, layout, stage = self.wiring.ends, self.layout, self.stage
+        both = (layout.ranks_of(stage, self.replica), layout.ranks_of(stage + 1, self.replica))
+        everyone = sorted({*both[0], *both[1]})
         if len(everyone) > 1:
             for direction in ("forward", "backward"):  # a line each, so that both flow at once
-                ends.line(f"{stage}.{direction}", everyone)
+                ends.line(self._line(direction), everyone)
         if ends.rank not in everyone:
             return
-        # Which lanes meet: micro-batch i joins lane i mod n before with lane i mod n after.
+        # Which lanes meet: those that have a micro-batch in common.
         meets = [
-            (self.layout.owner(stage, i), self.layout.owner(stage + 1, i))
-            for i in range(len(before) * len(after))
+            (layout.owner(stage, i), layout.owner(stage + 1, i))
+            for i in range(layout.lane_period(stage))
         ]
-        actions = self.schedule.actions(stage, self.layout.num_stages)
+        actions = self.schedule.actions(stage, layout.num_stages)
         in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
         ports = BorderPorts(self.border)
         self.wiring.ports[stage] = ports
-        for a, b in sorted(set(meets)):
+        for a, b in sorted(set(meets[self.replica :: layout.num_replicas])):
             ahead = max(in_flight[a, b], _FORWARD_AHEAD)
             self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
             if self.border.gradient_fields:
@@ -230,12 +296,12 @@ class _BorderBuilder:
         if sender == receiver:
             outs[receiver] = ins[sender] = Loopback()
             return
-        crosses = self.layout.stage_cloud(self.stage) != self.layout.stage_cloud(self.stage + 1)
+        crosses = self.layout.wan_between(sender, receiver) is not None
         fields = self.border.fields if direction == "forward" else self.border.gradient_fields
         codecs = _codecs(self.compression, direction) if crosses else _plain
         frame, capacity = self._frame_bytes(fields, codecs(), direction)
         window = ends.window(under_way, frame)
-        line = f"{self.stage}.{direction}"
+        line = self._line(direction)
         identity = ChannelId(self.seed, self.stage, direction, sender, receiver)
         peer = receiver if sender == ends.rank else sender
         overdue_s = self.layout.overdue_s(ends.rank, peer, capacity)
@@ -257,6 +323,9 @@ class _BorderBuilder:
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)
                 wiring.guards.append(taken)
+
+    def _line(self, direction: str) -> str:
+        return f"{self.stage}.{direction}" + (f".{self.replica}" if self.replica else "")
 
     def _frame_bytes(
         self, fields: tuple[BorderField, ...], codecs: Codecs, direction: str

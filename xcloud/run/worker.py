@@ -26,14 +26,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.summary import read_summary
+from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
-from xcloud.run.launch import error_file
+from xcloud.run.checkpointing import StopSignal
+from xcloud.run.launch import EXIT_START_AGAIN, error_file
+from xcloud.run.meeting_store import of_this_attempt
+from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
 from xcloud.security.wire_audit import write_rank_audit
@@ -45,17 +52,28 @@ LAST_WORDS_S = 0.3
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
-def live(job: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
+def live(
+    job: Job,
+    rank: int,
+    run_dir: Path,
+    agreed: Agreed,
+    holder: Holder,
+    asked: StopSignal,
+    transport: PairTransport | None = None,
+) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
-    and the ranks have compared what they run."""
+    and the ranks have compared what they run. Returns whether the run has ended early, as asked.
+    """
     layout = job.cluster
     cloud = layout.cloud_of(rank)
+    is_resumed = (run_dir / EVENTS_FILE).exists()
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     # The role is there before anything is reported.
     reporter = Reporter(rank, cloud, events.append if events else lambda lines: role.report(lines))
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
+        holder, asked, is_resumed, transport,
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     try:
@@ -67,6 +85,7 @@ def live(job: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
             role.run()
             reporter.flush()
             role.close()
+        return role.is_stopped
     except BaseException:
         # Say what was not said yet, if rank 0 still listens; the threads end with this process.
         with contextlib.suppress(LinkError):
@@ -77,7 +96,9 @@ def live(job: Job, rank: int, run_dir: Path, agreed: Agreed) -> None:
         if events is not None:
             events.close()
         records = [*agreed.records, *role.records]
-        write_rank_audit(run_dir, rank, layout, records, reporter.contents, role.received)
+        write_rank_audit(
+            run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
+        )
 
 
 def _device(wanted: str) -> torch.device:
@@ -96,7 +117,11 @@ def _join(job: Job, rank: int, run_dir: Path, under_torchrun: bool) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point."""
     num_ranks = job.cluster.num_ranks
     if under_torchrun:
-        dist.init_process_group("gloo", timeout=_SETUP_TIMEOUT)
+        store, _, size = next(rendezvous("env://", timeout=_SETUP_TIMEOUT))
+        store = of_this_attempt(store, rank, size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
+        )
     elif num_ranks > 1:
         store = f"file://{run_dir.resolve() / 'rendezvous'}"
         dist.init_process_group(
@@ -111,6 +136,17 @@ def _check_started(job: Job) -> None:
         raise ConfigError(
             f"torchrun started {started} ranks in all, but the clouds of this experiment have "
             f"{num_ranks}; set --nproc-per-node of each cloud to its num_ranks"
+        )
+
+
+def _check_unfinished(job: Job, run_dir: Path) -> None:
+    """torchrun starts a run that was interrupted again with the same command, so it goes on; one
+    that has come to its end must not."""
+    summary = read_summary(run_dir)
+    if summary.get("status") == "finished" and summary.get("num_steps", 0) >= job.max_steps:
+        raise ConfigError(
+            f"{run_dir} holds a finished run; give another --run-dir, or raise "
+            "training.max_steps in every cloud's experiment file to train it longer"
         )
 
 
@@ -173,19 +209,29 @@ def main(words: Sequence[str] | None = None) -> None:
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
     error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     code, monitor = 0, None
+    asked = StopSignal()
+    ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()
+    asked.install(signal.SIGUSR1, *ends, exit_code=EXIT_START_AGAIN)
     try:
         _set_threads()
         config = read_config(file)
         job = job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
-        _join(job, rank, run_dir, under_torchrun)
-        agreed = agree(job, plain_settings(config), rank)
+        settings, transport = plain_settings(config), None
+        holder = Holder.of(job, rank, run_dir, settings)
+        if job.is_elastic:
+            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+        else:
+            _join(job, rank, run_dir, under_torchrun)
+            agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
+            _check_unfinished(job, run_dir)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        live(job, rank, run_dir, agreed)
+        if live(job, rank, run_dir, agreed, holder, asked, transport):
+            code = EXIT_START_AGAIN
         if monitor is not None:
             _await_monitor(monitor)
     except BaseException as error:

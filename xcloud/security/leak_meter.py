@@ -10,6 +10,10 @@ Labels, for every cloud that may not see them, from each kind of message it rece
 Text, for every cloud that may not see it, from activations it received:
     linear and network inverter guess each row's token -> fraction correct, without special
     tokens. `token_recovery` = the largest; `token_recovery_baseline` = always the most frequent.
+Averaging, for every replica that sees gradients or weight changes of another one: which tokens and
+    texts they were made from, guessed by gradient_attacks.py (F1 of distinct tokens, ROUGE-2).
+    `averaging_token_recovery` = the largest; `averaging_order_recovery` = ROUGE-2 of whole texts.
+    Also where all replicas may read all texts: it says what one without them would learn.
 Attacks that learn are fitted on half of the samples (by sample, not by row) and judged on the
 other half. The largest of several attacks is a little above 0.5 by chance if samples are few.
 
@@ -49,8 +53,9 @@ from xcloud.security.attacks import (
     probe,
     spectral_attack,
 )
+from xcloud.security.averaging_leaks import score
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, TRUTH, Stream
+from xcloud.security.observer import GUESS, OBSERVATIONS_DIR, STEPS, TRUTH, Stream
 
 FIGURES = (
     "label_leak_auc",
@@ -58,6 +63,9 @@ FIGURES = (
     "label_leak_auc_activation",
     "token_recovery",
     "token_recovery_baseline",
+    "averaging_token_recovery",
+    "averaging_token_recovery_baseline",
+    "averaging_order_recovery",
 )
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
@@ -91,12 +99,15 @@ class _Notes:
     holds: dict[str, set[str]] = field(default_factory=dict)
     truth: dict[str, _Rows] = field(default_factory=dict)
     special_ids: dict[str, list[int]] = field(default_factory=dict)
+    guesses: dict[str, dict[str, _Rows]] = field(default_factory=dict)  # cloud -> "replica.attack"
+    batches: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # replica, step -> ids
+    covers: int = 1
     missing: list[int] = field(default_factory=list)
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """The values of FIGURES (None if there is nothing to recover), and under "label" and "text"
-    every attack by cloud and message.
+    """The values of FIGURES (None if there is nothing to recover), and under "label", "text" and
+    "averaging" every attack by cloud and message.
 
     Raises DataError if observations are missing, naming the ranks.
     """
@@ -113,6 +124,10 @@ def measure(run_dir: Path) -> dict[str, Any]:
         entry for by_message in text.values() for entry in by_message.values() if "linear" in entry
     ]
     best = max(recoveries, key=lambda e: max(e["linear"], e["network"]), default=None)
+    averaging = _averaging(notes)
+    attacks = [entry for by_attack in averaging.values() for entry in by_attack.values()]
+    worst = max(attacks, key=lambda entry: entry["tokens"], default=None)
+    orders = [entry["order"] for entry in attacks if "order" in entry]
     gradient, activation = _largest(label, "gradient"), _largest(label, "activation")
     return {
         "label_leak_auc": max((a for a in (gradient, activation) if a is not None), default=None),
@@ -120,8 +135,12 @@ def measure(run_dir: Path) -> dict[str, Any]:
         "label_leak_auc_activation": activation,
         "token_recovery": max(best["linear"], best["network"]) if best else None,
         "token_recovery_baseline": best["baseline"] if best else None,
+        "averaging_token_recovery": worst["tokens"] if worst else None,
+        "averaging_token_recovery_baseline": worst["baseline"] if worst else None,
+        "averaging_order_recovery": max(orders, default=None),
         "label": label,
         "text": text,
+        "averaging": averaging,
     }
 
 
@@ -145,7 +164,7 @@ def _read(run_dir: Path) -> _Notes:
             f"there are no observations in {run_dir / OBSERVATIONS_DIR}; run with "
             "security/meter=attack security.meter.keep=true, over more than one cloud"
         )
-    found, num_ranks = set(), 0
+    found, num_ranks, texts = set(), 0, dict[str, list[_Rows]]()
     for path in files:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
@@ -153,15 +172,22 @@ def _read(run_dir: Path) -> _Notes:
             num_ranks = about["num_ranks"]
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
             notes.special_ids |= about["special_ids"]
+            notes.covers = about["covers"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
                 rows = _Rows(*(file.get_tensor(f"{name}/{p}") for p in ("ids", "counts", "rows")))
-                parts.setdefault((about["cloud"], name), []).append(rows)
+                kind, _, rest = name.partition(".")
+                if kind == TRUTH:
+                    texts.setdefault(rest, []).append(rows)
+                elif kind == GUESS:
+                    notes.guesses.setdefault(about["cloud"], {})[rest] = rows
+                elif kind == STEPS:
+                    for sample, step in zip(rows.ids.tolist(), rows.rows.tolist(), strict=True):
+                        notes.batches.setdefault((about["replica"], step), set()).add(sample)
+                else:
+                    parts.setdefault((about["cloud"], name), []).append(rows)
+    notes.truth = {name: _Rows.join(pieces) for name, pieces in texts.items()}
     for (cloud, name), pieces in parts.items():
-        joined = _Rows.join(pieces)
-        if name.startswith(f"{TRUTH}."):
-            notes.truth[name.removeprefix(f"{TRUTH}.")] = joined
-        else:
-            notes.seen.setdefault(cloud, {})[Stream.parse(name)] = joined
+        notes.seen.setdefault(cloud, {})[Stream.parse(name)] = _Rows.join(pieces)
     notes.missing = sorted(set(range(num_ranks)) - found)
     return notes
 
@@ -263,6 +289,48 @@ def _invert(
     }
 
 
+def _averaging(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
+    """cloud -> attack on which replica -> scores of averaging_leaks.py."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    fields = [name for name in notes.truth if name in notes.special_ids]
+    if len(fields) != 1:
+        return results  # an averaging is attacked where one text is read
+    (text,) = fields
+    special = set(notes.special_ids[text])
+
+    def words_in(tokens: Tensor) -> list[int]:
+        return [token for token in tokens.tolist() if token not in special]
+
+    words = {sample: words_in(rows) for sample, rows in notes.truth[text].latest().items()}
+    for cloud, guesses in notes.guesses.items():
+        for name, rows in sorted(guesses.items()):
+            replica, _, attack = name.partition(".")
+            guessed: dict[int, list[list[int]]] = {}
+            pieces = torch.split(rows.rows, rows.counts.tolist())
+            for step, tokens in zip(rows.ids.tolist(), pieces, strict=True):
+                guessed.setdefault(step, []).append(words_in(tokens))
+            batches = {step: _batch(notes, int(replica), step) for step in guessed}
+            judged = set[int]().union(*batches.values())
+            truth = {
+                step: [words[i] for i in sorted(ids)]
+                for step, ids in batches.items()
+                if ids and ids <= words.keys()
+            }
+            others = [tokens for sample, tokens in words.items() if sample not in judged]
+            if (found := score(attack, guessed, truth, others)) is not None:
+                in_words = f"{attack} of replica {replica}"
+                results.setdefault(cloud, {})[in_words] = found
+    return results
+
+
+def _batch(notes: _Notes, replica: int, step: int) -> set[int]:
+    """The samples that the replica trained on in the updates that its contribution at `step` sums
+    up; none where not all of them were noted."""
+    steps = range(step - notes.covers + 1, step + 1)
+    batches = [notes.batches.get((replica, number), set()) for number in steps]
+    return set[int]().union(*batches) if all(batches) else set()
+
+
 def _chosen(ids: Sequence[int], most: int) -> list[int]:
     """At most `most` ids, in an order independent of their content."""
     generator = torch.Generator().manual_seed(0)
@@ -303,5 +371,5 @@ def flat(leakage: dict[str, Any]) -> dict[str, Any]:
     """For summary.json: the figures, and the attacks they come from."""
     return {
         **{name: leakage[name] for name in FIGURES},
-        "leakage": {name: leakage[name] for name in ("label", "text")},
+        "leakage": {name: leakage[name] for name in ("label", "text", "averaging")},
     }

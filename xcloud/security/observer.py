@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from xcloud.checks import check_choice, check_int
 from xcloud.security.defences import LABEL
 
 OBSERVATIONS_DIR = "observations"
-TRUTH = "truth"
+TRUTH, GUESS, STEPS = "truth", "guess", "steps"
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,21 @@ class LeakMeter:
 
     last_steps: keep the messages of this many updates, the last ones of training.
     max_rows: rows kept of each kind of message, the newest.
+    averaging_steps: attack the gradients or weight changes that other replicas gave to so many
+        averagings, the last ones. Each keeps a copy of the stage that reads the text.
     keep: leave the observations in the run folder. They hold plain text and labels, so each rank's
         file stays with that rank, and by default they are deleted once measured.
     """
 
     last_steps: int = 50
     max_rows: int = 20_000
+    averaging_steps: int = 3
     keep: bool = False
 
     def __post_init__(self) -> None:
         check_int("security.meter.last_steps", self.last_steps, 1)
         check_int("security.meter.max_rows", self.max_rows, 100)
+        check_int("security.meter.averaging_steps", self.averaging_steps, 1)
         check_choice("security.meter.keep", self.keep, (True, False))
 
 
@@ -93,7 +97,7 @@ class Observer:
     """One rank's observations.
 
     token_fields: field -> (padding id, special token ids), for the text fields this rank may see.
-    holds: all batch fields that this rank's cloud may see.
+    holds: all batch fields that this rank's cloud may see. replica: of the pipeline, this rank's.
     """
 
     def __init__(
@@ -105,11 +109,13 @@ class Observer:
         last_step: int,
         token_fields: Mapping[str, tuple[int, tuple[int, ...]]],
         holds: Iterable[str],
+        replica: int = 0,
     ) -> None:
         special_ids = {field: ids for field, (_, ids) in token_fields.items()}
         self._about = {
             "rank": rank,
             "cloud": cloud,
+            "replica": replica,
             "num_ranks": num_ranks,
             "holds": sorted(holds),
             "special_ids": special_ids,
@@ -117,6 +123,7 @@ class Observer:
         self._pads = {field: pad for field, (pad, _) in token_fields.items()}
         self._from_step = last_step - meter.last_steps + 1
         self._max_rows = meter.max_rows
+        self.averaging_steps, self.covers = meter.averaging_steps, 1  # updates that one sums up
         self._streams: dict[str, _Rows] = {}
 
     def wants(self, step: int) -> bool:
@@ -135,6 +142,15 @@ class Observer:
         """A training batch of this rank."""
         if self.wants(step):
             self.truth(batch)
+            if self._pads:
+                self._add(STEPS, batch["ids"], None, torch.full_like(batch["ids"], step))
+
+    def guess(self, replica: int, attack: str, step: int, texts: Sequence[Sequence[int]]) -> None:
+        """Tokens that an attack on what another replica gave to an averaging recovers."""
+        texts = texts or [[]]
+        counts = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
+        self._add(f"{GUESS}.{replica}.{attack}", torch.full_like(counts, step), counts, tokens)
 
     def truth(self, batch: Mapping[str, Tensor]) -> None:
         """Record the text and labels that this rank may see: the attacks' ground truth."""
@@ -153,7 +169,8 @@ class Observer:
         tensors: dict[str, Tensor] = {}
         for name, rows in self._streams.items():
             tensors |= rows.tensors(name)
-        save_file(tensors, path, metadata={"about": json.dumps(self._about)})
+        about = json.dumps(self._about | {"covers": self.covers})
+        save_file(tensors, path, metadata={"about": about})
         return path
 
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:

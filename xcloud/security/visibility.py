@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from xcloud.errors import ConfigError
 from xcloud.security.defences import Defences
 from xcloud.security.observer import LeakMeter
+from xcloud.security.privacy import Privacy
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class Visibility:
     holders: field name -> clouds that may hold it. Unnamed fields may be held wherever a stage
         reads them.
     weights: the same for parts of the model, such as embeddings, layers, head.
-    defences: noise on what crosses. meter: measure after training what others could recover.
+    defences: noise on what crosses a border. meter: measure after training what others could
+        recover. privacy: clip and noise gradients or weight changes, and account for it.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
     defences: Defences = field(default_factory=Defences)
     meter: LeakMeter | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         for setting in ("holders", "weights"):
@@ -48,6 +51,12 @@ class Visibility:
             raise ConfigError(
                 f"security.meter must be a LeakMeter or null, got {self.meter!r}; enable it "
                 "with security/meter=attack"
+            )
+
+        if self.privacy is not None and not isinstance(self.privacy, Privacy):
+            raise ConfigError(
+                f"security.privacy must be a SamplePrivacy, a CloudPrivacy or null, got "
+                f"{self.privacy!r}; choose security/privacy=sample or cloud"
             )
 
     def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],

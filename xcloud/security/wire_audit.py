@@ -42,6 +42,13 @@ UNFRAMED = [
     "start: a barrier before the first step",
     "end: float64 [8] or fewer from each rank, the times of its last steps",
 ]
+UNFRAMED_ELASTIC = [
+    "rendezvous: addresses and ports of the ranks, names of their process groups, how often each "
+    "rank has begun",
+    "start: settings of the experiment, digests of code, data and parameters: lines of text from "
+    "rank 0, in the store where the ranks meet",
+    "start: a number for this run and one for each machine (emulated links only), in that store",
+]
 
 
 def write_rank_audit(
@@ -51,6 +58,7 @@ def write_rank_audit(
     records: Sequence[LinkRecord],
     report_contents: Mapping[str, set[str]],
     received: Mapping[int, LinkRecord] | None = None,
+    is_elastic: bool = False,
 ) -> Path:
     """Write one rank's part. report_contents: kind of event -> names of its fields. received: by
     rank of the sender.
@@ -71,7 +79,7 @@ def write_rank_audit(
             for sender, record in (received or {}).items()
             for message in record.described()
         ],
-        "unframed": UNFRAMED if layout.ranks_meet_in_the_end else UNFRAMED[:3],
+        "unframed": _unframed(layout, is_elastic),
         "reports": {event: sorted(names) for event, names in sorted(report_contents.items())}
         if crosses
         else {},
@@ -85,6 +93,12 @@ def write_rank_audit(
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     return path
+
+
+def _unframed(layout: Layout[Any], is_elastic: bool) -> list[str]:
+    if is_elastic:
+        return UNFRAMED_ELASTIC
+    return UNFRAMED if layout.ranks_meet_in_the_end else UNFRAMED[:3]
 
 
 def join_audit(run_dir: Path) -> dict[str, Any]:

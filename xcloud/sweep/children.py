@@ -88,7 +88,8 @@ def main() -> int:
     from xcloud.run.local import run
 
     try:
-        run(read_config(arguments.run_dir / EXPERIMENT_FILE), arguments.run_dir)
+        file = arguments.run_dir / EXPERIMENT_FILE
+        run(read_config(file), arguments.run_dir, resumes=True)  # a point may go on
     except XcloudError as error:
         print(f"xcloud: {error}", flush=True)
         return 1

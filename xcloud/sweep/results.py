@@ -16,7 +16,7 @@ from xcloud.errors import ConfigError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS
-from xcloud.record.summary import SUMMARY_FILE
+from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
     Settings,
     identity,
@@ -25,7 +25,7 @@ from xcloud.sweep.points import (
     varying,
     workload_key,
 )
-from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points, read_summary
+from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
 
 UNCOMPRESSED = "none"
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud

@@ -21,14 +21,16 @@ from xcloud.checks import check_int
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
+from xcloud.record.summary import read_summary
 from xcloud.report.progress import human_duration
 from xcloud.report.table import human_seconds
 from xcloud.run.local import sigterm_as_interrupt
 from xcloud.sweep.children import Children
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
-from xcloud.sweep.state import LOCK_FILE, Decision, SweepState, read_summary
+from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
 
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "goes on"}
 MOST_REASONS = 10  # shown of why points are invalid
 
 Compose = Callable[[Sequence[str]], Any]
@@ -119,8 +121,7 @@ class Sweep:
         _say(", ".join(parts))
         for decision in decisions:
             if decision.why:
-                verb = "runs again" if decision.verdict == "again" else "is kept"
-                _say(f"  {decision.point.name} {verb}; {decision.why}")
+                _say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:

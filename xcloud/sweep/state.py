@@ -23,7 +23,8 @@ from typing import Any, Literal
 from xcloud.errors import ConfigError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.project import code_digests, commit
-from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.summary import read_summary, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides
 
 STATE_FILE = "sweep.json"
@@ -32,12 +33,13 @@ EARLIER_DIR = "earlier"
 # Code that arranges and shows runs; it cannot change what a run computes.
 BESIDE_CODE = ("sweep", "_hydra", "report", "__main__.py")
 
-Verdict = Literal["run", "skip", "again"]
+Verdict = Literal["run", "skip", "again", "resume"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a point. why: the reason, if worth printing."""
+    """What to do with a point: run it, keep what it left, run it again from the start or from its
+    last checkpoint. why: the reason, if worth printing."""
 
     point: Point
     verdict: Verdict
@@ -73,7 +75,8 @@ class SweepState:
             lock.release()
 
     def decide(self, points: Sequence[Point], accept_changes: bool) -> list[Decision]:
-        """Skip finished, unchanged points; run failed and changed ones again."""
+        """Skip finished, unchanged points; go on with interrupted, unchanged ones; run failed and
+        changed ones again."""
         recorded = {folder: self._settings(folder) for folder in self.points}
         by_identity = {identity(found): folder for folder, found in recorded.items() if found}
         taken = set(self.points)
@@ -92,8 +95,11 @@ class SweepState:
         return decisions
 
     def begin(self, decision: Decision, parallel: int) -> Path:
-        """Make an empty folder for the point; an existing one moves to `earlier/`."""
+        """Make an empty folder for the point, unless it goes on in its own; an existing one moves
+        to `earlier/`."""
         run_dir = self.folder / decision.folder
+        if decision.verdict == "resume":
+            return run_dir
         if run_dir.exists():
             earlier = self.folder / EARLIER_DIR
             earlier.mkdir(exist_ok=True)
@@ -125,15 +131,18 @@ class SweepState:
     ) -> Decision:
         summary = read_summary(self.folder / folder)
         status = summary.get("status", "unfinished")
-        if status != "finished":
-            cause = summary.get("cause")
-            return Decision(point, "again", folder, f"{status}{f': {cause}' if cause else ''}")
         changes = []
         if changed := differences(settings, point.settings):
             changes.append(f"config changed since: {_describe(changed)}")
         entry = self.points.get(folder, {})
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
+        if status != "finished":
+            cause = summary.get("cause")
+            why = f"{status}{f': {cause}' if cause else ''}"
+            if changes or not (steps := CheckpointFolder(self.folder / folder).agreed_steps()):
+                return Decision(point, "again", folder, why)
+            return Decision(point, "resume", folder, f"from step {steps[0]}; {why}")
         if not changes:
             return Decision(point, "skip", folder)
         return Decision(point, "skip" if accept_changes else "again", folder, "; ".join(changes))
@@ -158,15 +167,6 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
             f"{path} is damaged ({error}); move it away and the points of this sweep count as "
             f"new, or choose another sweep=NAME"
         ) from error
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run; empty if it was killed before writing one."""
-    try:
-        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def code_fingerprint() -> str:

@@ -27,8 +27,8 @@ from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.label_scores import MEANINGS
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.settings import COLUMNS, DEMO, FOLDER, HUB, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
+from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
+from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -42,7 +42,7 @@ TOKENIZER_TEXTS, TOKENIZER_SEED = 10_000, 0
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(SizedTask):
     """A class (kind classes) or a number (kind value) for each text or pair of `corpus`.
 
     classes: names in label order; None: taken from the training labels.
@@ -83,13 +83,6 @@ class Classification:
     @property
     def scores(self) -> Mapping[str, Score]:
         return scores_of(self.kind, self.metrics)
-
-    def describe(self) -> str:
-        return f"{self.name} ({self.corpus.describe()})"
-
-    def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        self.corpus.check()
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
@@ -166,19 +159,10 @@ class ClassificationData(TextData):
         return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
 
     def fingerprint(self) -> str:
-        """Covers settings and sizes; file names only if task.sizes is unset."""
         task = self._task
-        shared = {
-            "task": task.name,
-            "kind": task.kind,
-            "classes": None if task.classes is None else list(task.classes),
-            "metrics": list(task.scores),
-            "max_length": task.max_length,
-            "tokenizer": repr(task.tokenizer),
-            "rows": self._rows,
-            "corpus": dict(self._agreed) if task.sizes is None else None,
-        }
-        return digest_of(shared)
+        classes = None if task.classes is None else list(task.classes)
+        more = {"kind": task.kind, "classes": classes, "metrics": list(task.scores)}
+        return task.fingerprint(self._rows, self._agreed, **more)
 
     @property
     def head(self) -> Head | None:

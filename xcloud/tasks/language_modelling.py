@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -33,8 +33,8 @@ from xcloud.tasks.corpus.documents import (
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 from xcloud.tasks.packing import PackedTable, pack, pieces_of
 from xcloud.tasks.settings import HUB, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import check_predictions, counted, digest_of
+from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
+from xcloud.tasks.text_pairs import check_predictions, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice, TrainedTokenizer
 
 MIN_LENGTH = 8
@@ -43,7 +43,7 @@ LARGEST_LOSS = 700.0  # nats; exp of more is no float
 
 
 @dataclass(frozen=True)
-class LanguageModelling:
+class LanguageModelling(SizedTask):
     """Documents of `corpus`, packed into samples of at most max_length tokens. A document that is
     longer is cut into several; a chat that is longer loses its end.
 
@@ -57,17 +57,11 @@ class LanguageModelling:
     max_length: int = 128
     sizes: Sizes = None
     cache_dir: str = ".cache"
-    name: ClassVar[str] = "language_modelling"
+    name: str = field(default="language_modelling", init=False)
 
     def __post_init__(self) -> None:
         check_int("task.max_length", self.max_length, MIN_LENGTH)
         check_sizes(self.sizes)
-
-    def describe(self) -> str:
-        return f"{self.name} ({self.corpus.describe()})"
-
-    def check(self) -> None:
-        self.corpus.check()
 
     def load(self, fields: frozenset[str], seed: int) -> LanguageData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same text."""
@@ -124,16 +118,7 @@ class LanguageData:
         return ", ".join([said, f"{tokens:,} tokens in all", *self._remarks])
 
     def fingerprint(self) -> str:
-        """Of settings and sizes. A rank without files knows no file names, hence task.sizes."""
-        task = self._task
-        shared = {
-            "task": task.name,
-            "max_length": task.max_length,
-            "tokenizer": repr(task.tokenizer),
-            "rows": self._rows,
-            "corpus": dict(self._agreed) if task.sizes is None else None,
-        }
-        return digest_of(shared)
+        return self._task.fingerprint(self._rows, self._agreed)
 
     def num_samples(self, split: Split) -> int:
         return self._rows[split]

@@ -8,19 +8,18 @@ N samples of a batch over all lanes.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from xcloud.checks import check_int, check_number
 from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub.cache import make_once
 from xcloud.tasks.corpus.monolingual import TextSource, languages_of
 from xcloud.tasks.token_table import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer
@@ -106,15 +105,12 @@ class MultilingualText:
         tokens, offsets = (
             cache_dir / "tokens" / f"{key}.{kind}" for kind in ("tokens", "offsets")
         )
-        tokens.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(tokens.with_suffix(".lock")):
-            if not offsets.exists():
-                report(f"texts of {part!r}: tokenising")
-                unfinished = [path.with_name(f"{path.name}.{os.getpid()}.part")
-                              for path in (tokens, offsets)]  # fmt: skip
-                write_table(self._samples(part, tokenizer), *unfinished)
-                for path, whole in zip(unfinished, (tokens, offsets), strict=True):
-                    path.replace(whole)  # offsets last: they mark the table complete
+
+        def make(offsets_part: Path) -> None:
+            report(f"texts of {part!r}: tokenising")
+            write_table(self._samples(part, tokenizer), tokens, offsets_part)
+
+        make_once(offsets, make)  # the last to be written: they mark the table complete
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
         return TokenTable.mapped(tokens, offsets)

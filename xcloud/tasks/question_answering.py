@@ -35,8 +35,8 @@ from xcloud.tasks.corpus.paragraphs import (
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.pair_table import num_special
 from xcloud.tasks.settings import DEMO, SAMPLES, Group, settings_of
-from xcloud.tasks.sizes import Sizes, check_found, check_sizes
-from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted, digest_of
+from xcloud.tasks.sizes import SizedTask, Sizes, check_found, check_sizes
+from xcloud.tasks.text_pairs import TextData, TextPairs, check_predictions, counted
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 from xcloud.tasks.windows import Windows
 
@@ -44,7 +44,7 @@ LEAST_CONTEXT = 8  # paragraph tokens per window
 
 
 @dataclass(frozen=True)
-class QuestionAnswering:
+class QuestionAnswering(SizedTask):
     """Find the span of a paragraph that answers a question.
 
     max_length: tokens per window, question and special ids included. max_question: longer
@@ -77,13 +77,6 @@ class QuestionAnswering:
             )
         check_int("task.max_length", self.max_length, 1)
         check_sizes(self.sizes)
-
-    def describe(self) -> str:
-        return f"{self.name} ({self.corpus.describe()})"
-
-    def check(self) -> None:
-        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
-        self.corpus.check()
 
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
@@ -154,16 +147,8 @@ class QuestionAnsweringData(TextData):
 
     def fingerprint(self) -> str:
         task = self._task
-        shared = {
-            "task": task.name,
-            "max_length": task.max_length,
-            "max_question": task.max_question,
-            "stride": task.stride,
-            "tokenizer": repr(task.tokenizer),
-            "windows": self._rows,
-            "corpus": self._agreed if task.sizes is None else None,
-        }
-        return digest_of(shared)
+        more = {"max_question": task.max_question, "stride": task.stride}
+        return task.fingerprint(self._rows, self._agreed, **more)
 
     @property
     def head(self) -> Head | None:

@@ -1,18 +1,57 @@
-"""Sample counts for a cloud that holds no samples."""
+"""Sample counts for a cloud that holds no samples, and what tasks that take them share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from xcloud.checks import check_int
 from xcloud.contracts.task import Split, Task
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import SPLITS
+from xcloud.tasks.text_pairs import digest_of
+from xcloud.tasks.tokenizer import TokenizerChoice
 
 Sizes = Mapping[Split, int] | None
 """task.sizes: samples of train, dev and test. A rank that sees no field opens no file: if sizes
 are not set, rank 0 sends them (xcloud/run/loading.py). In a single process they are counted."""
+
+
+class DescribedCorpus(Protocol):
+    def describe(self) -> str: ...
+    def check(self) -> object: ...
+
+
+class SizedTask:
+    """What tasks with `sizes` have in common."""
+
+    corpus: DescribedCorpus
+    name: str
+    tokenizer: TokenizerChoice
+    max_length: int
+    sizes: Sizes
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.corpus.describe()})"
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
+        self.corpus.check()
+
+    def fingerprint(
+        self, rows: Mapping[Split, int], agreed: Mapping[str, object], **more: object
+    ) -> str:
+        """Digest of settings and sizes. agreed: of the corpus; a rank without files knows no file
+        names, so it does not count where `sizes` are set. more: further settings."""
+        shared = {
+            "task": self.name,
+            "max_length": self.max_length,
+            "tokenizer": repr(self.tokenizer),
+            "rows": dict(rows),
+            "corpus": dict(agreed) if self.sizes is None else None,
+        }
+        return digest_of(shared | more)
 
 
 def asks_for_sizes(task: Task) -> bool:

@@ -15,11 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from filelock import FileLock
-
 from xcloud.checks import check_choice, check_int
 from xcloud.contracts.stage import TokenIds
 from xcloud.errors import ConfigError, DataError
+from xcloud.hub.cache import make_once
 from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.tasks.word_starts import begins_word
 
@@ -201,10 +200,7 @@ class TrainedTokenizer:
         if not any(texts):
             raise DataError("a tokenizer cannot be trained: the training texts are all empty")
         path = cache_dir / "tokenizers" / f"{self._key(texts)}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                self._train(texts).save(path)
+        make_once(path, lambda part: self._train(texts).save(part))
         return Tokenizer.load(path)
 
     def _key(self, texts: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,16 @@ class PinnedBatchPlan(BatchPlan):
 def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
     """Neighbouring pieces whose sizes differ by at most one."""
     return list(torch.tensor_split(ids, num_pieces))
+
+
+def samples_of(
+    pieces: Sequence[Tensor], num_micro_batches: int, replica: int, num_replicas: int
+) -> Tensor:
+    """Sample ids that one of the replicas trains on in an update. pieces: of all its passes, each
+    of num_micro_batches."""
+    numbered = enumerate(pieces)
+    own = [ids for i, ids in numbered if i % num_micro_batches % num_replicas == replica]
+    return torch.cat(own)
 
 
 def _shares(total: int, weights: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Literal
 
 import torch
@@ -12,6 +13,17 @@ from torch import nn
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.errors import ConfigError
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose methods are marked for torch.compile: the first call of a marked one imports
+    the compiler, 2 s of a rank's start. Nothing is compiled here, so these go without the mark."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Optimizer:
         # The same formula in another order of rounding: 3e-8 apart after 12 updates of weights of
         # size 0.2, and the same bits for any number of threads.
         fused = all(p.device.type == "cpu" for p in trained) or None
-        return torch.optim.AdamW(
+        return AdamW(
             [group for group in groups if group["params"]],
             self.learning_rate,
             betas,

@@ -10,10 +10,32 @@ from typing import Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.checks import check_choice, check_int
+from xcloud.checks import check_choice, check_int, check_number
 from xcloud.errors import ConfigError
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 from xcloud.training.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When a run saves what it can go on from (run/checkpointing.py).
+
+    every_steps, every_minutes: whichever comes first; 0 = not for this reason, both 0 = never.
+    keep: of the checkpoints that all ranks have completed, the newest so many.
+    """
+
+    every_steps: int = 500
+    every_minutes: float = 10.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        check_int("training.checkpoint.every_steps", self.every_steps, 0)
+        check_number("training.checkpoint.every_minutes", self.every_minutes, 0.0)
+        check_int("training.checkpoint.keep", self.keep, 1)
+
+    @property
+    def are_made(self) -> bool:
+        return bool(self.every_steps or self.every_minutes)
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,7 @@ class Training:
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
     def __post_init__(self) -> None:
         check_int("training.max_steps", self.max_steps, 1)
@@ -53,6 +76,8 @@ class Training:
         check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
         if not isinstance(self.optimizer, Optimizer):
             raise ConfigError(f"training.optimizer must be an Optimizer, got {self.optimizer!r}")
+        if not isinstance(self.checkpoint, Checkpoints):
+            raise ConfigError(f"training.checkpoint must be Checkpoints, got {self.checkpoint!r}")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.memory import State, join_states, split_state
+from xcloud.parallel.dealt import local_part, with_part
 
 
 @dataclass(frozen=True)
 class TrainedModule:
     """State: "values.NAME" of every parameter and persistent buffer, "moments.WHAT.NAME" of what
-    the optimizer keeps of a parameter ("exp_avg"). Learning rates follow from the step.
+    the optimizer keeps of a parameter ("exp_avg"). Learning rates follow from the step. Of
+    parameters dealt over ranks it is what this rank holds.
 
     optimizer: None where nothing is trained.
     """
@@ -33,7 +35,8 @@ class TrainedModule:
 
     def load_state_dict(self, state: State) -> None:
         parts = split_state(state, ("values", "moments"), "a trained module")
-        found, own = parts["values"], self.module.state_dict()
+        found = parts["values"]
+        own = {name: local_part(value) for name, value in self.module.state_dict().items()}
         wrong = {
             name
             for name in found.keys() | own.keys()
@@ -44,7 +47,9 @@ class TrainedModule:
                 f"the state of a trained module does not fit it: {', '.join(sorted(wrong))} "
                 "missing, unknown or of another shape; it was saved with other settings"
             )
-        self.module.load_state_dict(found)
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(torch.as_tensor(found[name]))
         self._load_moments(parts["moments"])
 
     def _load_moments(self, state: State) -> None:
@@ -69,6 +74,11 @@ class TrainedModule:
         # The optimizer numbers parameters in the order of its groups, and puts each moment on the
         # device and in the dtype of its parameter.
         numbers = {name: number for number, name in enumerate(self._trained)}
+        for name, kept in moments.items():
+            parameter = self._trained[name]
+            for what, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == local_part(parameter).shape:
+                    kept[what] = with_part(parameter, value)
         self.optimizer.load_state_dict(
             {
                 "state": {numbers[name]: kept for name, kept in moments.items()},
@@ -86,7 +96,7 @@ class TrainedModule:
 
 
 def _copy(value: Tensor | int) -> Tensor | int:
-    return value.clone() if isinstance(value, Tensor) else value
+    return local_part(value).clone() if isinstance(value, Tensor) else value
 
 
 def _spec(value: Tensor | int) -> TensorSpec | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +13,25 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import Control
+from xcloud.parallel.control import StageSums, Word
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
-from xcloud.training.batch_plan import BatchPlan, cut
+from xcloud.parallel.tied import TiedGradients
+from xcloud.security.privacy import Privacy, SamplePrivacy
+from xcloud.training.batch_plan import BatchPlan, cut, samples_of
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.private_gradients import PrivateGradients
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
 
 
 @dataclass
 class StepReport:
-    """What one rank has to say of one update. loss is None but in one rank per job, and None there
-    too if the update was skipped: `skipped` then says why, for the user."""
+    """What one rank has to say of one update. loss is None but in one rank per job (replicas that
+    update apart: per replica), and None there too if the update was skipped: `skipped` then says
+    why, for the user."""
 
     step: int
     step_s: float
@@ -37,13 +42,27 @@ class StepReport:
     num_samples: int
     num_tokens: float
     skipped: str | None = None
+    word: Word = Word.GO_ON  # what all ranks do now
+
+
+class Work(NamedTuple):
+    """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
+    last stage."""
+
+    num_samples: int
+    weight: float
 
 
 @dataclass
 class Trainer:
     """lanes, exchanges: by stage, for those of this rank. fetch(ids) gives the visible fields of
     samples; weight(ids) their weight in the loss, and is None in ranks that do not hold the last
-    stage."""
+    stage. replica: of the pipeline, that of this rank. apart: each replica makes updates of its
+    own, from its own micro-batches. is_idle(step): whether this replica leaves that update out;
+    its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
+    matrix. privacy: with SamplePrivacy every micro-batch is one sample, whose gradient is clipped.
+    With either kind replicas keep their losses to themselves; the loss that replica 0 tells is an
+    estimate from one rank's samples."""
 
     rank: int
     pipeline: Pipeline
@@ -52,13 +71,21 @@ class Trainer:
     plan: BatchPlan
     lanes: Mapping[int, RankGroup]
     exchanges: Mapping[int, GradientExchange]
-    control: Control | None
+    sums: StageSums
     fetch: Callable[[Tensor], Batch]
     weight: Callable[[Tensor], float] | None
+    replica: int = 0
+    apart: bool = False
+    is_idle: Callable[[int], bool] = lambda step: False
+    work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
+    tied: TiedGradients | None = None
+    privacy: Privacy | None = None
+    decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+    _private: PrivateGradients | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -68,32 +95,49 @@ class Trainer:
             self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
             self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+        if isinstance(self.privacy, SamplePrivacy):
+            leads = frozenset(stage for stage, lanes in self.lanes.items() if lanes.leads)
+            self._private = PrivateGradients(
+                self.privacy, self._buffers, self.pipeline.num_stages, leads
+            )
+            self.pipeline.on_backward = self._private.take
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
+        if self.is_idle(step):
+            return self._leave_out(step)
         clock = self.pipeline.clock
         clock.begin_step(step)
         for buffer in self._buffers.values():
             buffer.zero()
 
-        ids = self.plan.ids(step)
-        weight = self.weight(ids) if self.weight else 1.0
         num_passes = self.training.accumulate_steps
         m = self.schedule.num_micro_batches
-        pieces = cut(ids, num_passes * m)
+        pieces = cut(self.plan.ids(step), num_passes * m)
+        update_from = self._updates_from(pieces)
+        weight = self.weight(update_from) if self.weight else 1.0
+        self.work = Work(len(update_from), weight)
+        if self._private is not None:
+            self._private.begin(len(update_from))
         loss = torch.zeros((), device=self.pipeline.device)
-        num_samples = 0
+        num_own = 0
         for number in range(num_passes):
             first = number * m
             with clock.during("fetch"):
                 batches = {i: self.fetch(pieces[first + i]) for i in range(m) if self._is_mine(i)}
             loss += self.pipeline.step(self.schedule, batches, step, weight, first)
-            if self._counts_samples:
-                num_samples += sum(len(batch["ids"]) for batch in batches.values())
+            num_own += sum(len(batch["ids"]) for batch in batches.values())
 
+        if self._private is not None:
+            with clock.during("clip"):
+                self._private.finish()
         total_loss = self._exchange_gradients(step, loss)
+        if self.replica and (self._keeps_losses or not self.apart):
+            total_loss = None  # replica 0 tells the loss of all
+        elif total_loss is not None and self._keeps_losses:
+            total_loss = float(loss) * len(update_from) / num_own
         leads = total_loss is not None
-        total = self._agree(step)
+        total, word = self._agree(step)
         what = f"the loss or gradient of step {step}"
         is_skipped = self._guard.skips(what, math.isfinite(total))
         grad_norm = None if is_skipped else self._clip(total)
@@ -105,10 +149,7 @@ class Trainer:
                         for group in optimizer.param_groups:
                             group["lr"] = rate
                         optimizer.step()
-        with clock.during("average"):
-            for stage, buffer in self._buffers.items():
-                self.exchanges[stage].after_update(step, buffer)
-        self.num_updates = step
+        self._end(step)
         return StepReport(
             step,
             clock.end_step(),
@@ -116,10 +157,24 @@ class Trainer:
             rate,
             None if is_skipped else total_loss,
             grad_norm,
-            num_samples,
+            num_own if self._counts_samples else 0,
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
+            word,
         )
+
+    def _leave_out(self, step: int) -> StepReport:
+        clock = self.pipeline.clock
+        clock.begin_step(step)
+        self._end(step)
+        rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
+        return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
+
+    def _end(self, step: int) -> None:
+        with self.pipeline.clock.during("average"):
+            for stage, buffer in self._buffers.items():
+                self.exchanges[stage].after_update(step, buffer)
+        self.num_updates = step
 
     def state_dict(self) -> State:
         """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
@@ -133,19 +188,35 @@ class Trainer:
         load_states(self._stateful, state, f"the trainer of rank {self.rank}", ["num_updates"])
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._optimizers.values() if optimizer is not None]
+
+    @property
     def _stateful(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {"guard": self._guard}
         for stage, optimizer in self._optimizers.items():
             found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
             found[f"exchange {stage}"] = self.exchanges[stage]
+        if self.tied is not None:
+            found["tied"] = self.tied
         return found
 
     @property
     def _counts_samples(self) -> bool:
         return 0 in self.pipeline.stages
 
+    @property
+    def _keeps_losses(self) -> bool:
+        return self.privacy is not None and self.pipeline.num_replicas > 1
+
+    def _updates_from(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The samples of one update, as one rank sees it. pieces: of all passes in turn."""
+        replica = (self.replica, self.pipeline.num_replicas) if self.apart else (0, 1)
+        return samples_of(pieces, self.schedule.num_micro_batches, *replica)
+
     def _is_mine(self, micro_batch: int) -> bool:
-        return any(micro_batch % lanes == lane for lane, lanes in self.pipeline.lanes.values())
+        turns = self.pipeline.turns.values()
+        return any(micro_batch % period == first for first, period in turns)
 
     def _exchange_gradients(self, step: int, loss: Tensor) -> float | None:
         """Returns the loss of the whole update in the last stage's leader."""
@@ -153,15 +224,19 @@ class Trainer:
         total = None
         with self.pipeline.clock.during("average"):
             for stage, buffer in self._buffers.items():
-                mine = loss if stage == last else torch.zeros_like(loss)
+                tells = stage == last and not self._keeps_losses
+                mine = loss if tells else 0 * loss  # nan stays
                 summed = self.exchanges[stage].before_update(step, buffer, mine)
                 if stage == last and self.lanes[stage].leads:
                     total = float(summed)
+            if self.tied is not None:
+                self.tied.sum(step, self._buffers)
         return total
 
-    def _agree(self, step: int) -> float:
+    def _agree(self, step: int) -> tuple[float, Word]:
         """The squared norm of the whole gradient, the same bits in every rank: not finite if the
-        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm.
+        loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
+        it comes rank 0's word.
 
         One small message of each stage's leader to rank 0 and one back, in every step. They cost
         no round trip of their own: rank 0 has the first stage, whose backward is the last, so the
@@ -176,15 +251,17 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            total = math.nan
-            if self.control is None:
-                total = sum((squares[stage] for stage in sorted(squares)), 0.0)
-            elif squares:
-                total = self.control.sum_over_stages(step, squares, self.pipeline.num_stages)
+            first = self.rank == self.sums.leaders[0]
+            total, word = math.nan, self.decide(step) if first else Word.GO_ON
+            if squares:
+                total, word = self.sums.sum_over_stages(
+                    step, squares, self.pipeline.num_stages, word
+                )
         with clock.during("average"):
             for lanes in self.lanes.values():
-                total = float(lanes.from_leader(torch.tensor([total], dtype=torch.float64)))
-        return total
+                both = torch.tensor([total, word], dtype=torch.float64)
+                total, word = lanes.from_leader(both).tolist()
+        return total, Word(int(word))
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:

@@ -144,6 +144,17 @@ class Inbox:
             missing = any(self._ordered[s] > self._received[s] for s in self._of(producer))
             return missing and self._end_of(producer) is None
 
+    def is_whole(self) -> bool:
+        """Nothing that was ordered for this rank is missing, but of producers that are gone."""
+        return not any(self.is_due(producer) for producer in range(self.num_producers))
+
+    def readmit(self, producer: int) -> None:
+        """A producer that was lost begins again with what is ordered from now on."""
+        with self._changed:
+            for source in self._of(producer):
+                self._waiting[source].clear()
+                self._ordered[source] = self._received[source]
+
     def with_batches(self) -> list[int]:
         """Producers of which something is here."""
         with self._changed:

@@ -26,14 +26,27 @@ class Ordered(NamedTuple):
     num_planned: int
 
 
+class SaveNow(NamedTuple):
+    """Between two batches: save the state after step `step` of the consumer."""
+
+    step: int
+    code: int
+
+
 class OrderBook:
     """`take_*` are handlers of a link; `next()` is the loop's."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Ordered | LinkError | None] = deque()
+        self._waiting: deque[Ordered | SaveNow | LinkError | None] = deque()
         self._changed = threading.Condition()
         self._known = Ordered(0, NOBODY, 1)
         self.is_stopped = False
+
+    def begin_after(self, number: int) -> None:
+        """Batch `number` was made before the run went on."""
+        with self._changed:
+            if self._known.number < number:
+                self._known = Ordered(number, NOBODY, self._known.num_planned)
 
     def take_orders(self, frame: Frame) -> None:
         """int32 [N, 3]."""
@@ -48,15 +61,19 @@ class OrderBook:
         self.is_stopped = True
         self._put(None)
 
+    def take_save(self, step: int, code: int) -> None:
+        """After everything that was ordered so far."""
+        self._put(SaveNow(step, code))
+
     def take_end(self, reason: LinkError) -> None:
         self._put(reason)
 
-    def _put(self, item: Ordered | LinkError | None) -> None:
+    def _put(self, item: Ordered | SaveNow | LinkError | None) -> None:
         with self._changed:
             self._waiting.append(item)
             self._changed.notify()
 
-    def next(self, may_drop: bool) -> Ordered | None:
+    def next(self, may_drop: bool) -> Ordered | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
         with self._changed:

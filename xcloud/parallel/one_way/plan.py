@@ -325,6 +325,25 @@ class ConsumptionPlan:
             self._num_left = max(0, self.num_batches - used)
         return changes
 
+    def readmit_lost(self) -> list[int]:
+        """The run goes on, and producers that were lost are there again, perhaps without what they
+        had learned: they take part once they are ready. What they owed is not waited for, and
+        their numbers go on. Returns them."""
+        lost = [p for p, state in enumerate(self.state) if state is State.DEAD]
+        for p in lost:
+            self.state[p], self._turn[p] = State.ABSENT, 0.0
+            sources = [Source(p, lane) for lane in range(self.num_lanes[p])]
+            top = max(self.numbers(source) for source in sources)
+            for source in sources:
+                self.ordered[source, 0] += top - self.numbers(source)  # lanes average: in step
+                self._num_ordered[source], self._planned[source] = top, 0
+                for c in range(self.num_consumers):
+                    self.consumed[source, c] = self.ordered[source, c]
+                    self._surplus[source, c] = 0
+            self._told = {key: number for key, number in self._told.items() if key[0] != p}
+        self._slots = [deque(s for s in slots if s.producer not in lost) for slots in self._slots]
+        return lost
+
     def state_dict(self) -> memory.State:
         """Between two steps. Counts by source, in the order of `sources`, and rank."""
         sources, states = {s: i for i, s in enumerate(self.sources)}, list(State)

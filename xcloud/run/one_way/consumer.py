@@ -1,5 +1,5 @@
-"""What one rank of the consumer does: take batches as planned, learn from them, keep the plan in
-step with the other ranks, and say what happens to the producers.
+"""What one rank of the consumer does: take batches as planned, learn from them, and keep the plan
+in step with the other ranks. What it tells of that is consumer_events.py.
 """
 
 from __future__ import annotations
@@ -8,70 +8,29 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm import memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.errors import LinkClosed
 from xcloud.job.one_way import OneWayExperiment
+from xcloud.parallel.control import Word
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
-from xcloud.parallel.one_way.inbox import Arrived, Inbox
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
-from xcloud.parallel.rank_group import RankGroup
-from xcloud.record.one_way_summary import COUNTS, precision_recall
+from xcloud.parallel.one_way.inbox import Arrived
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
 from xcloud.record.reporter import Reporter
+from xcloud.run.checkpointing import Checkpointer, News
 from xcloud.run.launch import failure_of
-from xcloud.run.one_way.producer import ProducerRun
+from xcloud.run.one_way.consumer_events import ConsumerEvents
+from xcloud.run.one_way.feeding import Feeding
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 GO_ON_FILE = "go_on"
 _POLL_S = 0.2
-
-
-class Feeding(Protocol):
-    """Whatever brings batches: links to other ranks, or the producers in this process."""
-
-    cloud: RankGroup
-    inbox: Inbox
-
-    @property
-    def other_bytes(self) -> int: ...
-
-    def send_orders(self, orders: list[Order]) -> None: ...
-
-    def send_stop(self, last_numbers: dict[Source, int]) -> None: ...
-
-
-class LocalFeeding:
-    """Producers in the consumer's own process: an order is carried out at once."""
-
-    def __init__(self, producers: list[ProducerRun], max_payload_bytes: int) -> None:
-        sources = [Source(index, 0) for index in range(len(producers))]
-        self.cloud = RankGroup.alone()
-        self.inbox = Inbox(sources, max_payload_bytes)
-        self.other_bytes = 0  # nothing crosses
-        self._producers = producers
-        for source in sources:
-            self.inbox.set_ready(source)
-
-    def send_orders(self, orders: list[Order]) -> None:
-        for order in orders:
-            producer = self._producers[order.source.producer]
-            producer.replan(order.num_planned)
-            fed = producer.produce(order.number)
-            producer.learn(order.number, fed)
-            key = MessageKey(Kind.BATCH, order.number)
-            frame = Frame(key, (fed.payload.cpu(),), order.number, 0.0, fed.payload.numel())
-            self.inbox.put(order.source, frame)
-
-    def send_stop(self, last_numbers: dict[Source, int]) -> None:
-        """They wait for nothing."""
 
 
 class ConsumerRun:
@@ -85,7 +44,9 @@ class ConsumerRun:
         num_lanes: int,
         reporter: Reporter,
         run_dir: Path,
+        memory: MemoryMeter,
     ) -> None:
+        self._memory = memory
         layout = experiment.cluster
         self.experiment, self.feed, self.layout = experiment, experiment.feed, layout
         self.plan = ConsumptionPlan(
@@ -93,7 +54,8 @@ class ConsumerRun:
             experiment.training.batches_per_step, experiment.feed,
             experiment.training.max_steps * experiment.training.batches_per_step,
         )  # fmt: skip
-        self._feeding, self._part, self._reporter, self._run_dir = feeding, part, reporter, run_dir
+        self._feeding, self._part, self._run_dir = feeding, part, run_dir
+        self._events = ConsumerEvents(experiment, reporter, leads=feeding.cloud.lane == 0)
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
         self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
         self._buffer = FlatBuffer(part.module.parameters())
@@ -107,7 +69,8 @@ class ConsumerRun:
         self._step = 0
         self._used: list[Arrived] = []  # in the step under way
         self._skipped: Counter[Source] = Counter()
-        self._other_bytes = 0
+        self._checkpoints: Checkpointer | None = None
+        self._word = Word.GO_ON
         # What is agreed on after every attempt at a step, as one vector.
         self._pairs = [(s, c) for s in self.plan.sources for c in range(num_lanes)]
 
@@ -136,10 +99,18 @@ class ConsumerRun:
             "guard": self._guard, "exchange": self._exchange,
         }  # fmt: skip
 
-    def train(self, until_step: int | None = None) -> None:
-        """From where it stands to until_step, or to the end. Raises LinkClosed when no producer is
-        left, or one is lost that must not be."""
-        self._note_absent()
+    def save_with(self, checkpoints: Checkpointer) -> None:
+        """Before `train`. Of a run that goes on: producers that it had lost are there again."""
+        self._checkpoints = checkpoints
+        for p in self.plan.readmit_lost():
+            self._inbox.readmit(p)
+            said = "was lost and may take its share again once it is ready"
+            self._events.producer(self._step, p, State.ABSENT, said)
+
+    def train(self, until_step: int | None = None) -> bool:
+        """From where it stands to until_step, or to the end; whether it ended before, as it was
+        asked to. Raises LinkClosed when no producer is left, or one is lost that must not be."""
+        self._events.waiting_for_producers()
         last = self.experiment.training.max_steps if until_step is None else until_step
         for step in range(self._step + 1, last + 1):
             self._step = step
@@ -159,10 +130,51 @@ class ConsumerRun:
                     self._part.update(step, sums["weight"])
             with self._clock.during("average"):
                 self._exchange.after_update(step, self._buffer)
-            self._report(sums, is_skipped)
-            if is_skipped and self._leads:
-                self._reporter.event("skipped_update", step=step)
-                self._reporter.note(self._guard.note(what))
+            self._events.step(
+                step, self._clock, self._used, self._skipped, self._feeding.other_bytes, sums,
+                is_skipped,
+            )  # fmt: skip
+            if is_skipped:
+                self._events.skipped_update(step, self._guard.note(what))
+            if self._save(self._word):
+                return True
+        return False
+
+    def _save(self, word: Word) -> bool:
+        """Between two steps; whether the run ends here. All that was ordered arrives first, so
+        that it is in the state of this rank, and the producers save once they have made it."""
+        if (checkpoints := self._checkpoints) is None:
+            return False
+        if word is Word.GO_ON:
+            return checkpoints.after(self._step, word)
+        is_last = word is Word.STOP
+        if self._leads:
+            self._feeding.send_save(self._step, News.SAVE_AND_STOP if is_last else News.SAVE)
+        missing = self._wait_for_ordered()
+        if missing:
+            checkpoints.fail(self._step, f"batches of {', '.join(missing)} are missing")
+        else:
+            checkpoints.after(self._step, word)
+        if is_last:
+            checkpoints.wait()
+            while self._leads and checkpoints.is_pending and not self._lost_ones():
+                time.sleep(_POLL_S)
+        return is_last
+
+    def _wait_for_ordered(self) -> list[str]:
+        """Producers that are too slow to wait for."""
+        with self._clock.during("wait"):
+            while not self._inbox.is_whole():
+                slow = [p for p in range(len(self._names)) if self._is_slow(p)]
+                if slow and self.feed.on_slow == "redistribute":
+                    return [self._names[p] for p in slow]
+                self._inbox.wait(_POLL_S, self._inbox.is_whole)
+        return []
+
+    def _lost_ones(self) -> list[int]:
+        """Producers that are gone and that the plan does not know of yet."""
+        gone = [p for p in range(len(self._names)) if self._inbox.ended(p)]
+        return [p for p in gone if self.plan.state[p] is not State.DEAD]
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
@@ -187,7 +199,7 @@ class ConsumerRun:
         self._buffer.zero()
         sums: dict[str, float] = {}
         if found:
-            with self._clock.during("forward"):
+            with self._clock.during("forward"), self._memory.first_step():
                 sums = dict(self._part.consume([(a.source.producer, a.payload) for a in found]))
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
@@ -272,11 +284,10 @@ class ConsumerRun:
                 self._noted_slow.discard(p)
             elif self._is_slow(p) and p not in self._noted_slow:
                 self._noted_slow.add(p)
-                said = f"has sent nothing for {self.feed.slow_after_s:g} s; waiting for it"
-                self._tell(p, "slow", f"{said} (feed.on_slow=wait)")
+                self._events.waits_for_slow(self._step, p)
             elif p in self._noted_slow and not self._is_slow(p):
                 self._noted_slow.discard(p)
-                self._tell(p, "active", "sends again")
+                self._events.producer(self._step, p, State.ACTIVE, "sends again")
 
     def _agree(
         self, sums: dict[str, float], found: list[Arrived], skipped: Counter[Source]
@@ -293,10 +304,22 @@ class ConsumerRun:
         for source, c in self._pairs:
             mine = c == lane
             numbers += [consumed[source] * mine, skipped[source] * mine]
+        numbers += self._news()
         return self._cloud.sum(torch.tensor(numbers, dtype=torch.float64))
+
+    def _news(self) -> tuple[float, float]:
+        """The first rank's word, and a checkpoint that all ranks have agreed on."""
+        if self._checkpoints is None or not self._leads:
+            return 0.0, 0.0
+        agreed, self._feeding.agreed_step = self._feeding.agreed_step, 0
+        return float(self._checkpoints.decide(self._step)), float(agreed)
 
     def _move_on(self, agreed: Tensor) -> None:
         num = len(self._names)
+        self._word, agreed_step = Word(int(agreed[-2])), int(agreed[-1])
+        if agreed_step and not self._leads and self._checkpoints is not None:
+            self._checkpoints.hear_agreed(agreed_step)
+        agreed = agreed[:-2]
         flags = agreed[: 3 * num].view(num, 3).long()
         counts = agreed[3 * num :].view(len(self._pairs), 2).long()
         consumed, skipped = (
@@ -308,7 +331,8 @@ class ConsumerRun:
         if changes:
             self._taken.clear()
         for p, (before, now) in changes.items():
-            self._tell_change(p, before, now)
+            why_gone = self._why_gone(p) if now is State.DEAD else ""
+            self._events.changed(self._step, p, before, now, self.plan.active, why_gone)
             if now is State.DEAD:
                 self._lose(p, before)
         if self.plan.is_exhausted:
@@ -319,6 +343,9 @@ class ConsumerRun:
     def _lose(self, p: int, before: State) -> None:
         reason = self._why_gone(p)
         expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
+        if self._leads and self._checkpoints is not None:
+            for rank in self.layout.ranks_in(self._names[p]):
+                self._checkpoints.lose(rank)
         if before is State.ABSENT and not expected:
             raise LinkClosed(f"producer {self._names[p]!r} was lost before it was ready: {reason}")
         if self.feed.on_dead == "stop":
@@ -334,80 +361,18 @@ class ConsumerRun:
 
     def _why_gone(self, p: int) -> str:
         """In its own words where it has left them on this machine."""
-        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_of(self._names[p]))
+        failures = (failure_of(self._run_dir, r) for r in self.layout.ranks_in(self._names[p]))
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self._inbox.end_of(p)) or "lost by another rank"
 
     def _wait_for_user(self) -> None:
         file = self._run_dir / GO_ON_FILE
         file.unlink(missing_ok=True)
-        self._reporter.note(
+        self._events.note(
             f"paused at step {self._step} (feed.on_dead=pause); to go on without it make the file "
             f"{file}, to end the run press Ctrl+C"
         )
         while not file.exists():
             time.sleep(_POLL_S)
         file.unlink()
-        self._reporter.note("going on")
-
-    def _tell_change(self, p: int, before: State, now: State) -> None:
-        if not self._leads:
-            return
-        others = [self._names[q] for q in self.plan.active if q != p]
-        over = f"; {', '.join(others)} take over its share" if others else "; nobody else feeds"
-        if now is State.ACTIVE:
-            said = "is ready" if before is State.ABSENT else "has caught up"
-        elif now is State.SLOW:
-            said = f"has sent nothing for {self.feed.slow_after_s:g} s{over}"
-        else:
-            said = f"is gone ({self._why_gone(p)})"
-            said += over if self.feed.on_dead != "stop" else ""
-        self._tell(p, now.value, said)
-
-    def _tell(self, p: int, state: str, said: str) -> None:
-        if not self._leads:
-            return
-        name = self._names[p]
-        self._reporter.event("producer", producer=name, state=state, step=self._step)
-        self._reporter.note(f"producer {name} {said} (step {self._step})")
-
-    def _note_absent(self) -> None:
-        if self._leads and self.layout.form != "local":
-            wanted = self.feed.min_producers or len(self._names)
-            self._reporter.note(f"waiting for {wanted} of {', '.join(self._names)} to be ready")
-
-    def _report(self, sums: dict[str, float], is_skipped: bool) -> None:
-        """The step's event of this rank; the first rank tells the sums, but not of a skipped
-        update, where they need not be numbers."""
-        clock, crosses = self._clock, self.layout.crosses_clouds
-        taken: Counter[str] = Counter()
-        fed_bytes: Counter[str] = Counter()
-        line_s: Counter[str] = Counter()
-        for arrived in self._used:
-            name = self._names[arrived.source.producer]
-            taken[name] += 1
-            if crosses:
-                fed_bytes[name] += arrived.num_bytes
-                wan = self.layout.wan_between(self.layout.ranks_of(name)[0], 0)
-                if isinstance(wan, LinkProfile):
-                    line_s[name] += wan.line_s(arrived.num_bytes)  # type: ignore[assignment]
-        other = self._feeding.other_bytes
-        event: dict[str, Any] = {
-            "step": self._step,
-            "step_s": round(clock.end_step(), 6),
-            **{f"{kind}_s": round(getattr(clock, f"{kind}_s"), 6)
-               for kind in ("compute", "codec", "waiting", "sync")},
-            "sent": {"forward": sum(fed_bytes.values()), "other": other - self._other_bytes},
-            "taken": taken,
-            "skipped": {self._names[s.producer]: n for s, n in self._skipped.items()},
-            "fed_bytes": fed_bytes,
-            "line_s": line_s,
-        }  # fmt: skip
-        self._other_bytes = other
-        if self._leads:
-            event["samples"], event["tokens"] = round(sums["samples"]), round(sums["tokens"])
-        if self._leads and not is_skipped:
-            event["loss"] = sums["loss_sum"] / sums["weight"]
-            event["counts"] = {name: sums[name] for name in COUNTS}
-            event["values"] = precision_recall(sums)
-        self._reporter.event("step", **event)
+        self._events.note("going on")

@@ -14,13 +14,16 @@ from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_nu
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.errors import FrameError
+from xcloud.parallel.control import Word
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
-from xcloud.parallel.one_way.orders import NOBODY
+from xcloud.parallel.one_way.orders import NOBODY, SaveNow
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.events import TIMES
 from xcloud.record.reporter import FLUSH_EVERY_S, Reporter
+from xcloud.run.checkpointing import Checkpointer, News
 from xcloud.run.one_way.wiring import ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter
 
 
 class ProducerRun:
@@ -34,8 +37,9 @@ class ProducerRun:
         name: str,
         reporter: Reporter,
         guard: DivergenceGuard,
+        memory: MemoryMeter,
     ) -> None:
-        self._guard = guard
+        self._guard, self._memory = guard, memory
         self.part, self._cloud, self._num_lanes = part, cloud, num_lanes
         self.name, self._reporter = name, reporter
         module = part.parameters_module
@@ -48,6 +52,11 @@ class ProducerRun:
         self._num_made = 0
         self._num_planned = 0  # not told yet
         self._samples = self._tokens = 0
+
+    @property
+    def number(self) -> int:
+        """Of the last batch made."""
+        return self._number
 
     @property
     def may_stop_anywhere(self) -> bool:
@@ -81,7 +90,7 @@ class ProducerRun:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
         if self._buffer is not None:
             self._buffer.zero()
-        with self.clock.during("forward"):
+        with self.clock.during("forward"), self._memory.first_step():
             fed = self.part.produce(number)
         if fed.payload.dtype != torch.uint8 or fed.payload.dim() != 1:
             raise FrameError(
@@ -143,15 +152,24 @@ class ProducerRun:
         self._losses, self._num_made, self._samples, self._tokens = [], 0, 0, 0
 
 
-def feed(run: ProducerRun, wiring: ProducerWiring) -> None:
+def feed(run: ProducerRun, wiring: ProducerWiring, checkpoints: Checkpointer) -> bool:
     """Until the consumer wants no more: what is under way is brought to its end, what is ordered
-    besides only where ranks that average gradients must end with the same batch. Raises LinkClosed
-    if the consumer is gone."""
+    besides only where ranks that average gradients must end with the same batch. Returns whether
+    the run ends early, as it was asked to. Raises LinkClosed if the consumer is gone."""
+    wiring.orders.begin_after(run.number)
+    is_stopped = False
     while True:
         with run.clock.during("wait"):
             order = wiring.orders.next(run.may_stop_anywhere)
         if order is None:
-            return run.tell()
+            run.tell()
+            return is_stopped
+        if isinstance(order, SaveNow):
+            run.tell()
+            is_stopped = order.code == News.SAVE_AND_STOP
+            checkpoints.after(order.step, Word.CHECKPOINT)
+            continue
+        checkpoints.after(0, Word.GO_ON)
         run.replan(order.num_planned)
         fed = run.produce(order.number)
         if order.consumer != NOBODY:

@@ -6,26 +6,37 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
 
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import GlooTransport
+from xcloud.comm.memory import Stateful
 from xcloud.contracts.one_way_parts import Consumer, OneWayContext
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.checkpointing import Post
 from xcloud.run.export import exporting
 from xcloud.run.launch import ready_file
-from xcloud.run.one_way.consumer import ConsumerRun, Feeding, LocalFeeding
+from xcloud.run.one_way.consumer import ConsumerRun
+from xcloud.run.one_way.feeding import Feeding, LocalFeeding
 from xcloud.run.one_way.producer import ProducerRun, feed
 from xcloud.run.one_way.wiring import OneWayWirer
 from xcloud.run.role import RankContext, Role
 from xcloud.training.divergence import DivergenceGuard
+from xcloud.training.memory_meter import MemoryMeter, bytes_of
 
 
 class OneWayRank(Role[OneWayExperiment]):
     """What all three have in common."""
 
     lane = 0
+
+    def __init__(self, context: RankContext[OneWayExperiment]) -> None:
+        super().__init__(context)
+        self._memory = MemoryMeter(context.device)
 
     def _wirer(self) -> OneWayWirer:
         job = self.job
@@ -48,24 +59,43 @@ class OneWayRank(Role[OneWayExperiment]):
         building = self._building(cloud, max(1, math.ceil(wanted / num_lanes)))
         part = job.model.producer(index, name, lane, num_lanes, building)
         guard = DivergenceGuard(job.training.on_divergence, job.training.max_skips_in_a_row)
-        return ProducerRun(part, cloud, num_lanes, name, self.reporter, guard)
+        return ProducerRun(part, cloud, num_lanes, name, self.reporter, guard, self._memory)
 
-    def _consume(self, feeding: Feeding, num_lanes: int) -> Consumer:
-        """Up to the export of what this rank has trained; lets the producers go."""
+    def _consume(
+        self,
+        feeding: Feeding,
+        num_lanes: int,
+        post: Post | None = None,
+        producers: Sequence[ProducerRun] = (),
+    ) -> Consumer:
+        """Up to the export of what this rank has trained; lets the producers go. producers: those
+        in this process, which are saved with it."""
         self._phase("loading")
         building = self._building(feeding.cloud, self.job.max_steps)
         part = self.job.model.consumer(self.lane, num_lanes, building)
         run_dir = self.context.run_dir
-        run = ConsumerRun(self.job, feeding, part, num_lanes, self.reporter, run_dir)
+        run = ConsumerRun(self.job, feeding, part, num_lanes, self.reporter, run_dir, self._memory)
+        parts: dict[str, Stateful] = {"consumer": run}
+        parts |= {f"producer {number}": producer for number, producer in enumerate(producers)}
+        checkpoints = self.checkpoints(parts, post, {})
+        run.save_with(checkpoints)
         feeding.cloud.barrier()
         self._phase("training")
-        run.train()
+        self.context.asked.is_armed = self.job.checkpoint.are_made
+        self.is_stopped = run.train()
+        self.context.asked.is_armed = False
+        checkpoints.close()
         run.stop_producers()
-        with exporting(run_dir):
-            part.export(run_dir, self.lane)
+        if not self.is_stopped:
+            checkpoints.keep_newest()
+            with exporting(run_dir):
+                part.export(run_dir, self.lane)
         return part
 
     def _evaluate(self, part: Consumer) -> None:
+        if self.is_stopped:
+            self.reporter.event("stop")
+            return
         self._phase("evaluation")
         started = time.perf_counter()
         quality = dict(part.evaluate(self.lane))
@@ -81,6 +111,17 @@ class OneWayRank(Role[OneWayExperiment]):
                 samples_text="",
             )
         self.reporter.event("finish", num_steps=self.job.max_steps)
+
+    def _tell_memory(self, *trained: tuple[nn.Module | None, Stateful]) -> None:
+        """trained: of each part of this rank its module and its state."""
+        moments = [
+            value
+            for _, part in trained
+            for name, value in part.state_dict().items()
+            if "moments." in name and isinstance(value, Tensor)
+        ]
+        modules = [module for module, _ in trained if module is not None]
+        self.reporter.event("memory", **self._memory.describe(modules, bytes_of(moments)))
 
     def _phase(self, name: str) -> None:
         if self.lane == 0:
@@ -102,10 +143,19 @@ class ProducerRank(OneWayRank):
         place, run_dir = self.job.cluster.placement(self.rank), self.context.run_dir
         assert place.producer is not None
         run = self._producer(place.producer, place.lane, place.num_lanes, self.wiring.cloud)
+        checkpoints = self.checkpoints({"producer": run}, self.wiring, {})
         ready_file(run_dir, self.rank).touch()
         self.wiring.say_ready()
-        feed(run, self.wiring)
+        self.context.asked.is_armed = self.job.checkpoint.are_made
+        self.is_stopped = feed(run, self.wiring, checkpoints)
+        self.context.asked.is_armed = False
+        checkpoints.close()
+        self._tell_memory((run.part.parameters_module, run.part))
         self.reporter.flush()
+        if self.is_stopped:
+            self.reporter.event("stop")
+            return
+        checkpoints.keep_newest()
         with exporting(run_dir):
             run.part.finish(run_dir, place.lane)
         self.reporter.event("finish")
@@ -135,7 +185,8 @@ class ConsumerRank(OneWayRank):
         self.wiring.report(lines)
 
     def run(self) -> None:
-        part = self._consume(self.wiring, self.job.cluster.num_consumers)
+        part = self._consume(self.wiring, self.job.cluster.num_consumers, self.wiring)
+        self._tell_memory((part.module, part))
         # The producers export and go before the evaluation, which may take long, or fail.
         lost_after_s = self.job.cluster.liveness.lost_after_s
         patience_s = max(lost_after_s, self.job.feed.slow_after_s)
@@ -159,8 +210,11 @@ class LocalRank(OneWayRank):
         alone, run_dir = RankGroup.alone(), self.context.run_dir
         numbers = range(len(self.job.cluster.producers))
         producers = [self._producer(number, 0, 1, alone) for number in numbers]
-        consumer = self._consume(LocalFeeding(producers, self.job.model.max_payload_bytes), 1)
-        for producer in producers:
+        feeding = LocalFeeding(producers, self.job.model.max_payload_bytes)
+        consumer = self._consume(feeding, 1, None, producers)
+        fed = ((producer.part.parameters_module, producer.part) for producer in producers)
+        self._tell_memory((consumer.module, consumer), *fed)
+        for producer in producers if not self.is_stopped else ():
             producer.tell()
             with exporting(run_dir):
                 producer.part.finish(run_dir, 0)

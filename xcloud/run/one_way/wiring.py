@@ -22,11 +22,12 @@ from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES
+from xcloud.parallel.control import REPORT_CAPACITY_BYTES, REPORT_CARRIES, send_report
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.checkpointing import News
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
@@ -35,14 +36,15 @@ _REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
 _CARRIES = {
     Kind.BATCH: ("packed token ids and flags uint8 [N]",),
     Kind.READY: (),
-    Kind.REPORT: ("report lines, see reports",),
+    Kind.REPORT: REPORT_CARRIES,
     Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
     Kind.STOP: ("number of the last batch int32 [1]",),
     Kind.ALIVE: (),
+    Kind.CHECKPOINT: ("how far a rank is with its part of a checkpoint uint8",),
     Kind.GOODBYE: (),
 }
 
-_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE)
+_OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE, Kind.CHECKPOINT)
 
 OnReport = Callable[[Frame], None]
 
@@ -57,9 +59,29 @@ class ProducerWiring:
     to_recorder: SendingEnd
     orders: OrderBook
     records: list[LinkRecord]  # of what leaves the cloud
+    _listener: Callable[[int, int, int], None] | None = None
 
     def report(self, lines: bytes) -> None:
         send_report(self.to_recorder, lines)
+
+    @property
+    def peers(self) -> list[int]:
+        return [0]
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        send_news(self.to_recorder, step, code)
+
+    def hear(self, frame: Frame) -> None:
+        """When to save comes in turn with the orders, anything else at once."""
+        code = News(int(frame.parts[0]))
+        if code in (News.SAVE, News.SAVE_AND_STOP):
+            self.orders.take_save(frame.key.step, code)
+        else:
+            assert self._listener is not None, "a checkpoint before the first step"
+            self._listener(0, frame.key.step, code)
+
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        self._listener = take
 
     def say_ready(self) -> None:
         for out in self.outs:
@@ -98,6 +120,40 @@ class ConsumerWiring:
     ins: dict[Source, ReceivingEnd] = field(default_factory=dict)
     peers_out: list[SendingEnd] = field(default_factory=list)
     peers_in: list[ReceivingEnd] = field(default_factory=list)
+    rank_of: dict[Source, int] = field(default_factory=dict)
+    _listener: Callable[[int, int, int], None] | None = None
+    agreed_step: int = 0  # first rank: what the others of the consumer have not been told yet
+
+    @property
+    def peers(self) -> list[int]:
+        """First rank: the others of the consumer, and of the producers that are not gone."""
+        if self.peers_out:
+            return [0]
+        fed = [r for s, r in self.rank_of.items() if not self.inbox.ended(s.producer)]
+        return [*range(1, self.cloud.num_lanes), *fed]
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        """The other ranks of the consumer are told with the sums of the next step."""
+        if self.peers_out:
+            send_news(self.peers_out[0], step, code)
+        elif peer < self.cloud.num_lanes:
+            self.agreed_step = step
+        else:
+            (source,) = (source for source, rank in self.rank_of.items() if rank == peer)
+            send_news(self.out[source], step, code)
+
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        self._listener = take
+
+    def hear(self, peer: int, step: int, code: int) -> None:
+        if self._listener is None:
+            raise FrameError(f"rank {peer} tells of a checkpoint before the first step")
+        self._listener(peer, step, code)
+
+    def send_save(self, step: int, code: int) -> None:
+        """After all that was ordered so far. First rank only."""
+        for source in self.out:
+            self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step)
 
     @property
     def other_bytes(self) -> int:
@@ -124,11 +180,11 @@ class ConsumerWiring:
         for source, number in last_numbers.items():
             self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
 
-    def _send(self, source: Source, kind: Kind, part: Tensor) -> None:
+    def _send(self, source: Source, kind: Kind, part: Tensor, step: int = 0) -> None:
         if source not in self.out or self.inbox.end_of(source.producer) is not None:
             return
         try:
-            self.out[source].send(MessageKey(kind), (part,), _CARRIES[kind])
+            self.out[source].send(MessageKey(kind, step), (part,), _CARRIES[kind])
         except (LinkClosed, LinkTimeout) as error:
             self.inbox.set_ended(source, str(error))
 
@@ -161,11 +217,10 @@ class ConsumerWiring:
             incoming.close(timeout_s)
 
 
-def send_report(link: SendingEnd, lines: bytes) -> None:
-    """Whole lines, at most REPORT_CAPACITY_BYTES."""
-    assert len(lines) <= REPORT_CAPACITY_BYTES
-    data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
-    link.send(MessageKey(Kind.REPORT), (data,), _CARRIES[Kind.REPORT])
+def send_news(link: SendingEnd, step: int, code: int) -> None:
+    """Of the checkpoint after a step."""
+    part = torch.tensor([code], dtype=torch.uint8)
+    link.send(MessageKey(Kind.CHECKPOINT, step), (part,), _CARRIES[Kind.CHECKPOINT])
 
 
 def sources_of(layout: OneWayLayout) -> dict[Source, int]:
@@ -173,7 +228,7 @@ def sources_of(layout: OneWayLayout) -> dict[Source, int]:
     return {
         Source(producer, lane): rank
         for producer, cloud in enumerate(layout.producers)
-        for lane, rank in enumerate(layout.ranks_of(cloud))
+        for lane, rank in enumerate(layout.ranks_in(cloud))
     }
 
 
@@ -191,7 +246,7 @@ class OneWayWirer:
         self.rank, self.layout = transport.rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._ends = Ends(transport, layout, run_dir)
-        groups = [self._ends.group(layout.ranks_of(cloud)) for cloud in layout.clouds]
+        groups = [self._ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
         (self._own,) = (group for group in groups if group is not None)
         for line in ("batches", "orders", "inside"):
             self._ends.line(line, range(layout.num_ranks))
@@ -202,23 +257,28 @@ class OneWayWirer:
             self._out("batches", peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
         ]
-        handlers = {Kind.ORDER: orders.take_orders, Kind.STOP: orders.take_stop}
+        wiring = ProducerWiring(self._own, outs, [], outs[0], orders, self._ends.records)
+        handlers: dict[Kind, Callable[[Frame], None]] = {
+            Kind.ORDER: orders.take_orders, Kind.STOP: orders.take_stop,
+            Kind.CHECKPOINT: wiring.hear,
+        }  # fmt: skip
         size = self._order_bytes
         incoming = self._ends.incoming(
             "orders", 0, size, self._window(size), handlers, on_end=orders.take_end
         )
-        return ProducerWiring(self._own, outs, [incoming], outs[0], orders, self._ends.records)
+        wiring.ins.append(incoming)
+        return wiring
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
         inbox = Inbox(list(sources), self.max_payload_bytes)
-        wiring = ConsumerWiring(self._own, inbox, self._ends.records)
+        wiring = ConsumerWiring(self._own, inbox, self._ends.records, rank_of=sources)
         for source, rank in sources.items():
             if self.layout.crosses_clouds:
                 wiring.received[rank] = LinkRecord(self.layout.consumer, self.rank, None)
             handlers = {
                 kind: partial(_arrived, wiring, source, wiring.received.get(rank), on_report)
-                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT, Kind.ALIVE)
+                for kind in (Kind.BATCH, Kind.READY, Kind.REPORT, Kind.ALIVE, Kind.CHECKPOINT)
             }
             capacity = self._to_consumer_bytes(self.rank)
             wiring.ins[source] = self._ends.incoming(
@@ -229,11 +289,13 @@ class OneWayWirer:
                 wiring.out[source] = self._out("orders", rank, self._order_bytes)
         capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
         if self.rank == 0:
-            window, handled = self._window(capacity), {Kind.REPORT: on_report}
-            wiring.peers_in = [
-                self._ends.incoming("inside", peer, capacity, window, handled)
-                for peer in range(1, self.layout.num_consumers)
-            ]
+            window = self._window(capacity)
+            for peer in range(1, self.layout.num_consumers):
+                heard: dict[Kind, Callable[[Frame], None]] = {
+                    Kind.REPORT: on_report, Kind.CHECKPOINT: partial(_news, wiring, peer)
+                }  # fmt: skip
+                end = self._ends.incoming("inside", peer, capacity, window, heard)
+                wiring.peers_in.append(end)
         else:
             wiring.peers_out = [self._out("inside", 0, capacity)]
         return wiring
@@ -276,8 +338,15 @@ def _arrived(
         wiring.inbox.set_ready(source)
     elif kind is Kind.REPORT:
         on_report(frame)
+    elif kind is Kind.CHECKPOINT:
+        _news(wiring, wiring.rank_of[source], frame)
     if record is not None:
         record.note(kind, frame.parts, _CARRIES[kind], frame.num_bytes)
+
+
+def _news(wiring: ConsumerWiring, rank: int, frame: Frame) -> None:
+    """In the link's thread."""
+    wiring.hear(rank, frame.key.step, int(frame.parts[0]))
 
 
 def _ended(inbox: Inbox, source: Source, reason: LinkError) -> None:

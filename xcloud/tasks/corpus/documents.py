@@ -17,13 +17,17 @@ from xcloud.contracts.task import Split
 from xcloud.demo_corpus import stories
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
-from xcloud.tasks.corpus.folder import Folder, is_usual_name
+from xcloud.tasks.corpus.folder import Folder, is_usual_name, list_files
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.source import Form
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
 
 TEXT, MESSAGES = "text", "messages"
-FORM = Form("train.txt (plain text) or train.jsonl (text or messages)", is_usual_name)
+FORM = Form(
+    "train.txt (plain text) or train.jsonl (text or messages)",
+    is_usual_name,
+    {"txt": "lines", "jsonl": "json"},
+)
 
 
 class Documents(Protocol):
@@ -112,17 +116,7 @@ class DocumentFolder(Folder):
         return Parallel(self.describe(), result, remarks, {"files": names})
 
     def _chosen(self) -> dict[Split, list[TextFile]]:
-        folder = Path(self.where)
-        if not folder.is_dir():
-            what = "is a file" if folder.exists() else "does not exist"
-            raise DataError(f"{folder} {what}; task.path must be a folder with {FORM.expected}")
-        kinds: dict[str, Literal["json", "lines"]] = {"txt": "lines", "jsonl": "json"}
-        files = []
-        for path in sorted(folder.iterdir()):
-            name, _, ending = path.name.removesuffix(".gz").rpartition(".")
-            if path.is_file() and ending in kinds:
-                files.append(TextFile(name, kinds[ending], {"": path}))
-        return self._choose(files, FORM, self._asked())
+        return self._choose(list_files(Path(self.where), FORM), FORM, self._asked())
 
     def _documents(self, file: TextFile) -> Iterator[tuple[str, str]]:
         if file.kind == "json":

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
 
 from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
@@ -237,15 +236,14 @@ def list_files(folder: Path, form: Form) -> list[TextFile]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {what}; task.path must be a folder with {form.expected}")
-    kinds: dict[str, Literal["table", "json"]] = {"tsv": "table", "jsonl": "json", "json": "json"}
     tables: list[TextFile] = []
     pairs: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()):
         name, _, ending = path.name.removesuffix(".gz").rpartition(".")
         if not path.is_file():
             continue
-        if kinds.get(ending) in form.kinds:
-            tables.append(TextFile(name, kinds[ending], {"": path}))
+        if ending in form.endings:
+            tables.append(TextFile(name, form.endings[ending], {"": path}))
         elif ending in form.languages:
             source, target = form.languages
             for pair in (f".{source}-{target}", f".{target}-{source}"):

@@ -142,7 +142,7 @@ class Labelled:
 
     def _find(self) -> tuple[Found, dict[Split, Mapping[str, Sequence[Table]]], Columns]:
         """The source's tables, the usable ones by split, and the training set's columns."""
-        found = self.source.find(Form(EXPECTED, is_usual_name, ("table", "json")))
+        found = self.source.find(Form(EXPECTED, is_usual_name))
         tables, train = dict(found.splits), found.training
         columns = self.columns.find(train.columns(), train.where)
         test = [table for joined in tables.get("test", {}).values() for table in joined]

@@ -92,7 +92,7 @@ class Paragraphs:
         return Reading(self.describe(), rows, remarks, agreed)
 
     def _find(self) -> Found:
-        return self.source.find(Form(EXPECTED, _is_usual, kinds=("json",)))
+        return self.source.find(Form(EXPECTED, _is_usual, {"jsonl": "json", "json": "json"}))
 
 
 @dataclass(frozen=True)

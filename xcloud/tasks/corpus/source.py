@@ -5,13 +5,14 @@ paragraphs.py) define what a row means. Opens no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from xcloud.contracts.task import Split
 from xcloud.tasks.corpus.text import Rows
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
+FileKind = Literal["table", "json", "lines"]
 OwnNames = Mapping[Split, Mapping[str, str]]
 """Split -> set name -> part name ("" for none)."""
 
@@ -33,11 +34,14 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """File formats of a corpus. languages: of line pairs (train.es, train.en), if any."""
+    """File formats of a corpus. endings: format by file ending. languages: of line pairs
+    (train.es, train.en), if any."""
 
     expected: str
     is_usual: Callable[[str, Split], bool]
-    kinds: Sequence[str] = ("table", "json", "lines")
+    endings: Mapping[str, FileKind] = field(
+        default_factory=lambda: {"tsv": "table", "jsonl": "json", "json": "json"}
+    )
     languages: Sequence[str] = ()
 
 

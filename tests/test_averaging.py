@@ -1,0 +1,330 @@
+"""Replicas that tell each other of their tensors: the right value, and the same in all."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.replicas import MemoryLinks, averagers, connected, exchange, finished, same_bits
+from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.chain import Chain
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.low_rank import Svd
+from xcloud.comm.power_sgd import PowerSgd
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError, FrameError, LinkTimeout
+from xcloud.parallel.averaging import Aggregators, AllToAll, Averager
+from xcloud.parallel.mailbox import Mailbox
+from xcloud.parallel.merging import weighted_mean
+
+SHAPES = {
+    "weight": torch.Size((12, 10)),
+    "bias": torch.Size((12,)),
+    "convolution": torch.Size((4, 3, 2)),
+    "scale": torch.Size(()),
+    "empty": torch.Size((0, 5)),
+}
+LOSSY = [
+    Cast("float16"),
+    BlockInt(4, stochastic=True),
+    Chain(topk=TopK(0.2), int4=BlockInt(4)),
+    RandomK(0.3),
+    RandomK(0.3, unbiased=True),
+    Chain(cocktail=RandomTopK(0.5, 0.5), int4=BlockInt(4)),
+    BlockInt(1, block=1024),
+    Svd(0.2),
+    Chain(powersgd=PowerSgd(2), fp16=Cast()),
+]
+
+BIASED = [compressor for compressor in LOSSY if compressor.feedback != "harmful"]
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def codec(compressor: Compressor, feedback: bool = True) -> TensorCodec:
+    return TensorCodec(SHAPES, lambda name, shape: compressor, 7, feedback)
+
+
+def all_to_all(compressor: Compressor, feedback: bool = True) -> Callable[[MemoryLinks], AllToAll]:
+    return lambda links: AllToAll(links, codec(compressor, feedback))
+
+
+def aggregators(compressor: Compressor) -> Callable[[MemoryLinks], Aggregators]:
+    def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
+        return TensorCodec(shapes, lambda name, shape: compressor, 7, True)
+
+    return lambda links: Aggregators(links, SHAPES, new_codec)
+
+
+KINDS = (all_to_all, aggregators)
+
+
+def run(replicas: list[Averager], steps: range) -> list[list[Tensor]]:
+    """The last step's result, with other tensors in every replica and step."""
+    found: list[list[Tensor]] = []
+    for step in steps:
+        found = exchange(replicas, step, [drawn(100 * step + r) for r in range(len(replicas))])
+    return found
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 5])
+def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: int) -> None:
+    tensors = [drawn(r) for r in range(num_replicas)]
+    weights = [float(r + 1) for r in range(num_replicas)]
+    summed = exchange(averagers(num_replicas, all_to_all(Nothing())), 1, tensors)
+    in_parts = exchange(averagers(num_replicas, aggregators(Nothing())), 1, tensors)
+    mean = exchange(
+        averagers(num_replicas, lambda links: AllToAll(links, codec(Nothing()), weighted_mean)),
+        1, tensors, weights,
+    )  # fmt: skip
+
+    for i in range(len(SHAPES)):
+        stacked = torch.stack([own[i] for own in tensors]).double()
+        scale = torch.tensor(weights).double().view(-1, *[1] * (stacked.dim() - 1))
+        torch.testing.assert_close(summed[0][i].double(), stacked.sum(0), rtol=1e-6, atol=1e-6)
+        expected = (stacked * scale).sum(0) / sum(weights)
+        torch.testing.assert_close(mean[0][i].double(), expected, rtol=1e-6, atol=1e-6)
+    assert same_bits(summed + in_parts) and same_bits(mean)
+
+
+@pytest.mark.parametrize("compressor", LOSSY, ids=repr)
+def test_replicas_are_equal_bit_for_bit_after_every_exchange(compressor: Compressor) -> None:
+    for make in KINDS:
+        for num_replicas in (2, 3, 5):
+            replicas = averagers(num_replicas, make(compressor))
+            for step in range(1, 4):
+                assert same_bits(run(replicas, range(step, step + 1)))
+
+
+@pytest.mark.parametrize("compressor", BIASED, ids=repr)
+def test_what_was_meant_is_what_arrived_and_what_is_kept_back(compressor: Compressor) -> None:
+    sender = codec(compressor)
+    meant, arrived = [torch.zeros(s) for s in SHAPES.values()], [0.0] * len(SHAPES)
+    for step in range(4):
+        tensors = drawn(step)
+        parts, seen = sender.encode(tensors)
+        assert same_bits([seen, codec(compressor).decode(parts)])
+        meant = [m + t for m, t in zip(meant, tensors, strict=True)]
+        arrived = [a + s for a, s in zip(arrived, seen, strict=True)]
+    kept = [v for k, v in sender.state_dict().items() if k.endswith("residual")]
+
+    assert any(k.any() for k in kept if isinstance(k, Tensor))
+    for m, a, k in zip(meant, arrived, kept, strict=True):
+        assert isinstance(k, Tensor)
+        torch.testing.assert_close(m, a + k.view(m.shape), rtol=1e-4, atol=1e-5)
+
+
+def test_a_message_has_the_bytes_it_promises_and_few_parts() -> None:
+    one = codec(Chain(topk=TopK(0.2), int4=BlockInt(4)))
+    parts, _ = one.encode(drawn(1))
+    links = connected(2)
+    averager = AllToAll(links[0], one)
+    averager.start(1, drawn(1))
+
+    assert len(parts) == 2 and sum(part.nbytes for part in parts) == one.max_bytes
+    assert links[0].num_bytes == one.max_bytes + 8 < averager.max_bytes
+    assert links[0].raw_bytes == one.raw_bytes == 4 * (120 + 12 + 24 + 1)
+
+
+def test_what_is_under_way_does_not_follow_the_callers_tensors() -> None:
+    for compressor in (Nothing(), Chain()):
+        replicas = averagers(2, all_to_all(compressor))
+        tensors = drawn(1)
+        for averager in replicas:
+            averager.start(1, tensors)
+        expected = [2 * tensor for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        assert same_bits([expected, *(averager.finish(1) for averager in replicas)])
+
+
+@pytest.mark.parametrize("compressor", [Nothing(), *LOSSY], ids=repr)
+def test_a_gradient_that_is_not_finite_reaches_all_and_spoils_no_later_one(
+    compressor: Compressor,
+) -> None:
+    for make in KINDS:
+        replicas = averagers(3, make(compressor))
+        run(replicas, range(1, 3))
+        bad = [drawn(r) for r in range(3)]
+        bad[1][0][3, 3] = math.nan
+        assert not any(found[0].isfinite().all() for found in exchange(replicas, 3, bad))
+
+        later = run(replicas, range(4, 6))
+        assert all(tensor.isfinite().all() for found in later for tensor in found)
+
+
+@pytest.mark.parametrize("compressor", LOSSY, ids=repr)
+def test_restored_averagers_go_on_as_if_nothing_had_happened(compressor: Compressor) -> None:
+    for kind in KINDS:
+        make = kind(compressor)
+        original, restored = averagers(3, make), averagers(3, make)
+        run(original, range(1, 3))
+        for r, averager in enumerate(original):  # under way while the state is saved
+            averager.start(3, drawn(r))
+        for averager, other in zip(original, restored, strict=True):
+            other.load_state_dict(copy.deepcopy(averager.state_dict()))
+        late = [finished(group, 3) for group in (original, restored)]
+
+        assert same_bits(late[0] + late[1])
+        assert same_bits(run(original, range(4, 6)) + run(restored, range(4, 6)))
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'weight' has none for a residual, expected a tensor"):
+        codec(Cast()).load_state_dict({})
+    with pytest.raises(ValueError, match=r"'weight' has a tensor \[12, 10\].*expected none"):
+        codec(Nothing()).load_state_dict(codec(Cast()).state_dict())
+    with pytest.raises(ValueError, match=r"'num_calls', which belongs to none"):
+        codec(Nothing()).load_state_dict({"0.num_calls": 3})
+
+
+def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_messages() -> None:
+    shapes = {"w": torch.Size((6, 4))}
+    tensor = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for compressor in (Cast("bfloat16"), Cast("float16"), Chain(bf16=Cast("bfloat16"))):
+        sender = TensorCodec(shapes, lambda n, s, c=compressor: c, 1, True, torch.bfloat16)
+        for _ in range(2):
+            parts, seen = sender.encode([tensor])
+            assert same_bits([sender.decode(parts), seen])
+        if compressor.label == "bf16":
+            assert torch.equal(seen[0], tensor)
+    sender = codec(TopK(0.1))
+    sender.encode(drawn(1))
+    state = sender.state_dict()
+    kept = copy.deepcopy(state)
+    sender.load_state_dict(state)
+    sender.encode(drawn(2))
+    assert all(torch.equal(state[k], kept[k]) for k in kept if isinstance(kept[k], Tensor))
+
+
+def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> None:
+    for compressor in (TopK(0.1), RandomK(0.1), Svd(0.1), PowerSgd(), BlockInt(1), BlockInt(2)):
+        assert "0.residual" in codec(compressor).state_dict()
+        with pytest.raises(ConfigError, match=r"chosen for 'weight', leaves out the same part"):
+            codec(compressor, feedback=False)
+    for compressor in (Cast(), BlockInt(4), BlockInt(8, stochastic=True)):
+        assert "0.residual" in codec(compressor).state_dict()
+        assert "0.residual" not in codec(compressor, feedback=False).state_dict()
+    for compressor in (Nothing(), RandomK(0.1, unbiased=True), BlockInt(1, stochastic=True)):
+        assert "0.residual" not in codec(compressor).state_dict()
+    unbiased = Chain(randomk=RandomK(0.1, unbiased=True), fp16=Cast())
+    assert "0.residual" not in codec(unbiased).state_dict()
+
+
+def test_replicas_draw_the_same_positions_and_round_independently() -> None:
+    one, other = codec(RandomK(0.3)), codec(RandomK(0.3))
+    other.of_replica(1)
+    positions = [c.encode([torch.ones(s) for s in SHAPES.values()])[1][0] for c in (one, other)]
+    assert same_bits([[p] for p in positions])
+
+    one, other = codec(BlockInt(4, stochastic=True)), codec(BlockInt(4, stochastic=True))
+    other.of_replica(1)
+    assert not torch.equal(one.encode(drawn(1))[1][0], other.encode(drawn(1))[1][0])
+
+
+def test_a_message_of_other_settings_is_refused() -> None:
+    parts, _ = codec(BlockInt(8)).encode(drawn(1))
+    with pytest.raises(FrameError, match="run the same experiment file"):
+        codec(BlockInt(4)).decode(parts)
+    links = connected(2)
+    receiver = AllToAll(links[1], codec(Nothing()))
+    receiver.start(1, drawn(0))
+    AllToAll(links[0], codec(Nothing())).start(1, drawn(1), weight=math.nan)
+    with pytest.raises(FrameError, match="replica 0 sent a weight of nan"):
+        receiver.finish(1)
+
+
+def test_a_merge_without_a_late_replica_has_the_others_and_loses_nothing() -> None:
+    links = connected(3)
+    replicas = [AllToAll(own, codec(Cast("float16"))) for own in links]
+    tensors = [drawn(r) for r in range(3)]
+    for averager, own in zip(replicas[:2], tensors[:2], strict=True):
+        averager.start(1, own)
+    assert replicas[1].arrived(1, wait_s=0.0) == (0, 1)
+    first = [averager.finish(1, [0, 1]) for averager in replicas[:2]]
+    replicas[2].start(1, tensors[2])
+    first.append(replicas[2].finish(1, [0, 1]))  # all it had to tell is told with the next one
+    assert same_bits(first)
+    torch.testing.assert_close(first[0][0], tensors[0][0] + tensors[1][0], rtol=1e-2, atol=1e-2)
+
+    for averager in replicas:
+        averager.start(2, [torch.zeros(shape) for shape in SHAPES.values()])
+    assert replicas[0].arrived(2, wait_s=0.0) == (0, 1, 2)
+    second = finished(replicas, 2)
+    assert same_bits(second)
+    both = first[0][0] + second[0][0]
+    torch.testing.assert_close(both, sum(own[0] for own in tensors), rtol=3e-3, atol=3e-3)
+
+
+def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
+    links = replace(connected(2)[0], patience_s=0.01)
+    alone = AllToAll(links, codec(Nothing()))
+    alone.start(1, drawn(1))
+    assert alone.arrived(1, wait_s=0.0) == (0,)
+    with pytest.raises(LinkTimeout, match="from replica 1"):
+        alone.finish(1)
+
+
+@pytest.mark.parametrize(
+    "compressor", [Chain(topk=TopK(0.2), int4=BlockInt(4)), PowerSgd(1)], ids=repr
+)
+def test_both_sides_of_an_aggregator_keep_what_they_lost(compressor: Compressor) -> None:
+    replicas = averagers(3, aggregators(compressor))
+    told, merged = drawn(7), [torch.zeros(shape) for shape in SHAPES.values()]
+    for step in range(1, 16):
+        # The same in every step: a sum without feedback would miss the same values for ever.
+        found = exchange(replicas, step, [told, told, told])
+        merged = [m + f for m, f in zip(merged, found[0], strict=True)]
+
+    for total, tensor in zip(merged, told, strict=True):
+        wanted = 3 * 15 * tensor
+        assert float((total - wanted).norm()) <= 0.3 * float(wanted.norm())
+
+
+def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
+    sent = {}
+    for num_replicas in (2, 5):
+        for make in KINDS:
+            links = connected(num_replicas)
+            exchange([make(Nothing())(own) for own in links], 1, [drawn(1)] * num_replicas)
+            values = [own.num_bytes / (4 * 157) for own in links]
+            sent[num_replicas, make] = sum(values) / num_replicas
+    weights = 8 / (4 * 157)  # a message
+    assert sent[2, all_to_all] == pytest.approx(1 + weights)
+    assert sent[2, aggregators] == pytest.approx(1 + 2 * weights)
+    assert sent[5, all_to_all] == pytest.approx(4 + 4 * weights)
+    assert sent[5, aggregators] == pytest.approx(8 / 5 + 8 * weights)
+
+
+def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
+    for make in KINDS:
+        fragments = []
+        for links in connected(3):
+            mail = Mailbox(links)
+            fragments.append([make(Nothing())(mail), make(Nothing())(mail)])
+            fragments[-1][1]._channel = 1
+        for r, (first, second) in enumerate(fragments):
+            first.start(1, drawn(r))
+            second.start(1, drawn(10 + r))
+        second = finished([own[1] for own in fragments], 1)
+        first = finished([own[0] for own in fragments], 1)
+
+        assert same_bits(first) and same_bits(second)
+        torch.testing.assert_close(first[0][0], sum(drawn(r)[0] for r in range(3)))
+        torch.testing.assert_close(second[0][0], sum(drawn(10 + r)[0] for r in range(3)))
+
+
+def test_aggregators_need_everybody() -> None:
+    (one, _) = averagers(2, aggregators(Nothing()))
+    one.start(1, drawn(1))
+    with pytest.raises(ValueError, match=r"need all replicas in every merge, got \[0\] of 2"):
+        one.finish(1, [0])

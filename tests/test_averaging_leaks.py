@@ -1,0 +1,105 @@
+"""From what replicas gave to an averaging to the figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pipelines import in_threads
+from tests.replicas import connected
+from tests.test_gradient_attacks import TEXTS, as_batch, causal, gradients, run
+from tests.test_gradient_attacks import WORDS as NUM_WORDS
+from xcloud.comm.cast import Nothing
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.contracts.stage import NO_TOKEN
+from xcloud.models.lora import Lora
+from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.security.averaging_leaks import AveragingObserver, Victim, score
+from xcloud.security.leak_meter import FIGURES, measure
+from xcloud.security.observer import LeakMeter, Observer
+
+BOS = 1
+LAST_STEP = 5
+
+
+def observer(replica: int, **meter: int) -> Observer:
+    """Of two replicas, each a rank in a cloud of its own."""
+    fields = {"text": (NO_TOKEN, (BOS,))}
+    return Observer(
+        replica, f"cloud {replica}", 2, LeakMeter(**meter), LAST_STEP, fields, {"text"}, replica
+    )
+
+
+def test_text_is_read_from_an_averaged_gradient_without_a_word_of_it(tmp_path: Path) -> None:
+    stage = causal("llama", tmp_path, Lora(r=8))
+    mine, theirs = observer(0), observer(1)
+    victim = Victim(stage, lambda ids: run(stage, ids), torch.arange(NUM_WORDS), 6)
+    attacker = AveragingObserver(mine, victim, 1)
+    batch = as_batch([[BOS, *TEXTS[0]], TEXTS[1]])
+    changes = gradients([stage], batch)
+    mine.batch(LAST_STEP, as_batch([[30, 4, 31]]) | {"ids": torch.tensor([9])})
+    theirs.batch(LAST_STEP, batch)
+    attacker.received(LAST_STEP, 1, {f"0.{name}": change for name, change in changes.items()})
+    before = [parameter.clone() for parameter in stage.parameters()]
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(1.0)  # training goes on; the attack is on the weights of the step
+    attacker.attack()
+    mine.write(tmp_path)
+    theirs.write(tmp_path)
+    found = measure(tmp_path)
+    entry = found["averaging"]["cloud 0"]["texts of replica 1"]
+
+    # The last word of each text reaches no loss: 9 of 11 (and 20, 21), which another text has.
+    assert entry["tokens"] == found["averaging_token_recovery"] > 0.9
+    assert found["averaging_token_recovery_baseline"] < 0.9
+    assert found["averaging_order_recovery"] == pytest.approx(2 * 3 / (3 + 5), abs=0.01)
+    assert found["token_recovery"] is None and set(found) >= set(FIGURES)
+    assert all(torch.equal(p, b + 1) for p, b in zip(stage.parameters(), before, strict=True))
+
+
+def test_only_the_last_averagings_are_kept_and_only_where_their_texts_are_known() -> None:
+    stage = torch.nn.Embedding(8, 2)
+    own = observer(0, last_steps=3, averaging_steps=2)
+    guessed: list[int] = []
+    own.guess = lambda replica, attack, step, texts: guessed.append(step)  # type: ignore[method-assign]
+    victim = Victim(stage, stage, torch.arange(8), 4, covers=2)
+    attacker = AveragingObserver(own, victim, 1)
+    for step in range(1, LAST_STEP + 1):  # texts are noted from step 3 on, so steps 4 and 5 fit
+        attacker.received(step, 1, {"0.weight": torch.ones(8, 2)})
+    attacker.attack()
+
+    assert set(guessed) == {4, 5}
+
+
+def test_an_averager_tells_what_others_contribute() -> None:
+    told: list[tuple[int, int, dict[str, list[float]]]] = []
+
+    def take(links: ReplicaLinks) -> None:
+        codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Nothing(), 1, False)
+        averager = AllToAll(links, codec)
+        if links.replica == 0:
+            averager.watch = lambda step, replica, tensors: told.append(
+                (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
+            )
+        averager.start(7, [torch.full((2,), float(links.replica))])
+        averager.finish(7)
+
+    in_threads([lambda own=own: take(own) for own in connected(3)])
+
+    assert told == [(7, 1, {"a": [1.0, 1.0]}), (7, 2, {"a": [2.0, 2.0]})]
+
+
+def test_scores_are_means_over_the_steps_that_can_be_judged() -> None:
+    truth: dict[int, Sequence[Sequence[int]]] = {1: [[4, 5, 6]], 2: [[7, 8]]}
+    guesses: dict[int, Sequence[Sequence[int]]] = {1: [[4, 5, 6]], 2: [[]], 3: [[1]]}
+
+    assert score("texts", guesses, truth, [[4, 4, 4, 5, 9]]) == {
+        "tokens": 0.5, "baseline": pytest.approx((4 / 6 + 0) / 2, abs=1e-4), "order": 0.5,
+        "num_updates": 2,
+    }  # fmt: skip
+    assert score("texts", {3: [[1]]}, truth, []) is None

@@ -1,0 +1,115 @@
+"""Parts of a checkpoint on a disk: complete, checked, or not there."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from xcloud.errors import DataError
+from xcloud.record.checkpoints import CheckpointFolder
+
+STATE: dict[str, torch.Tensor | int] = {
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "half": torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16),
+    "wide": torch.tensor(7, dtype=torch.int64),
+    "turned": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).t(),
+    "empty": torch.empty(0, 4),
+    "flags": torch.tensor([True, False]),
+    "count": 2**40,
+}
+
+
+def folder(tmp_path: Path, *steps: int, ranks: int = 1, agree: bool = True) -> CheckpointFolder:
+    made = CheckpointFolder(tmp_path)
+    for step in steps:
+        for rank in range(ranks):
+            made.write(step, rank, STATE, {"release": "1"})
+        if agree:
+            made.mark_agreed(step, 0, {})
+    return made
+
+
+def test_a_part_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    parts = folder(tmp_path, 5)
+    parts.check(5, 0)
+    found = parts.read(5, 0)
+
+    assert parts.ranks(5) == [0] and parts.about(5, 0) == {"release": "1"}
+    assert found.keys() == STATE.keys() and found["count"] == 2**40
+    for name, value in STATE.items():
+        if isinstance(value, torch.Tensor):
+            same = found[name]
+            assert isinstance(same, torch.Tensor) and same.dtype == value.dtype
+            assert torch.equal(same, value)
+    assert load_file(parts.step_dir(5) / "rank-0.safetensors").keys() == STATE.keys() - {"count"}
+
+
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-0.json"])
+def test_every_flipped_bit_and_every_cut_is_found(name: str, tmp_path: Path) -> None:
+    parts = folder(tmp_path, 5)
+    path = parts.step_dir(5) / name
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=name.replace(".", r"\.")):
+            parts.check(5, 0)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        parts.check(5, 0)
+    path.unlink()
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        parts.check(5, 0)
+
+
+def test_a_part_is_there_with_its_last_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, replace = CheckpointFolder(tmp_path), os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.suffix == ".json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        parts.write(5, 0, STATE, {})
+    assert parts.steps() == [5] and parts.ranks(5) == []
+    assert not list(parts.step_dir(5).glob(".*"))
+
+
+def test_the_newest_agreed_ones_are_kept_and_what_lies_between(tmp_path: Path) -> None:
+    parts = folder(tmp_path, 1, 3, 5, ranks=2)
+    folder(tmp_path, 2, 4, ranks=2, agree=False)
+    (parts.step_dir(1) / ".rank-0.json.123").touch()
+    parts.prune(0, 2)
+    assert {step: parts.ranks(step) for step in parts.steps()} == {
+        5: [0, 1], 4: [0, 1], 3: [0, 1], 2: [1], 1: [1]
+    }  # fmt: skip
+    parts.prune(1, 2)
+    assert parts.steps() == [5, 4, 3] and parts.agreed_steps() == [5, 3]
+    parts.delete_after(3, 0)
+    parts.delete_after(3, 1)
+    assert parts.steps() == [3]
+
+
+def test_nothing_is_deleted_before_another_is_agreed(tmp_path: Path) -> None:
+    parts = folder(tmp_path, 1, 2, agree=False)
+    parts.prune(0, 1)
+    assert parts.steps() == [2, 1] and parts.agreed(2) == {}
+
+
+def test_what_is_told_of_an_agreement_is_found_again(tmp_path: Path) -> None:
+    parts = folder(tmp_path, 1, agree=False)
+    facts: dict[str, Any] = {"without": [2]}
+    parts.mark_agreed(1, 0, facts)
+    assert parts.agreed(1) == facts
+    (parts.step_dir(1) / "AGREED").write_text(json.dumps([1])[:-1])
+    assert parts.agreed(1) == {} and parts.is_agreed(1)

@@ -1,0 +1,330 @@
+"""Saving while training, and going on from the files: ranks in threads over links in memory, as
+they are wired in a run. Bit for bit, whatever ends the first attempt."""
+
+import errno
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.channels import same_state
+from tests.pipelines import in_threads
+from tests.test_resume import CODECS, SHAPES, Shape, job
+from tests.trainers import Rank
+from xcloud.comm.memory import load_states, states_of
+from xcloud.errors import ConfigError, DataError
+from xcloud.parallel.control import Word
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.reporter import Reporter
+from xcloud.run.agreement import judge
+from xcloud.run.checkpointing import Checkpointer, StopSignal
+from xcloud.run.resume import Holder
+from xcloud.training.settings import Checkpoints
+
+SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
+EVERY_2 = Checkpoints(2, 0, 2)
+LAST = 9
+
+
+@dataclass
+class Attempt:
+    """At a run: every rank with its checkpoints in one folder. settings: as the ranks compare."""
+
+    run_dir: Path
+    ranks: list[Rank]
+    schedule: Checkpoints = EVERY_2
+    settings: dict[str, str] = field(default_factory=lambda: dict(SETTINGS))
+    asked: StopSignal = field(default_factory=StopSignal)
+
+    def __post_init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.folder = CheckpointFolder(self.run_dir)
+        self.holders = [
+            Holder(self.folder, r.trainer.rank, tuple(r.trainer.pipeline.stages), self.settings)
+            for r in self.ranks
+        ]
+        tables = {h.rank: h.table() for h in self.holders}
+        verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
+        if verdict.kind != "go":
+            raise ConfigError(verdict.text)
+        self.from_step, self.note, self.attempt = verdict.from_step, verdict.text, time.time_ns()
+        self.checkpointers: dict[int, Checkpointer] = {}
+        self.ready = threading.Barrier(len(self.ranks))
+
+    def train(self, until_step: int = LAST, lost: Sequence[int] = ()) -> None:
+        """lost: ranks that write no more from their last update on, as if they were killed."""
+        in_threads([lambda r=rank: self._train(r, until_step, lost) for rank in self.ranks])
+
+    def _train(self, rank: Rank, until_step: int, lost: Sequence[int]) -> None:
+        number, trainer = rank.trainer.rank, rank.trainer
+        holder = self.holders[number]
+        parts = {"trainer": trainer, "channels": rank.wiring}
+        if self.from_step:
+            state = holder.restore(self.from_step, states_of(parts), {"data": "1"})
+            load_states(parts, state, "a rank")
+        self.folder.delete_after(self.from_step, number)
+        about = {**holder.about(self.attempt), "facts": {"data": "1"}}
+        made = self.checkpointers[number] = Checkpointer(
+            self.schedule, self.folder, number, rank.wiring.control, parts, about,
+            Reporter(number, "a", self.lines.append), self.asked, self.from_step,
+        )  # fmt: skip
+        is_one = trainer.pipeline.num_replicas == 1
+        trainer.decide = made.decide if is_one else made.decide_by_step
+        self.ready.wait(60)
+        for step in range(trainer.num_updates + 1, until_step + 1):
+            word = trainer.update(step).word
+            if step == until_step and number in lost:
+                word = Word.GO_ON
+            if made.after(step, word):
+                break
+            made.wait()  # or a step that comes too soon is not saved
+            self.ready.wait(60)
+        made.wait()
+        rank.wiring.meet()
+        made.close()
+        made._reporter.flush()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for lines in self.lines for line in lines.splitlines()]
+
+    @property
+    def state(self) -> Any:
+        return [rank.state_dict() for rank in self.ranks]
+
+
+def whole(shape: Shape, codec: str = "plain") -> Attempt:
+    """Undisturbed, and without checkpoints."""
+    attempt = Attempt(Path("no folder"), job(shape, CODECS[codec]), Checkpoints(0, 0))
+    attempt.train()
+    return attempt
+
+
+@pytest.mark.parametrize("codec", ["int4, delta", "svd with warm start, int4", "phases"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_that_was_lost_goes_on_from_its_files_bit_for_bit(
+    shape: str, codec: str, tmp_path: Path
+) -> None:
+    def attempt() -> Attempt:
+        return Attempt(tmp_path, job(SHAPES[shape], CODECS[codec]))
+
+    first = attempt()
+    assert first.from_step == 0
+    first.train(5)
+    second = attempt()
+    assert second.from_step == 4
+    second.train()
+
+    assert same_state(second.state, whole(SHAPES[shape], codec).state)
+    assert second.folder.agreed_steps() == [8, 6]
+    assert {e["step"] for e in first.events if e["event"] == "checkpoint"} == {2, 4}
+
+
+def test_checkpoints_cost_no_bytes_but_where_they_are_made(tmp_path: Path) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    saving = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    saving.train(3)
+    usual = Attempt(tmp_path, job(shape, CODECS["plain"]), Checkpoints(0, 0))
+    usual.train(3)
+
+    assert usual.from_step == 2  # of one step only
+    rank_0 = [attempt.ranks[0].wiring.wan_stats for attempt in (saving, usual)]
+    sent = [sum(sum(link.num_bytes.values()) for link in links) for links in rank_0]
+    assert 0 < sent[0] - 3 * sent[1] < 300
+    assert same_state(saving.state, usual.state)
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1]])
+def test_a_checkpoint_that_one_rank_lacks_does_not_count(lost: list[int], tmp_path: Path) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(4, lost)
+    second = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    assert second.from_step == 2 and second.note == ""
+    assert not second.folder.is_agreed(4)
+    second.train()
+    assert same_state(second.state, whole(shape).state)
+
+
+def damage(run_dir: Path, step: int, rank: int) -> None:
+    path = CheckpointFolder(run_dir).step_dir(step) / f"rank-{rank}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    shape = SHAPES["2x2 lanes, 1F1B"]
+    Attempt(tmp_path, job(shape, CODECS["int4, delta"])).train(5)
+    damage(tmp_path, 4, 2)
+    second = Attempt(tmp_path, job(shape, CODECS["int4, delta"]))
+
+    assert second.from_step == 2
+    assert "going on from step 2, not from the newest" in second.note
+    assert "rank 2: step-000004/rank-2.safetensors is not what was written" in second.note
+    second.train()
+    assert same_state(second.state, whole(shape, "int4, delta").state)
+
+
+def test_without_a_good_one_the_run_is_refused_and_does_not_begin_anew(tmp_path: Path) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(5)
+    damage(tmp_path, 4, 1)
+    for path in CheckpointFolder(tmp_path).step_dir(2).glob("rank-0.*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"step 4: rank 1: .*SHA-256.*step 2: rank 0: the part"):
+        Attempt(tmp_path, job(shape, CODECS["plain"]))
+
+
+def test_one_that_never_was_agreed_is_no_loss(tmp_path: Path) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(2, lost=[1])
+    assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 0
+
+
+def test_parts_of_different_attempts_are_never_mixed(tmp_path: Path) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    first = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    first.train(4, lost=[1])
+    kept = {p: p.read_bytes() for p in first.folder.step_dir(4).glob("rank-0.*")}
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(4, lost=[0])
+    for path, data in kept.items():  # from a copy of the folder, say
+        path.write_bytes(data)
+    assert first.folder.ranks(4) == [0, 1]
+    assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 2
+
+
+def test_a_full_disk_costs_one_checkpoint_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointFolder.write
+
+    def full(folder: CheckpointFolder, step: int, rank: int, *rest: Any) -> int:
+        if rank == 1 and step in (4, 6):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, step, rank, *rest)
+
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    shape = SHAPES["two clouds, GPipe"]
+    attempt = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    attempt.train(7)
+    assert attempt.folder.agreed_steps() == [2]
+    lost = [e for e in attempt.events if e["event"] == "lost_checkpoint"]
+    notes = [e["text"] for e in attempt.events if e["event"] == "note"]
+    assert [(e["rank"], e["step"]) for e in lost] == [(1, 4), (1, 6)]
+    assert len(notes) == 1 and "step 4 could not be written (" in notes[0]
+    second = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    second.train()
+    assert second.from_step == 2 and same_state(second.state, whole(shape).state)
+
+
+def test_a_run_that_is_asked_to_end_saves_its_step_first(tmp_path: Path) -> None:
+    shape = SHAPES["2x2 lanes, 1F1B"]
+    first = Attempt(tmp_path, job(shape, CODECS["plain"]), Checkpoints(1000, 0))
+    first.asked._asked_at_s = 0.0
+    first.train()
+    assert first.folder.agreed_steps() == [1]
+    second = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    second.train()
+    assert same_state(second.state, whole(shape).state)
+
+
+def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = Checkpointer.decide
+
+    def at_step_3(checkpointer: Checkpointer, step: int) -> Word:
+        checkpointer._last_s -= 61.0 if step == 3 else 0.0
+        return decide(checkpointer, step)
+
+    monkeypatch.setattr(Checkpointer, "decide", at_step_3)
+    attempt = Attempt(tmp_path, job(SHAPES["2x2 lanes, 1F1B"], CODECS["plain"]), Checkpoints(0, 1))
+    attempt.train(6)
+    assert attempt.folder.steps() == attempt.folder.agreed_steps() == [3]
+    assert attempt.folder.ranks(3) == [0, 1, 2, 3]
+
+
+def changed(tmp_path: Path, shape: str, codec: str, **settings: str) -> Attempt:
+    settings = {name.replace("__", "."): value for name, value in settings.items()}
+    return Attempt(tmp_path, job(SHAPES[shape], CODECS[codec]), settings={**SETTINGS, **settings})
+
+
+def test_another_compression_goes_on_without_what_the_old_one_remembers(tmp_path: Path) -> None:
+    shape = "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[shape], CODECS["int4, delta"])).train(4)
+    other = changed(tmp_path, shape, "topk and randomk, error feedback", compression="b")
+    found = other.holders[0].changes(4)
+    assert (
+        found.text == "changed: compression a -> b (what compression remembers of earlier "
+        "steps is dropped)"
+    )
+    other.train(4)  # loads, and trains no step
+    weights = [
+        {key: value for key, value in state.items() if key.startswith("trainer.")}
+        for attempt in (other, whole_until(shape, "int4, delta", 4)) for state in attempt.state
+    ]  # fmt: skip
+    assert same_state(weights[:2], weights[2:])
+    other.train(5)
+
+
+def whole_until(shape: str, codec: str, step: int) -> Attempt:
+    attempt = Attempt(Path("no folder"), job(SHAPES[shape], CODECS[codec]), Checkpoints(0, 0))
+    attempt.train(step)
+    return attempt
+
+
+def test_another_number_of_lanes_takes_over_the_stages(tmp_path: Path) -> None:
+    Attempt(tmp_path, job(SHAPES["2x2 lanes, 1F1B"], CODECS["plain"])).train(4)
+    fewer = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="one each")
+    assert fewer.from_step == 4
+    fewer.train(4)
+    parts = [fewer.folder.read(4, rank) for rank in (0, 2)]
+    for state, part in zip(fewer.state, parts, strict=True):
+        own = {key: value for key, value in state.items() if key.startswith("trainer.")}
+        assert same_state([own], [{key: part[key] for key in own}])
+    fewer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": "2"}, "it is of another experiment: seed 1 -> 2"),
+        ({"model.size": "9"}, "it is of another experiment: model.size not set -> 9"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_with_the_reason(
+    settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(3)
+    with pytest.raises(ConfigError, match=said):
+        Attempt(tmp_path, job(shape, CODECS["plain"]), settings={**SETTINGS, **settings})
+
+
+def test_another_release_or_other_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SHAPES["two clouds, GPipe"]
+    Attempt(tmp_path, job(shape, CODECS["plain"])).train(3)
+    attempt = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
+        attempt.holders[0].restore(2, {}, {"data": "2"})
+    monkeypatch.setattr("xcloud.run.resume.__version__", "99")
+    with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
+        Attempt(tmp_path, job(shape, CODECS["plain"]))
+
+
+def test_training_longer_or_with_another_rate_is_said_and_goes_on(tmp_path: Path) -> None:
+    shape = "two clouds, GPipe"
+    Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"])).train(4)
+    longer = changed(tmp_path, shape, "plain", training__max_steps="12")
+    assert longer.from_step == 4
+    found = longer.holders[0].changes(4)
+    assert found.text == "changed: training.max_steps 9 -> 12"
+    longer.train()
+    assert same_state(longer.state, whole(SHAPES[shape]).state)

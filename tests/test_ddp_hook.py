@@ -1,0 +1,195 @@
+"""The compressors as a communication hook of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.replicas import same_bits
+from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.chain import Chain
+from xcloud.comm.per_tensor import PerTensor
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.errors import ConfigError
+from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging
+from xcloud.parallel.merging import Median
+
+
+class Ranks:
+    """torch.distributed for ranks of one process: a gather is over when all have called it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks, self._waiting = num_ranks, list[tuple[list[Tensor], Tensor, Any]]()
+
+    def get_rank(self, group: Any) -> int:
+        return int(group.rank)
+
+    def get_world_size(self, group: Any) -> int:
+        return self.num_ranks
+
+    def all_gather(self, found: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        self._waiting.append((found, own, future))
+        if len(self._waiting) == self.num_ranks:
+            for everybodys, _, _ in self._waiting:
+                for target, (_, message, _) in zip(everybodys, self._waiting, strict=True):
+                    target.copy_(message)
+            for _, _, done in self._waiting:
+                done.set_result(None)
+            self._waiting = []
+        return SimpleNamespace(get_future=lambda: future)
+
+
+@dataclass
+class Bucket:
+    """As a GradBucket."""
+
+    own: list[nn.Parameter]
+    flat: Tensor
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.own
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        pieces = self.flat.split([p.numel() for p in self.own])
+        return [piece.view_as(p) for piece, p in zip(pieces, self.own, strict=True)]
+
+
+SHAPES = [(20, 10), (20,), (5, 20), (5,)]
+
+
+class Job:
+    """`num_ranks` ranks, each with its parameters and hook."""
+
+    def __init__(self, num_ranks: int, *args: Any, **kwargs: Any) -> None:
+        self.parameters = [
+            [nn.Parameter(torch.zeros(s)) for s in SHAPES] for _ in range(num_ranks)
+        ]
+        self.states = [
+            CompressedAveraging(*args, process_group=SimpleNamespace(rank=r), **kwargs)  # type: ignore[arg-type]
+            for r in range(num_ranks)
+        ]
+
+    def step(self, step: int, buckets: list[list[int]]) -> list[list[Tensor]]:
+        """By rank, the merged gradients of all parameters; buckets: numbers of parameters."""
+        found: list[dict[int, Tensor]] = [{} for _ in self.states]
+        for numbers in buckets:
+            futures = []
+            for rank, state in enumerate(self.states):
+                flat = torch.cat([gradient(step, rank, n).flatten() for n in numbers])
+                bucket = Bucket([self.parameters[rank][n] for n in numbers], flat)
+                futures.append((bucket, compressed_averaging(state, bucket)))  # type: ignore[arg-type]
+            for rank, (bucket, future) in enumerate(futures):
+                assert future.wait() is bucket.flat
+                found[rank] |= zip(numbers, bucket.gradients(), strict=True)
+        return [[own[n] for n in sorted(own)] for own in found]
+
+
+def gradient(step: int, rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + number)
+    return torch.randn(SHAPES[number], generator=generator)
+
+
+FIRST, REBUILT = [[3, 2], [1, 0]], [[2], [3, 1, 0]]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcloud.parallel.ddp_hook.dist", Ranks(3))
+
+
+@pytest.mark.usefixtures("ranks")
+def test_without_compression_it_is_the_mean_and_equal_in_all_ranks() -> None:
+    found = Job(3, Nothing()).step(1, FIRST)
+    mean = [torch.stack([gradient(1, r, n) for r in range(3)]).mean(0) for n in range(4)]
+
+    assert same_bits(found)
+    for merged, expected in zip(found[0], mean, strict=True):
+        torch.testing.assert_close(merged, expected)
+    robust = Job(3, Nothing(), merge=Median()).step(1, FIRST)
+    medians = [torch.stack([gradient(1, r, n) for r in range(3)]).median(0) for n in range(4)]
+    assert same_bits([robust[0], [m.values for m in medians]])
+
+
+@pytest.mark.usefixtures("ranks")
+def test_what_is_kept_follows_the_parameters_into_other_buckets_and_over_a_restart() -> None:
+    compressor = Chain(randomk=RandomK(0.3), int4=BlockInt(4, stochastic=True))
+    one, other, restarted = (Job(3, compressor) for _ in range(3))
+    for step in (1, 2, 3):
+        expected = one.step(step, FIRST)
+        assert same_bits(expected + other.step(step, FIRST if step == 1 else REBUILT))
+    for job, state in zip(restarted.states, other.states, strict=True):
+        job.load_state_dict(state.state_dict())
+        assert job.state_dict().keys() == state.state_dict().keys()
+    for step in (4, 5):
+        assert same_bits(
+            one.step(step, FIRST)
+            + other.step(step, REBUILT)
+            + restarted.step(step, FIRST if step == 4 else REBUILT)
+        )
+    with pytest.raises(ValueError, match="before its first step"):
+        restarted.states[0].load_state_dict({})
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_choice_by_shape_needs_nothing_and_one_by_name_the_model() -> None:
+    by_shape = PerTensor(TopK(0.1), vectors=Nothing())
+    found = Job(3, by_shape).step(1, FIRST)
+    assert same_bits(found) and int((found[0][0] != 0).sum()) <= 60 and found[0][1].all()
+
+    by_name = PerTensor(Nothing(), names={"^2": BlockInt(1)})
+    with pytest.raises(ConfigError, match=r"chooses by name needs .*model=model"):
+        CompressedAveraging(by_name)
+    job = Job(3, by_name, model=nn.Linear(1, 1))
+    for state, own in zip(job.states, job.parameters, strict=True):
+        state._names = {p: str(n) for n, p in enumerate(own)}
+    assert len(job.step(1, FIRST)[0][2].abs().unique()) < 30
+    with pytest.raises(ConfigError, match="needs a compressor or PerTensor, got 'fp16'"):
+        CompressedAveraging("fp16")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_bytes_are_those_of_the_messages() -> None:
+    job = Job(3, Cast("bfloat16"))
+    job.step(1, [[0], [2]])
+
+    assert {state.raw_bytes for state in job.states} == {4 * 300}
+    assert {state.num_bytes for state in job.states} == {2 * 200 + 2 * 104}  # multiples of 16
+
+
+@pytest.mark.slow
+def test_two_real_ranks_learn_stay_equal_and_send_little(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ddp_rank", str(rank), str(tmp_path / "store")],
+            cwd=root, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        first, second = (json.loads(p.communicate(timeout=120)[0]) for p in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+    assert first["bits"] == second["bits"]
+    for losses in (first["losses"], second["losses"]):
+        assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
+    assert first["num_bytes"] < 0.07 * first["raw_bytes"]
+    assert first["raw_bytes"] == 60 * 4 * len(first["bits"])
+    assert first["residual"] == 6

@@ -1,0 +1,346 @@
+"""Clouds that are late, leave and come back, while the others go on."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.channels import stored
+from tests.local_replicas import Post, PostLinks, Replica, equal, furthest, groups
+from tests.pipelines import in_threads
+from tests.test_local_updates import DILOCO, MEAN, reference
+from xcloud.comm.chain import Chain
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError, LinkClosed
+from xcloud.parallel.anchor import Anchored
+from xcloud.parallel.elastic_rounds import ElasticRounds
+from xcloud.parallel.hub import Absence, Ends, Hub, Member, Told
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import weighted_mean
+from xcloud.parallel.pace import Pace
+from xcloud.parallel.rank_group import RankGroup
+
+ALONE = RankGroup.alone()
+
+
+class Diary:
+    """What the hub told."""
+
+    def __init__(self) -> None:
+        self.merges: list[Told] = []
+        self.absences: list[Absence] = []
+        self.changed = threading.Condition()
+
+    def merge(self, told: Told) -> None:
+        with self.changed:
+            self.merges.append(told)
+            self.changed.notify_all()
+
+    def absence(self, absence: Absence) -> None:
+        with self.changed:
+            self.absences.append(absence)
+            self.changed.notify_all()
+
+    def wait_for(self, found: Callable[["Diary"], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: found(self), 20), (self.merges, self.absences)
+
+    @property
+    def weights(self) -> dict[int, tuple[float, ...]]:
+        return {told.step: told.weights for told in self.merges}
+
+    @property
+    def words(self) -> list[tuple[int, str]]:
+        return [(absence.replica, absence.what) for absence in self.absences]
+
+
+def end_of(
+    links: PostLinks,
+    parameters: list[nn.Parameter],
+    settings: LocalUpdates,
+    diary: Diary,
+    codec: Callable[[], Any] = Chain,
+    feedback: bool = False,
+) -> Hub | Member:
+    shapes = {str(i): p.shape for i, p in enumerate(parameters)}
+    codecs = [TensorCodec(shapes, lambda *_: codec(), 7 + i, feedback) for i in (0, 1)]
+    values = Anchored(parameters, [range(len(parameters))], ALONE, settings.outer)
+    ends = Ends(values, *codecs, links)
+    if links.replica:
+        return Member(ends)
+    return Hub(
+        ends, weighted_mean, settings.late, settings.leave, settings.wait_s,
+        diary.merge, diary.absence,
+    )  # fmt: skip
+
+
+class Scalar:
+    """A replica of one number, which each step changes by a known amount."""
+
+    def __init__(
+        self,
+        replica: int,
+        post: Post,
+        settings: LocalUpdates,
+        last_step: int,
+        diary: Diary,
+        change: float = 1.0,
+        is_newcomer: bool = False,
+        **options: Any,
+    ) -> None:
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.change, self.replica, self.is_newcomer = change, replica, is_newcomer
+        self.made: list[int] = []
+        self.rounds = ElasticRounds(
+            settings,
+            [self.parameter],
+            ALONE,
+            end_of(post.links(replica), [self.parameter], settings, diary, **options),
+            last_step,
+            lambda step: 1.0,
+            Pace(settings.every, ALONE),
+        )
+
+    def run(
+        self, first: int, last: int, before: Callable[[int], None] = lambda step: None
+    ) -> None:
+        if self.is_newcomer:
+            first = self.rounds.join() + 1
+        for step in range(first, last + 1):
+            if not self.rounds.is_idle(step):
+                self.rounds.begin_step(step)
+                before(step)
+                self.parameter.data += self.change
+                self.made.append(step)
+            self.rounds.end_step(step)
+
+    @property
+    def value(self) -> float:
+        return float(self.parameter.detach())
+
+
+SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
+GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)
+
+
+def test_with_everyone_in_time_it_is_diloco() -> None:
+    settings = LocalUpdates(4, DILOCO, late="skip", wait_s=20.0)
+    post, diary = Post(3), Diary()
+    job = [Replica(r, post.links(r), settings, 12) for r in range(3)]
+    for replica in job:
+        parameters = list(replica.module.parameters())
+        end = end_of(replica.links, parameters, settings, diary)
+        replica.exchange.rounds = ElasticRounds(  # type: ignore[attr-defined]
+            settings, parameters, ALONE, end, 12, lambda step: 1.0, Pace(4, ALONE)
+        )
+    in_threads([lambda r=r: r.run(12) for r in job])
+
+    rounds = [range(1, 5), range(5, 9), range(9, 13)]
+    assert furthest(job[0].values, reference(3, rounds, (0.7, 0.9, True), [1, 1, 1])) < 1e-6
+    assert all(equal(job[0].values, other.values) for other in job[1:])
+    assert diary.weights == {4: (4, 4, 4), 8: (4, 4, 4), 12: (4, 4, 4)}
+    assert not diary.absences and not any(told.is_partial for told in diary.merges)
+
+
+def test_the_hub_shows_every_contribution_that_comes() -> None:
+    post, diary, seen = Post(2), Diary(), list[tuple[int, int, float]]()
+    job = [Scalar(r, post, GO_ON, 4, diary, change=1.0 + r) for r in range(2)]
+    hub = job[0].rounds._end
+    assert isinstance(hub, Hub)
+    hub.names = ["weight"]
+    hub.watch = lambda step, replica, named: seen.append((step, replica, float(named["weight"])))
+    in_threads([lambda r=r: r.run(1, 4) for r in job])
+
+    assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
+
+
+def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> None:
+    """Replica 2 stops in step 2 until the others have merged without it; they go on at once. When
+    the hub is in step 3 it asks: its own change stays with it, on top of what was merged."""
+    post, diary = Post(3), Diary()
+    late = Scalar(2, post, SKIP, 8, diary, change=10.0)
+    others = [Scalar(r, post, SKIP, 8, diary) for r in (0, 1)]
+
+    def hold(step: int) -> None:
+        if step == 2:
+            diary.wait_for(lambda d: (2, "late") in d.words)
+
+    in_threads(
+        [
+            lambda: others[0].run(1, 8, lambda step: asked(post, 2) if step == 3 else None),
+            lambda: others[1].run(1, 8),
+            lambda: late.run(1, 8, hold),
+        ]
+    )
+
+    assert diary.words == [(2, "late"), (2, "back")]
+    assert diary.weights == {2: (2, 2, 0), 4: (2, 2, 3), 6: (2, 2, 2), 8: (2, 2, 2)}
+    assert late.made == [1, 2, 4, 5, 6, 7, 8]  # it left out the one that the hub had behind it
+    first, second, others_after = 2.0, (2 * 2 + 2 * 2 + 3 * 30) / 7, (2 + 2 + 20) / 3
+    assert late.value == pytest.approx(first + second + 2 * others_after, abs=1e-4)
+    assert others[0].value == others[1].value == late.value
+
+
+def asked(post: Post, replica: int) -> None:
+    """Until a message of this replica lies in the hub's box."""
+    with post.changed:
+        assert post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
+
+
+def test_one_that_missed_many_merges_gets_all_values() -> None:
+    post, diary = Post(2), Diary()
+    settings = LocalUpdates(1, DILOCO, late="skip", wait_s=0.02)
+    hub = Scalar(0, post, settings, 12, diary)
+    late = Scalar(1, post, settings, 12, diary, change=3.0)
+
+    def hold(step: int) -> None:
+        if step == 1:
+            diary.wait_for(lambda d: len(d.merges) >= 8)
+
+    in_threads([lambda: hub.run(1, 12, slowly), lambda: late.run(1, 12, hold)])
+
+    assert hub.value == late.value
+    assert diary.words[:2] == [(1, "late"), (1, "back")]
+    assert torch.equal(
+        hub.rounds._end.ends.values.velocity[0], late.rounds._end.ends.values.velocity[0]
+    )  # type: ignore[union-attr]
+
+
+def slowly(step: int) -> None:
+    if step > 8:
+        time.sleep(0.05)
+
+
+def test_the_others_go_on_without_one_that_is_gone_and_take_it_in_again() -> None:
+    post, diary = Post(3), Diary()
+    others = [Scalar(r, post, GO_ON, 12, diary) for r in (0, 1)]
+    lost = Scalar(2, post, GO_ON, 12, diary, change=4.0)
+    again: list[Scalar] = []
+
+    def die_and_return() -> None:
+        lost.run(1, 3)  # it dies in its second round
+        post.end(2)
+        diary.wait_for(lambda d: 6 in d.weights)
+        post.begin_again(2)
+        again.append(Scalar(2, post, GO_ON, 12, diary, change=4.0, is_newcomer=True))
+        again[0].run(1, 12)
+
+    def wait_for_it(step: int) -> None:
+        if step == 7:
+            asked(post, 2)
+
+    in_threads(
+        [lambda: others[0].run(1, 12, wait_for_it), lambda: others[1].run(1, 12), die_and_return]
+    )
+
+    assert diary.words == [(2, "left"), (2, "back")]
+    assert diary.weights[2] == (2, 2, 2)
+    assert diary.weights[4] == (2, 2, 0) and diary.weights[6] == (2, 2, 0)
+    assert diary.weights[8] == (2, 2, 1)  # from step 8 on
+    assert diary.weights[10] == diary.weights[12] == (2, 2, 2)
+    assert again[0].made == [8, 9, 10, 11, 12]
+    assert others[0].value == others[1].value == again[0].value
+
+
+def test_a_lost_cloud_ends_the_run_where_nothing_else_was_asked_for() -> None:
+    settings = LocalUpdates(2, MEAN, late="skip", wait_s=20.0)
+    post, diary = Post(2), Diary()
+    hub = Scalar(0, post, settings, 4, diary)
+    post.end(1)
+    with pytest.raises(LinkClosed, match=r"set strategy\.averaging\.leave=go_on"):
+        hub.run(1, 4)
+
+
+def test_one_that_never_comes_counts_as_gone_unless_late_ones_are_skipped() -> None:
+    settings = LocalUpdates(2, MEAN, leave="go_on", wait_s=0.05)
+    post, diary = Post(2), Diary()
+    Scalar(0, post, settings, 6, diary).run(1, 6)
+    assert diary.words == [(1, "left")]
+    assert set(diary.weights.values()) == {(2, 0)}
+
+
+def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> None:
+    """One that was skipped is not waited for again before it has come."""
+    settings = LocalUpdates(1, MEAN, late="skip", wait_s=0.1)
+    post, diary = Post(2), Diary()
+    started_s = time.monotonic()
+    Scalar(0, post, settings, 40, diary).run(1, 40)
+    assert len(diary.merges) == 40
+    assert 0.1 <= time.monotonic() - started_s < 1.0  # 40 waits would take 4 s; the end takes one
+
+
+def test_a_change_that_was_not_merged_is_neither_lost_nor_counted_twice() -> None:
+    """4 bits with feedback: what a skipped message told is in the values, not in the residual."""
+    post, diary = Post(2), Diary()
+    options: dict[str, Any] = {"codec": lambda: Chain(int4=BlockInt(4, 64)), "feedback": True}
+    late = Scalar(1, post, SKIP, 4, diary, change=3.3, **options)
+    hub = Scalar(0, post, SKIP, 4, diary, **options)
+
+    def hold(step: int) -> None:
+        if step == 2:
+            diary.wait_for(lambda d: (1, "late") in d.words)
+
+    def poll(step: int) -> None:
+        if step == 3:
+            asked(post, 1)
+
+    in_threads([lambda: hub.run(1, 4, poll), lambda: late.run(1, 4, hold)])
+
+    assert late.made == [1, 2, 4]
+    assert diary.weights == {2: (2, 0), 4: (2, 3)}
+    assert hub.value == late.value == pytest.approx(2 + (2 * 2 + 3 * 9.9) / 5, abs=0.05)
+    residual = late.rounds._end.ends.codec.state_dict()  # type: ignore[union-attr]
+    assert all(abs(float(v)) < 0.05 for v in residual.values() if isinstance(v, Tensor))
+
+
+def test_it_goes_on_from_its_state() -> None:
+    options: dict[str, Any] = {"codec": lambda: Chain(int4=BlockInt(4, 64)), "feedback": True}
+
+    def job() -> list[Scalar]:
+        post, diary = Post(2), Diary()
+        return [Scalar(r, post, GO_ON, 9, diary, 0.37 + r, **options) for r in range(2)]
+
+    whole, first, second = job(), job(), job()
+    in_threads([lambda r=r: r.run(1, 9) for r in whole])
+    in_threads([lambda r=r: r.run(1, 5) for r in first])
+    for old, new in zip(first, second, strict=True):
+        new.parameter.data.copy_(old.parameter.data)
+        new.rounds.load_state_dict(stored(old.rounds.state_dict()))
+    in_threads([lambda r=r: r.run(6, 9) for r in second])
+
+    assert [r.value for r in whole] == [r.value for r in second]
+
+
+def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
+    post, diary = Post(2), Diary()
+    job = [(r, inside) for r in range(2) for inside in groups(2)]
+    parameters = [nn.Parameter(torch.full((3,), 1.0)) for _ in job]
+    rounds = [
+        ElasticRounds(
+            GO_ON, [p], inside,
+            end_of(post.links(r), [p], GO_ON, diary) if inside.leads else None,
+            4, lambda step: 1.0, Pace(2, inside),
+        )
+        for (r, inside), p in zip(job, parameters, strict=True)
+    ]  # fmt: skip
+
+    def run(number: int) -> None:
+        for step in range(1, 5):
+            rounds[number].begin_step(step)
+            parameters[number].data += 1.0 + job[number][0]
+            rounds[number].end_step(step)
+
+    in_threads([lambda n=n: run(n) for n in range(4)])
+
+    assert all(torch.equal(p, torch.full((3,), 7.0)) for p in parameters)
+
+
+@pytest.mark.parametrize("more", [{"fragments": 2}, {"overlap": 1}, {"mix": 0.5}])
+def test_what_elastic_merges_cannot_do_is_refused(more: Any) -> None:
+    with pytest.raises(ConfigError, match="merge all parameters at once"):
+        LocalUpdates(4, MEAN, late="skip", **more)

@@ -1,0 +1,97 @@
+"""Writing on: what is kept between tokens changes no token, and drawing follows its settings."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.causal_models import KINDS, build, saved, where, words
+from xcloud.comm.border import Message
+from xcloud.models.causal import CausalLM
+from xcloud.models.causal_stage import CausalStage
+from xcloud.models.lora import Lora
+from xcloud.run import generate
+from xcloud.run.generate import Choice, Writer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_keys_and_values_give_the_same_tokens_with_one_row_for_each(
+    tmp_path: Path, kind: str
+) -> None:
+    """Also past the end of a sliding window, and in stages that do not hold the first block."""
+    saved(kind, tmp_path)
+    model = CausalLM(checkpoint=str(tmp_path), lora=Lora(r=2), blocks_per_stage=[0, 2])
+    stages = [s.eval() for s in build(model, 3, where(tmp_path)) if isinstance(s, CausalStage)]
+    rows: list[int] = []
+
+    def carry(stage: int, message: Message) -> Message:
+        rows.append(len(message["hidden"]))
+        return message
+
+    found = []
+    for cached in (True, False):
+        following = Writer(stages, carry, cached).tokens(words(6, 1), Choice(1.0))
+        found.append(list(islice(following, 10)))
+    assert found[0] == found[1] and len(set(found[0])) > 1
+    whole = [n for length in range(6, 16) for n in (length, length)]
+    assert rows == [6, 6] + [1, 1] * 9 + whole
+
+
+def test_drawing_follows_temperature_share_and_seed() -> None:
+    logits_V = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+    def drawn(choice: Choice) -> list[int]:
+        return [choice.of(logits_V) for _ in range(400)]
+
+    assert set(drawn(Choice())) == {0}, "the most probable"
+    counts = torch.tensor(drawn(Choice(1.0))).bincount() / 400
+    torch.testing.assert_close(counts, logits_V.exp(), atol=0.06, rtol=0)
+    assert set(drawn(Choice(1.0, top_p=0.8))) == {0, 1}
+    assert set(drawn(Choice(1.0, top_p=0.81))) == {0, 1, 2}
+    assert set(drawn(Choice(1.0, top_p=0.01))) == {0}
+    assert drawn(Choice(0.05)).count(0) == 400, "cold"
+    assert drawn(Choice(1.0, seed=3)) == drawn(Choice(1.0, seed=3)) != drawn(Choice(1.0, seed=4))
+
+
+class _Letters:
+    """Each id one byte of UTF-8."""
+
+    token_ids = type("Ids", (), {"eos": 0})
+
+    def prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_text_comes_in_whole_characters_and_ends_with_the_end_token() -> None:
+    writer = generate.Generator.__new__(generate.Generator)
+    writer._tokenizer, writer._longest = _Letters(), 99
+
+    class Fixed:
+        def tokens(self, ids: list[int], choice: Choice) -> object:
+            return iter("dé!".encode() + b"\0rest")
+
+    writer._writer = Fixed()
+    assert list(writer.pieces("a", 50)) == ["d", "é", "!", ""]
+    assert list(writer.pieces("a", 2)) == ["d", "\ufffd"], "cut by the limit"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-new-tokens", "0"], "1 or more"),
+        (["--temperature", "-1"], "0 or more"),
+        (["--top-p", "0"], "above 0"),
+    ],
+)
+def test_wrong_options_are_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["RUN", "text", *words])
+    assert said in capsys.readouterr().err

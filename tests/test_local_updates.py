@@ -1,0 +1,388 @@
+"""Local updates against the published algorithms, written out; and going on from a state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.channels import stored
+from tests.local_replicas import (
+    Post,
+    Replica,
+    averagers,
+    equal,
+    furthest,
+    groups,
+    inner,
+    loss_of,
+    model,
+    run_together,
+)
+from xcloud.comm.chain import Chain
+from xcloud.comm.quantize import BlockInt
+from xcloud.errors import ConfigError
+from xcloud.parallel.fragments import contiguous, dealt, offsets
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.pace import Pace
+
+MEAN = OuterOptimizer(1.0, 0.0, False)
+DILOCO = OuterOptimizer(0.7, 0.9)
+
+
+def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
+    post = Post(count)
+    return [Replica(r, post.links(r), settings, last_step) for r in range(count)]
+
+
+def trained(
+    settings: LocalUpdates, last_step: int, count: int = 2, **options: Any
+) -> list[Tensor]:
+    """Of one replica, after all have been found equal."""
+    job = replicas(settings, last_step, count, **options)
+    run_together(job, last_step)
+    assert all(equal(job[0].values, other.values) for other in job[1:])
+    return job[0].values
+
+
+def reference(
+    count: int,
+    rounds: Sequence[Sequence[int]],
+    outer: tuple[float, float, bool],
+    weights: Sequence[float],
+) -> list[Tensor]:
+    """DiLoCo as in arXiv:2311.08105, algorithm 1, in one process: the outer optimizer is torch's.
+    rounds: the steps of each."""
+    shared = model()
+    rate, momentum, nesterov = outer
+    outer_optimizer = torch.optim.SGD(
+        shared.parameters(), rate, momentum=momentum, nesterov=nesterov
+    )
+    workers = [model() for _ in range(count)]
+    optimizers = [inner(worker) for worker in workers]
+    for steps in rounds:
+        for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            worker.load_state_dict(shared.state_dict())
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(worker, replica, step).backward()
+                optimizer.step()
+        for parameters in zip(
+            shared.parameters(), *(w.parameters() for w in workers), strict=True
+        ):
+            anchor, *values = parameters
+            gradients = [anchor.detach() - value.detach() for value in values]
+            anchor.grad = sum(
+                (w * g for w, g in zip(weights, gradients, strict=True)), torch.zeros_like(anchor)
+            ) / sum(weights)
+        outer_optimizer.step()
+    return [p.detach() for p in shared.parameters()]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_three_rounds_of_diloco_are_those_of_the_paper(count: int) -> None:
+    found = trained(LocalUpdates(4, DILOCO), 12, count)
+    expected = reference(
+        count, [range(1, 5), range(5, 9), range(9, 13)], (0.7, 0.9, True), [1.0] * count
+    )
+
+    assert furthest(found, expected) < 1e-6
+    assert furthest(found, [p.detach() for p in model().parameters()]) > 0.01
+
+
+def test_plain_momentum_and_a_last_round_that_is_short() -> None:
+    outer = OuterOptimizer(0.5, 0.8, False)
+    found = trained(LocalUpdates(4, outer), 10)
+
+    rounds = [range(1, 5), range(5, 9), range(9, 11)]
+    assert furthest(found, reference(2, rounds, (0.5, 0.8, False), [1, 1])) < 1e-6
+
+
+def test_fedavg_weighs_replicas_by_their_samples() -> None:
+    """arXiv:1602.05629: w = sum n_k / n w_k."""
+    settings = LocalUpdates(3, MEAN)
+    post, samples = Post(2), (1.0, 4.0)
+    job = [
+        Replica(r, post.links(r), settings, 6, work=lambda step, r=r: samples[r]) for r in range(2)
+    ]
+    run_together(job, 6)
+
+    expected = reference(2, [range(1, 4), range(4, 7)], (1.0, 0.0, False), samples)
+    assert furthest(job[0].values, expected) < 1e-6
+    assert equal(job[0].values, job[1].values)
+    equally = trained(LocalUpdates(3, MEAN, weigh="equal"), 6)
+    assert furthest(equally, expected) > 1e-3
+
+
+def streaming_reference(
+    steps: int, every: int, parts: Sequence[Sequence[int]], overlap: int, mix: float
+) -> list[list[Tensor]]:
+    """Streaming DiLoCo (arXiv:2501.18512, algorithm 2) of two replicas in one process; the last
+    step merges everything and keeps nothing."""
+    workers = [model() for _ in range(2)]
+    optimizers = [inner(worker) for worker in workers]
+    values = [list(worker.parameters()) for worker in workers]
+    anchors = [nn.Parameter(p.detach().clone()) for p in values[0]]
+    outers = [
+        torch.optim.SGD([anchors[i] for i in part], 0.7, momentum=0.9, nesterov=True)
+        for part in parts
+    ]
+    sent: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def send(p: int, step: int) -> None:
+        changes = [
+            (
+                (anchors[i].detach() - values[0][i].detach())
+                + (anchors[i].detach() - values[1][i].detach())
+            )
+            / 2
+            for i in parts[p]
+        ]
+        sent[p] = (step, changes)
+
+    def receive(p: int, share: float) -> None:
+        _, changes = sent.pop(p)
+        for i, change in zip(parts[p], changes, strict=True):
+            anchors[i].grad = change
+        outers[p].step()
+        for own in values:
+            for i in parts[p]:
+                own[i].data = share * own[i].data + (1 - share) * anchors[i].data
+
+    for step in range(1, steps + 1):
+        for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(worker, replica, step).backward()
+            optimizer.step()
+        for p in sorted(sent, key=lambda p: sent[p][0]):
+            if step - sent[p][0] >= overlap or step == steps:
+                receive(p, mix)
+        for p in range(len(parts)):
+            if step == steps or step % every == ((p + 1) * every // len(parts)) % every:
+                send(p, step)
+                if overlap == 0 or step == steps:
+                    receive(p, 0.0 if step == steps else mix)
+    return [[p.detach() for p in own] for own in values]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "mix"), [(1, 2, 0.5), (3, 0, 0.0), (3, 2, 0.5), (2, 3, 0.0)]
+)
+def test_streaming_with_overlap_is_that_of_the_paper(
+    fragments: int, overlap: int, mix: float
+) -> None:
+    settings = LocalUpdates(6, DILOCO, fragments=fragments, overlap=overlap, mix=mix)
+    job = replicas(settings, 20)
+    run_together(job, 19)
+    before_the_end = [replica.values for replica in job]
+    run_together(job, 20, 20)
+
+    parts = contiguous([p.numel() for p in model().parameters()], fragments)
+    cut_short = streaming_reference(20, 6, parts, overlap, mix)
+    assert furthest(job[0].values, cut_short[0]) < 1e-6
+    assert equal(job[0].values, job[1].values)
+    assert not equal(*before_the_end)
+
+
+def test_fragments_are_sent_in_turn_and_never_twice_in_a_round() -> None:
+    job = replicas(LocalUpdates(6, DILOCO, fragments=3), 12)
+    sent: list[list[int]] = []
+    for replica in job:
+        seen: list[int] = []
+        sent.append(seen)
+        send = replica.rounds._start
+        replica.rounds._start = lambda f, step, seen=seen, send=send: (  # type: ignore[method-assign]
+            seen.append(step),
+            send(f, step),
+        )
+    run_together(job, 12)
+
+    assert sent[0] == [2, 4, 6, 8, 10, 12, 12, 12] and sent[1] == sent[0]
+
+
+def test_four_bits_with_feedback_end_equal_and_near_the_exact_result() -> None:
+    """Every replica has the bits of every other one, and what a message lost is in the next."""
+    exact = trained(LocalUpdates(4, DILOCO), 24)
+    coarse = {}
+    for feedback in (True, False):
+        post = Post(2)
+        int4 = Chain(int4=BlockInt(4, 64))
+        job = [
+            Replica(
+                r, post.links(r), LocalUpdates(4, DILOCO), 24,
+                make_averager=averagers(post.links(r), int4, feedback),
+            )
+            for r in range(2)
+        ]  # fmt: skip
+        run_together(job, 24)
+        assert equal(job[0].values, job[1].values)
+        coarse[feedback] = furthest(job[0].values, exact)
+    assert 0 < coarse[True] < 0.2
+
+
+def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
+    """Replicas of two and three ranks against two of one rank: the same values, and together the
+    same bytes, but for a weight in each message. The third rank carries nothing."""
+    settings = LocalUpdates(3, DILOCO, fragments=2)
+    alone = replicas(settings, 6)
+    run_together(alone, 6)
+    posts = [Post(2), Post(2), Post(2)]  # one for each lane
+    job = [
+        Replica(replica, posts[lane].links(replica), settings, 6, inside=inside, num_shares=2)
+        for replica in range(2)
+        for lane, inside in enumerate(groups(2 + replica))
+    ]
+    for rank in job:
+        rank.exchange.inside = _Own()  # type: ignore[attr-defined]
+    run_together(job, 6)
+
+    assert all(equal(alone[0].values, other.values) for other in job)
+    sent = [rank.links.num_bytes for rank in job]
+    assert min(sent[:4]) > 0 and sent[4] == 0 and sent[:2] == sent[2:4]
+    assert (
+        sent[0] + sent[1] == alone[0].links.num_bytes + 5 * 8
+    )  # merges at 1, 3, 4 and twice at 6
+
+
+class _Own:
+    """Both ranks of a toy replica compute the same batch."""
+
+    def before_update(self, step: int, buffer: Any, loss: Tensor) -> Tensor:
+        return loss
+
+    def after_update(self, step: int, buffer: Any) -> None: ...
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+RESUMED = {
+    "diloco": (LocalUpdates(4, DILOCO), 6),
+    "in the middle, before the first merge": (LocalUpdates(4, DILOCO), 2),
+    "fragments under way": (LocalUpdates(6, DILOCO, fragments=3, overlap=3, mix=0.5), 7),
+}
+
+
+@pytest.mark.parametrize(("settings", "saved_at"), RESUMED.values(), ids=list(RESUMED))
+def test_a_run_goes_on_from_its_state_bit_for_bit(settings: LocalUpdates, saved_at: int) -> None:
+    int4 = Chain(int4=BlockInt(4, 16, stochastic=True))
+
+    def job() -> list[Replica]:
+        post = Post(2)
+        return [
+            Replica(
+                r, post.links(r), settings, 14,
+                make_averager=averagers(post.links(r), int4, feedback=True),
+            )
+            for r in range(2)
+        ]  # fmt: skip
+
+    whole, first, second = job(), job(), job()
+    run_together(whole, 14)
+    run_together(first, saved_at)
+    for old, new in zip(first, second, strict=True):
+        new.module.load_state_dict(old.module.state_dict())
+        new.optimizer.load_state_dict(old.optimizer.state_dict())
+        new.exchange.load_state_dict(stored(old.exchange.state_dict()))
+    run_together(second, 14, saved_at + 1)
+
+    assert equal(whole[0].values, second[0].values)
+    assert equal(second[0].values, second[1].values)
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    job = replicas(LocalUpdates(4, DILOCO), 8)
+    run_together(job, 2)
+    other = replicas(LocalUpdates(4, MEAN, fragments=2), 8)[0]
+    with pytest.raises(ValueError, match="other settings"):
+        other.exchange.load_state_dict(job[0].exchange.state_dict())
+
+
+class Seconds:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
+    """Replica 1 has time for two steps in four: it leaves out the rest, and merges what it has."""
+    settings = LocalUpdates(4, MEAN, most_s=10.0)
+    post, clock = Post(2), Seconds()
+    made: dict[int, list[int]] = {0: [], 1: []}
+    job = []
+    for r in range(2):
+        pace = Pace(4, groups(1)[0], most_s=10.0, clock=clock if r else lambda: 0.0)
+        note = made[r].append
+        job.append(
+            Replica(
+                r, post.links(r), settings, 8, pace=pace, work=lambda s, note=note: note(s) or 1.0
+            )
+        )
+    slow = job[1].optimizer.step
+
+    def slowly() -> None:
+        slow()
+        clock.now += 6.0
+
+    job[1].optimizer.step = slowly  # type: ignore[method-assign]
+    run_together(job, 8)
+
+    assert made == {0: [1, 2, 3, 4, 5, 6, 7, 8], 1: [1, 2, 3, 5, 6]}  # the first is not timed
+    assert equal(job[0].values, job[1].values)
+
+
+def test_tokens_end_a_round_too() -> None:
+    settings = LocalUpdates(5, MEAN, most_tokens=30)
+    post, made = Post(2), []
+    paces = [
+        Pace(5, groups(1)[0], most_tokens=30, tokens=lambda s, r=r: 10.0 * (1 + r)) for r in (0, 1)
+    ]
+    job = [Replica(r, post.links(r), settings, 10, pace=paces[r]) for r in range(2)]
+    run_together(job, 10)
+
+    made = [replica.num_made for replica in job]
+    assert made == [6, 4]
+    assert equal(job[0].values, job[1].values)
+
+
+def test_cuts_are_whole_balanced_and_in_order() -> None:
+    sizes = [100, 1, 1, 50, 50, 2, 96]
+    for count in range(1, 8):
+        runs = contiguous(sizes, count)
+        assert [p for run in runs for p in run] == list(range(7))
+        assert len(runs) == count and all(runs)
+        hands = dealt(sizes, count)
+        assert sorted(p for hand in hands for p in hand) == list(range(7))
+    assert [sum(sizes[p] for p in run) for run in contiguous(sizes, 3)] == [100, 102, 98]
+    assert [sum(sizes[p] for p in hand) for hand in dealt(sizes, 3)] == [100, 100, 100]
+    assert offsets(6, 3) == [2, 4, 0] and offsets(5, 1) == [0] and offsets(2, 2) == [1, 0]
+    with pytest.raises(ConfigError, match=r"fragments is 8.* at most 7"):
+        contiguous(sizes, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "strategy.averaging.every"),
+        ({"every": 4, "fragments": 5}, r"fragments \(5\) must be at most"),
+        ({"every": 4, "overlap": 4}, r"overlap \(4\) must be less than"),
+        ({"weigh": "bytes"}, "strategy.averaging.weigh must be one of samples"),
+        ({"mix": 1.0}, "strategy.averaging.mix"),
+        ({"most_s": 0}, "strategy.averaging.most_s"),
+    ],
+)
+def test_bad_settings_are_named(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LocalUpdates(**settings)
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"outer\.nesterov needs a momentum"):
+        OuterOptimizer(1.0, 0.0)

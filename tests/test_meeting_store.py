@@ -1,0 +1,44 @@
+"""Ranks that are started again in a store that has outlived the earlier ones."""
+
+import torch.distributed as dist
+
+from tests.pipelines import in_threads
+from xcloud.run.meeting_store import of_this_attempt
+
+
+def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:
+    return in_threads(
+        [lambda r=rank: of_this_attempt(store, r, num_ranks) for rank in range(num_ranks)]
+    )
+
+
+def test_every_attempt_has_a_part_of_its_own() -> None:
+    store = dist.HashStore()
+    for attempt in range(3):
+        first, second, third = meet(store, 3)
+        assert not first.check(["address"])
+        second.set("address", str(attempt))
+        assert third.get("address") == first.get("address") == str(attempt).encode()
+
+
+def test_a_rank_that_comes_first_does_not_take_the_word_of_a_dead_one() -> None:
+    """It finds the last attempt complete in the store, and waits for the next one."""
+    store = dist.HashStore()
+    meet(store, 2)
+    order: list[int] = []
+
+    def late() -> dist.Store:
+        while not store.check(["xcloud.attempt.1.1"]):
+            pass
+        order.append(0)
+        return of_this_attempt(store, 0, 2)
+
+    def early() -> dist.Store:
+        found = of_this_attempt(store, 1, 2)
+        order.append(1)
+        return found
+
+    early_store, late_store = in_threads([early, late])
+    assert order == [0, 1]
+    late_store.set("x", "y")
+    assert early_store.get("x") == b"y"

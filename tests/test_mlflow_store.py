@@ -1,0 +1,159 @@
+"""The record of a run in a real MLflow store."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.event_lines import append_event, append_step
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracking import MlflowTracker, TrackedRun
+from xcloud.report.mlflow_view import places_of, prepared_view
+
+REPOSITORY = Path(__file__).parent.parent
+SUMMARY = {
+    "commit": "1a2b3c4",
+    "num_steps": 3,
+    "quality": {"bleu": 41.92},
+    "profile": "demo",
+}
+
+
+def query(root: Path, text: str) -> list[tuple[Any, ...]]:
+    database = sqlite3.connect(root / "mlflow.db")
+    try:
+        return database.execute(text).fetchall()
+    finally:
+        database.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTracker]:
+    """A finished run in a store made for it, in a folder with a blank in its name."""
+    os.environ["MLFLOW_RUN_ID"] = "of another tool"
+    root = tmp_path_factory.mktemp("my runs") / "mlruns"
+    run_dir = tmp_path_factory.mktemp("run")
+    (run_dir / "samples.txt").write_text("hola -> hello")
+    tracker = MlflowTracker(root=str(root), flush_s=0.05)
+    tracker.start(
+        TrackedRun(
+            "fp16_svd@0.6",
+            {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
+            {"sweep": "s1"},
+            run_dir,
+            RunStatistics(1),
+            prepared_view(),
+        )
+    )
+    for number in range(1, 4):
+        append_step(run_dir, number, 1 / number)
+    scores = {"split": "dev", "step": 3, "values": {"bleu": 40.0}}
+    append_event(run_dir / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
+    tracker.artifact(run_dir / "samples.txt")
+    tracker.artifact(run_dir)
+    tracker.finish("finished", SUMMARY)
+    assert "MLflow lacks" not in places_of(tracker.recorded())
+    return root, tracker
+
+
+def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
+    recorded: tuple[Path, MlflowTracker],
+) -> None:
+    root, tracker = recorded
+    assert query(root, "SELECT run_uuid, name, status FROM runs") == [
+        (tracker.run_id, "fp16_svd@0.6", "FINISHED")
+    ]
+    params = dict(query(root, "SELECT key, value FROM params"))
+    assert params == {"compression.forward.rate": "0.6", "long": "x" * 6000}
+    tags = dict(query(root, "SELECT key, value FROM tags"))
+    assert tags["sweep"] == "s1" and tags["status"] == "finished"
+    assert tags["commit"] == "1a2b3c4" and tags["profile"] == "demo"
+    curve = query(root, "SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step")
+    assert curve == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert query(root, "SELECT step, value FROM metrics WHERE key = 'bleu'") == [(3, 41.92)]
+    assert query(root, "SELECT step, value FROM metrics WHERE key = 'dev/bleu'") == [(3, 40.0)]
+
+
+def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowTracker]) -> None:
+    root, tracker = recorded
+    folder = root / "artifacts" / str(tracker.run_id) / "artifacts"
+    assert (folder / "samples.txt").read_text() == "hola -> hello"
+    assert len(list(folder.glob("*/samples.txt"))) == 1  # the folder under its own name
+
+
+def test_table_is_told_the_run_and_the_command_to_see_it(
+    recorded: tuple[Path, MlflowTracker],
+) -> None:
+    root, tracker = recorded
+    page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+    assert places_of(tracker.recorded()) == {
+        "MLflow run": tracker.run_id,
+        "see it with": f"python -m xcloud ui --root {root}",
+        "compare at": f"{page}&viewStateShareKey=sweep-s1",
+    }
+
+
+def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert "MLFLOW_RUN_ID" not in os.environ
+
+
+def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowTracker]) -> None:
+    tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
+    assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
+
+
+def test_artifacts_are_found_again_after_the_project_has_moved(
+    recorded: tuple[Path, MlflowTracker], tmp_path: Path
+) -> None:
+    old, tracker = recorded
+    new = tmp_path / "moved"
+    new.mkdir()
+    (new / "mlflow.db").write_bytes((old / "mlflow.db").read_bytes())
+
+    Store(new).follow_move()
+    location = (new / "artifacts").as_uri()
+    assert query(new, "SELECT artifact_location FROM experiments WHERE name = 'xcloud'") == [
+        (location,)
+    ]
+    assert query(new, "SELECT artifact_uri FROM runs") == [
+        (f"{location}/{tracker.run_id}/artifacts",)
+    ]
+
+
+START_A_RUN = """
+import sys
+from pathlib import Path
+from tests.event_lines import append_event
+from xcloud.record.summary import RunStatistics
+from xcloud.record.tracking import MlflowTracker, TrackedRun
+
+root, number = sys.argv[1:]
+run_dir = Path(root).parent / number
+run_dir.mkdir()
+tracker = MlflowTracker(root=root, finish_timeout_s=120)
+run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1))
+tracker.start(run)
+append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
+tracker.finish("finished", {"num_steps": 1})
+assert tracker.run_id and not tracker.recorded().missing, tracker.recorded()
+"""
+
+
+@pytest.mark.slow
+def test_four_runs_may_create_the_store_at_the_same_time(tmp_path: Path) -> None:
+    root = tmp_path / "mlruns"
+    command = [sys.executable, "-c", START_A_RUN, str(root)]
+    runs = [subprocess.Popen([*command, str(number)], cwd=REPOSITORY) for number in range(4)]
+
+    assert [run.wait(200) for run in runs] == [0, 0, 0, 0]
+    assert query(root, "SELECT name, status FROM runs ORDER BY name") == [
+        (f"run {number}", "FINISHED") for number in range(4)
+    ]

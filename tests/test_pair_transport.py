@@ -1,0 +1,56 @@
+"""Links between two ranks of which one begins again, over real sockets in one process."""
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.link_end import InSettings, OutSettings
+from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.cluster.window import LinkWindow
+
+KEY = MessageKey(Kind.AVERAGING, 1)
+WINDOW = LinkWindow()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("over", ["a file", "a server"])
+def test_a_rank_that_begins_again_is_met_again(over: str, tmp_path: Path) -> None:
+    """Nobody waits for the other to make its end, and what the old link carried stays there."""
+    host, port = (None, 0) if over == "a file" else ("127.0.0.1", free_port())
+    hub = PairTransport(0, meeting_store(0, tmp_path, host, port))
+    first = PairTransport(1, meeting_store(1, tmp_path, host, port))
+    assert (first.beginning, first.is_newcomer) == (1, False)
+    assert not hub.begins_again([1])
+
+    def deliver(sender: PairTransport, value: float) -> float:
+        incoming = hub.incoming("up", 1, InSettings("rank 1", 4096, window=WINDOW))
+        threading.Event().wait(0.05)  # its thread now waits in the store, and nobody else does
+        asks = threading.Thread(target=hub.begins_again, args=([3],), daemon=True)
+        asks.start()
+        asks.join(10.0)
+        assert not asks.is_alive()
+        out = sender.out("up", 0, OutSettings("rank 0", 4096, window=WINDOW))
+        out.send(KEY, (torch.tensor([value]),))
+        return float(incoming.recv(KEY, 20.0)[0])
+
+    assert deliver(first, 1.0) == 1.0
+    again = PairTransport(1, meeting_store(1, tmp_path, host, port))
+    assert (again.beginning, again.is_newcomer) == (2, True)
+    assert hub.begins_again([1]) and not hub.begins_again([1])
+    assert not hub.begins_again([1, 2])  # of a cloud of two ranks both must be there
+    assert deliver(again, 2.0) == 2.0
+
+
+def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:
+    hub, other = (PairTransport(r, meeting_store(r, tmp_path, None, 0)) for r in (0, 1))
+    assert hub.run_number() == other.run_number() > 0
+    assert len(hub.machines()) == 1 and len(set(other.machines())) == 1

@@ -1,0 +1,226 @@
+"""Clipping with noise: exact against a loop over samples, and what it is said to guarantee."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.configs import build
+from tests.pipelines import D, ToyStage, in_threads, samples
+from tests.replicas import connected
+from tests.trainers import Rank, ranks, update
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.cast import Nothing
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError
+from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.averaging_guard import PrivateAverager
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.run.privacy_account import account
+from xcloud.security.privacy import (
+    CloudPrivacy,
+    Privacy,
+    SamplePrivacy,
+    gaussian_epsilon,
+    most_squared_uses,
+    sampled_epsilon,
+)
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Training
+
+LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
+LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")
+CLOUDS = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
+AVERAGED = Strategy("data_parallel", None, GradientAveraging(check_every=1))
+EVERYTHING = {"one rank": (LOCAL, Strategy()), "two ranks": (LANES, Strategy()),
+              "two clouds": (CLOUDS, AVERAGED)}  # fmt: skip
+BATCH = 8
+SINGLES = Training(9, batch_size=BATCH, accumulate_steps=4, optimizer=Optimizer(0.05, 1))
+
+
+def job(name: str, privacy: Privacy | None) -> list[Rank]:
+    layout, strategy = EVERYTHING[name]
+    return ranks(layout, SINGLES, strategy=strategy, privacy=privacy)
+
+
+def gradients(job: Sequence[Rank]) -> list[Tensor]:
+    """By stage, that of the first update, the same in every rank."""
+    update([rank.trainer for rank in job], 1)
+    found = [
+        torch.cat([p.grad.reshape(-1) for p in stage.parameters() if p.grad is not None])
+        for rank in job
+        for _, stage in sorted(rank.trainer.pipeline.stages.items())
+    ]
+    for other in range(2, len(found)):
+        assert torch.equal(found[other], found[other % 2])
+    return found[:2]
+
+
+def by_hand(clip: float) -> list[Tensor]:
+    """The update of `job` by a plain loop: each sample alone, each stage clipped by itself."""
+    stages = [ToyStage(0, 2), ToyStage(1, 2)]
+    sums = [torch.zeros(D * D + D) for _ in stages]
+    for sample in BatchPlan(40, BATCH, 1).ids(1):
+        batch = samples(sample.reshape(1))
+        for stage in stages:
+            stage.zero_grad()
+        loss = stages[1](stages[0](None, batch).send, batch).loss
+        assert loss is not None
+        loss.backward()
+        for total, stage in zip(sums, stages, strict=True):
+            own = torch.cat([p.grad.reshape(-1) for p in stage.parameters()])
+            total += own * min(1.0, clip / math.sqrt(2) / float(own.norm()))
+    return [total / BATCH for total in sums]
+
+
+def test_each_samples_gradient_is_clipped_as_a_loop_over_samples_does() -> None:
+    loose, tight = by_hand(1e9), by_hand(2.0)
+    assert all((a - b).abs().max() > 0.01 for a, b in zip(loose, tight, strict=True))
+    for name in EVERYTHING:
+        for clip, expected in ((1e9, loose), (2.0, tight)):
+            found = gradients(job(name, SamplePrivacy(clip, 0.0)))
+            for own, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_without_noise_and_bound_a_run_is_the_unprivate_one() -> None:
+    for name in EVERYTHING:
+        for privacy in (SamplePrivacy(1e9, 0.0), CloudPrivacy(1e9, 0.0)):
+            if name != "two clouds" and isinstance(privacy, CloudPrivacy):
+                continue
+            private, plain = job(name, privacy), job(name, None)
+            for step in range(1, 4):
+                for job_ in (private, plain):
+                    update([rank.trainer for rank in job_], step)
+            for one, other in zip(private, plain, strict=True):
+                for stage, module in one.trainer.pipeline.stages.items():
+                    pairs = zip(
+                        module.parameters(),
+                        other.trainer.pipeline.stages[stage].parameters(),
+                        strict=True,
+                    )
+                    for own, wanted in pairs:
+                        torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_one_rank_of_each_replica_adds_noise_of_the_promised_size() -> None:
+    clip, noise = 0.5, 4.0
+    for name, num_noises in (("one rank", 1), ("two ranks", 1), ("two clouds", 2)):
+        exact = torch.cat(gradients(job(name, SamplePrivacy(clip, 0.0))))
+        drawn = [
+            torch.cat(gradients(job(name, SamplePrivacy(clip, noise)))) - exact for _ in range(8)
+        ]
+        found = torch.stack(drawn)
+        expected = math.sqrt(num_noises) * noise * clip / BATCH
+
+        assert float(found.std()) == pytest.approx(expected, rel=0.1)  # of 1152 values
+        assert abs(float(found.mean())) < 0.15 * expected
+        assert abs(float(torch.corrcoef(found)[0, 1])) < 0.3  # not the same noise again
+
+
+def test_replicas_tell_no_losses_of_private_samples() -> None:
+    for privacy in (SamplePrivacy(1.0, 1.0), CloudPrivacy(1.0, 1.0)):
+        private, plain = job("two clouds", privacy), job("two clouds", None)
+        told = [update([rank.trainer for rank in job_], 1) for job_ in (private, plain)]
+        losses = [[report.loss for report in reports] for reports in told]
+
+        assert losses[0][1] is losses[1][1] is None
+        assert losses[0][0] != losses[1][0]
+        assert losses[0][0] == pytest.approx(losses[1][0], rel=0.5)  # from half of the samples
+
+
+def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent() -> None:
+    names = {"(loss)": torch.Size([1]), "a": torch.Size([3, 400]), "b": torch.Size([50])}
+    given = [torch.tensor([7.0]), torch.randn(3, 400), torch.randn(50)]
+    norm = float(torch.cat([g.reshape(-1) for g in given[1:]]).norm())
+    seen: dict[str, Tensor] = {}
+
+    def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
+        codec = TensorCodec(names, lambda name, shape: Nothing(), 1, False)
+        inner = AllToAll(links, codec)
+        if links.replica == 1:
+            inner.watch = lambda step, replica, found: seen.update(found)
+        averager = PrivateAverager(inner, list(names), privacy, 4, silent={"(loss)"})
+        averager.start(1, tensors)
+        averager.finish(1)
+
+    for clip, noise in ((1.0, 0.0), (1.0, 3.0), (1e9, 0.0)):
+        privacy = CloudPrivacy(clip, noise)
+        in_threads([lambda own=own, p=privacy: take(own, p, given) for own in connected(2)])
+        factor = min(1.0, clip / 2 / norm)  # the whole contribution has four such parts
+
+        assert float(seen["(loss)"]) == 0.0
+        left = torch.cat(
+            [(seen[n] - factor * g).reshape(-1) for n, g in zip("ab", given[1:], strict=True)]
+        )
+        assert float(left.std()) == pytest.approx(
+            noise * clip if noise else 0.0, rel=0.1, abs=1e-6
+        )
+
+    spoilt = [torch.tensor([math.nan]), *(torch.zeros_like(g) for g in given[1:])]
+    in_threads([lambda own=own: take(own, CloudPrivacy(1.0, 1.0), spoilt) for own in connected(2)])
+    assert math.isnan(float(seen["(loss)"]))  # others must see that the update failed
+
+
+def test_epsilon_is_that_of_the_literature_and_the_library() -> None:
+    # Balle and Wang, arXiv:1805.06530: sigma for epsilon = 1, delta = 1e-5 at sensitivity 1.
+    assert gaussian_epsilon(3.730631634, 1, 1e-5) == pytest.approx(1.0, abs=1e-4)
+    # n releases of noise s are one of noise s / sqrt(n).
+    assert gaussian_epsilon(6.0, 9, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1, 1e-5))
+    assert gaussian_epsilon(0.0, 1, 1e-5) == math.inf and gaussian_epsilon(1.0, 0, 1e-5) == 0.0
+    assert gaussian_epsilon(1000.0, 1, 0.1) == 0.0
+    assert 1000 < gaussian_epsilon(0.01, 1, 1e-5) < 10_000  # no overflow
+
+    opacus = pytest.importorskip("opacus.accountants")
+    assert sampled_epsilon(1.1, 0.01, 1000, 1e-5) == pytest.approx(1.5255, abs=1e-3)
+    accountant = opacus.RDPAccountant()
+    accountant.history = [(2.0, 1.0, 4)]
+    bound = accountant.get_epsilon(1e-5)  # a looser one of the same thing
+    assert 0.85 * bound < gaussian_epsilon(2.0, 4, 1e-5) < bound
+
+
+def test_the_account_is_of_the_sample_that_is_used_most() -> None:
+    assert most_squared_uses([torch.tensor([1, 2, 3]), torch.tensor([3, 3, 4])]) == 1 + 4
+    assert most_squared_uses([]) == 0
+
+    told = account(SamplePrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 5, 5)  # one epoch
+    assert told["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
+    assert told["sampling_rate"] == 0.2 and told["unit"] == "sample"
+    told = account(CloudPrivacy(1.0, 2.0), BatchPlan(40, 8, 1), 100, 5)
+    assert told["epsilon"] == gaussian_epsilon(2.0, 5, 1e-5)
+    assert told["epsilon_if_sampled"] is None
+
+
+def test_contributions_of_a_cloud_are_counted() -> None:
+    def count(steps: int, **settings: int) -> int:
+        return Strategy("x", None, LocalUpdates(**settings)).most_contributions(steps)
+
+    assert AVERAGED.most_contributions(7) == 7
+    assert count(100, every=25) == 4 and count(101, every=25) == 5
+    assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
+
+
+def test_privacy_that_would_not_hold_is_refused() -> None:
+    exp = ("+exp=lora_clm", "cluster/wan=free")
+    with pytest.raises(ConfigError, match="cuts the model between clouds"):
+        build(*exp, "security/privacy=sample")
+    with pytest.raises(ConfigError, match=r"training\.batch_size is 16 and there are 4 micro"):
+        build(*exp, "strategy=data_parallel", "security/privacy=sample")
+    late = ("strategy=local_updates", "strategy.averaging.late=skip")
+    with pytest.raises(ConfigError, match="no bound holds"):
+        build(*exp, *late, "security/privacy=cloud")
+    with pytest.raises(ConfigError, match="here is one replica"):
+        build(*exp, "security/privacy=cloud")
+    with pytest.raises(ConfigError, match=r"privacy\.clip"):
+        build(*exp, "security/privacy=sample", "security.privacy.clip=0")
+
+    singles = "training.batch_size=16 schedule.num_micro_batches=4 training.accumulate_steps=4"
+    made = build(*exp, "strategy=data_parallel", "security/privacy=sample", *singles.split())
+    assert "private by sample (clip 1, noise 1.1)" in made.headline

@@ -1,0 +1,138 @@
+"""Where stages may be dealt over the ranks of a cloud. That they train as whole ones is tested
+with processes, in test_causal_run.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.pipelines import CPU, D, ToyStage, samples
+from tests.test_conf import composed
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.transport import GlooCollectives
+from xcloud.errors import ConfigError
+from xcloud.job.config import job_from_config
+from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.sharding import Sharded, _blocks, check_in_step, is_sharded, shard, whole
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.trained_module import TrainedModule
+
+DEALT = ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"]
+
+
+@pytest.mark.parametrize("schedule", [GPipe, OneForwardOneBackward])
+@pytest.mark.parametrize("one_process", [False, True])
+def test_ranks_compute_in_step_where_micro_batches_are_dealt_evenly(
+    schedule: type, one_process: bool
+) -> None:
+    stages = [0, 1] if one_process else None
+    clouds = {"a": Cloud(2, stages)} if one_process else {"a": Cloud(2), "b": Cloud(1)}
+    layout = ClusterLayout(clouds)
+    turns = [{s: layout.turn(s, rank) for s in layout.placement(rank).stages} for rank in (0, 1)]
+    for even in (2, 4, 6):
+        check_in_step(schedule(even), 2, turns, "cloud")
+    for odd in (3, 5):
+        with pytest.raises(ConfigError, match=r"cloud\.shard: .* a multiple of 2"):
+            check_in_step(schedule(odd), 2, turns, "cloud")
+
+
+def test_blocks_are_gathered_one_by_one_and_their_own_lists_with_them() -> None:
+    block = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2)])})
+    stage = nn.Module()
+    stage.network = nn.Module()
+    stage.network.layers = nn.ModuleList([block, nn.Identity(), nn.Linear(2, 2)])
+    stage.head = nn.Linear(2, 2)
+    assert list(_blocks(stage)) == [block, stage.network.layers[2]]
+
+
+@pytest.fixture
+def alone() -> Iterator[RankGroup]:
+    """A real process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield RankGroup(0, (0,), GlooCollectives(dist.new_group([0])))
+    dist.destroy_process_group()
+
+
+def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
+    alone: RankGroup,
+) -> None:
+    """Several micro-batches forward before the first goes back, as GPipe has it."""
+    training = Optimizer(0.1, 1, weight_decay=0.1)
+    stages = [ToyStage(0, 2) for _ in range(3)]
+    for stage in stages:
+        stage.blocks = nn.ModuleList([nn.Linear(D, D, bias=False)])
+        stage.blocks[0].weight = nn.Parameter(torch.eye(D))
+        stage.layer = nn.Sequential(stage.layer, stage.blocks[0])
+    for stage in stages[1:]:
+        shard(stage, alone, CPU)
+    assert [is_sharded(stage) for stage in stages] == [False, True, True]
+    buffers = [FlatBuffer(stage.parameters()) for stage in stages]
+    optimizers = [training.build(buffer.parameters) for buffer in buffers]
+
+    def updated(number: int, step: int) -> float:
+        buffer, exchange = buffers[number], (Sharded if number else AllReduce)(alone)
+        buffer.zero()
+        batches = [samples(torch.arange(4) + 4 * i) for i in range(3)]
+        sent = [stages[number](None, batch).send["hidden"].square().sum() for batch in batches]
+        for loss in sent:
+            loss.backward()
+        total = exchange.before_update(step, buffer, sent[0].detach())
+        assert torch.equal(total, sent[0].detach()) and buffer.is_finite()
+        norm = buffer.squared_norm()
+        buffer.scale(0.5)
+        optimizers[number].step()
+        return norm
+
+    def values(number: int) -> list[torch.Tensor]:
+        return list(whole(stages[number].state_dict(), keep=True).values())
+
+    for step in (1, 2):
+        assert updated(0, step) == pytest.approx(updated(1, step))
+    assert all(torch.equal(a, b) for a, b in zip(values(0), values(1), strict=True))
+    assert whole(stages[1].state_dict(), keep=False) == {}
+    state = TrainedModule(stages[1], optimizers[1]).state_dict()
+    assert all(type(v) is torch.Tensor for v in state.values() if isinstance(v, torch.Tensor))
+    TrainedModule(stages[2], optimizers[2]).load_state_dict(state)
+    for number in (0, 2):
+        updated(number, 3)
+    assert all(torch.equal(a, b) for a, b in zip(values(0), values(2), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:
+    buffer = FlatBuffer([nn.Parameter(torch.ones(3))])
+
+    class OfTwo(GlooCollectives):
+        def sum(self, values: torch.Tensor) -> None:
+            values += torch.tensor([1.0, others], dtype=torch.float64)
+
+    assert isinstance(alone.group, GlooCollectives)
+    group = RankGroup(0, (0, 1), OfTwo(alone.group._group))
+    for others in (16.0, math.nan, math.inf):
+        buffer.parameters[0].grad.fill_(1.0)
+        assert float(Sharded(group).before_update(1, buffer, torch.tensor(2.0))) == 3.0
+        assert buffer.is_finite() is math.isfinite(others)
+        assert buffer.squared_norm() == pytest.approx(19.0) or not math.isfinite(others)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.clouds.cloud_a.num_ranks=1"], "stage 0 is held by one rank"),
+        (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
+        (["strategy=data_parallel"], "data_parallel exchanges whole ones"),
+        (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
+        (["security/privacy=sample"], "bounds gradients of whole stages"),
+        (["cluster.clouds.cloud_a.shard=2"], r"cloud\.shard must be one of"),
+    ],
+)
+def test_a_stage_that_cannot_be_dealt_is_refused(overrides: list[str], said: str) -> None:
+    job_from_config(composed(*DEALT))
+    with pytest.raises(ConfigError, match=said):
+        job_from_config(composed(*DEALT, *overrides))

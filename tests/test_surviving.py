@@ -1,0 +1,79 @@
+"""Whole runs of real processes that are interrupted and go on: the same weights in the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.runs import losses, no_workers, start, wait_for, weights
+from tests.toy import toy_config
+from xcloud.record.checkpoints import CheckpointFolder
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+
+
+def config() -> dict[str, object]:
+    made = toy_config(
+        "two_clouds",
+        ["training.max_steps=60", "training.checkpoint.every_steps=5", "compression=delta_int4"],
+    )
+    made["model"] |= {"step_s": 0.01}  # type: ignore[operator]
+    return made
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    words = ["pgrep", "-f", f"xcloud worker {run_dir} --rank {rank}"]
+    return int(subprocess.run(words, capture_output=True, text=True).stdout.split()[0])
+
+
+def command(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "run.py", *words], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_a_run_whose_rank_and_then_launcher_is_killed_ends_as_if_they_had_not_been(
+    tmp_path: Path,
+) -> None:
+    """The launcher starts the ranks again; after its own end the run is gone on with by hand."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    start(whole, config())
+    run_dir.mkdir()
+    (run_dir / "experiment.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config())))
+    (run_dir / "events.jsonl").touch()  # of an attempt that told nothing
+    folder = CheckpointFolder(run_dir)
+
+    def agreed(step: int) -> bool:
+        return any(found >= step for found in folder.agreed_steps())
+
+    first = command(f"resume={run_dir}")
+    wait_for(lambda: agreed(5))
+    os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+    wait_for(lambda: agreed(20))
+    first.kill()
+    said, _ = first.communicate()
+    assert "restart 1 of at most 3" in said
+    wait_for(lambda: no_workers(run_dir), 60)
+    assert (run_dir / "rendezvous").exists()  # nobody was left to remove it
+
+    second = command(f"resume={run_dir}")
+    said, _ = second.communicate(timeout=180)
+    assert second.returncode == 0, said
+    ours, theirs = weights(run_dir), weights(whole)
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert losses(run_dir) == losses(whole)
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_resumes"] == 3 and summary["num_steps"] == 60  # first from step 0
+    assert 0 < summary["goodput"] < 1
+    assert folder.agreed_steps() == [60]

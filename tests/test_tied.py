@@ -1,0 +1,164 @@
+"""A matrix tied over the first and the last stage is trained as one, wherever the stages are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.causal_models import batch_of, build, loss_of, saved, where, words
+from tests.pipelines import D, ToyStage
+from tests.test_conf import composed
+from tests.trainers import Rank, ranks, update
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.chain import Chain
+from xcloud.comm.phases import Compression
+from xcloud.comm.sparsify import TopK
+from xcloud.contracts.stage import Batch, Message, StageOutput
+from xcloud.errors import ConfigError
+from xcloud.job.config import job_from_config
+from xcloud.models.causal import CausalLM
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Training
+
+LAYOUTS = {
+    "one rank": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
+    "three clouds": ClusterLayout({"a": Cloud(), "b": Cloud(), "c": Cloud()}),
+    "lanes": ClusterLayout({"a": Cloud(2), "b": Cloud(), "c": Cloud(2)}),
+    "both ends in one cloud": ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}),
+}
+CLIPPED = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1, clip_norm=0.5))
+
+
+class TiedToy(ToyStage):
+    """The same matrix stands before the first stage and behind the last."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages)
+        draw = torch.Generator().manual_seed(9)
+        self.words = None
+        if self.is_first or self.is_last:
+            self.words = nn.Parameter(torch.randn(D, D, generator=draw) / 3)
+
+    def tied(self) -> nn.Parameter | None:
+        return self.words
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        if self.is_first:
+            assert self.words is not None
+            batch = {**batch, "x": batch["x"] @ self.words}
+        if self.is_last:
+            assert self.words is not None and received is not None
+            received = {**received, "hidden": received["hidden"] @ self.words.T}
+        return super().forward(received, batch)
+
+
+def ends(job: list[Rank]) -> list[torch.Tensor]:
+    modules = [module for rank in job for module in rank.trainer.pipeline.stages.values()]
+    return [tied.detach() for module in modules if (tied := module.tied()) is not None]
+
+
+def trained(layout: ClusterLayout, compression: Compression | None = None) -> list[Rank]:
+    job = ranks(layout, CLIPPED, compression, toy=TiedToy)
+    for step in range(1, 4):
+        update([rank.trainer for rank in job], step)
+    return job
+
+
+def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None:
+    """The norm that gradients are clipped to counts the matrix once."""
+    whole = ranks(LAYOUTS["one rank"], CLIPPED, toy=TiedToy)[0].trainer
+    stages = whole.pipeline.stages
+    stages[2].words = stages[0].words  # one parameter, as in an uncut model
+    parameters = {id(p): p for s in stages.values() for p in s.parameters()}.values()
+    optimizer = CLIPPED.optimizer.build(parameters)
+    norms = []
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        ids = whole.plan.ids(step)
+        batch, message = whole.fetch(ids), None
+        for number in range(3):
+            output = stages[number](message, batch)
+            message = output.send
+        (output.loss / len(ids)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = CLIPPED.optimizer.learning_rate_at(step, 9)
+        optimizer.step()
+
+    found = {}
+    for name, layout in LAYOUTS.items():
+        job = ranks(layout, CLIPPED, toy=TiedToy)
+        reports = [update([rank.trainer for rank in job], step)[0] for step in range(1, 4)]
+        assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-5), name
+        found[name] = ends(job)
+        assert all(torch.equal(end, found[name][0]) for end in found[name]), name
+        torch.testing.assert_close(found[name][0], stages[0].words.detach(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found["three clouds"][0], found["one rank"][0])
+
+
+def test_a_lossy_compressor_leaves_both_ends_equal_and_its_bytes_are_counted() -> None:
+    lossy = Compression(Chain(), Chain(), averaging=TopK(0.1))
+    for name in ("three clouds", "lanes"):
+        job = trained(LAYOUTS[name], lossy)
+        found = ends(job)
+        assert all(torch.equal(end, found[0]) for end in found), name
+        assert not torch.equal(found[0], ends(trained(LAYOUTS[name]))[0])
+        links = [rank.wiring.tied for rank in job if rank.wiring.tied is not None]
+        assert [link.raw_bytes for link in links] == [3 * 4 * D * D] * 2
+
+
+def test_a_gradient_that_is_not_finite_at_one_end_is_skipped_at_both() -> None:
+    skip = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1), on_divergence="skip")
+    for bad in (0, 2):
+        job = ranks(LAYOUTS["three clouds"], skip, toy=TiedToy)
+        before = [end.clone() for end in ends(job)]
+        (hooked,) = (
+            r.trainer.pipeline.stages[bad] for r in job if bad in r.trainer.pipeline.stages
+        )
+        handle = hooked.tied().register_hook(lambda gradient: gradient * math.nan)
+        reports = update([rank.trainer for rank in job], 1)
+        assert all(report.skipped for report in reports)
+        assert all(torch.equal(a, b) for a, b in zip(ends(job), before, strict=True))
+        handle.remove()
+        update([rank.trainer for rank in job], 2)
+        first, second = ends(job)
+        assert torch.equal(first, second) and not torch.equal(first, before[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
+def test_a_causal_model_ties_its_embeddings_and_its_head(tmp_path: Path, kind: str) -> None:
+    network = saved(kind, tmp_path, tie_word_embeddings=True)
+    model = CausalLM(checkpoint=str(tmp_path), embeddings="tie")
+    assert model.ties_ends(2) and not model.ties_ends(1)
+    stages = build(model, 3, where(tmp_path))
+    held = [stage.tied() for stage in stages]
+    assert held[0] is not None and held[1] is None and held[2] is not None
+    assert torch.equal(held[0], held[2]) and held[0] is not held[2]
+    assert build(model, 1, where(tmp_path))[0].tied() is None
+
+    line = words(9, 1)
+    loss_of([stage.train() for stage in stages], batch_of([line])).backward()
+    ids = torch.tensor([line])
+    (network(ids, labels=ids).loss * (len(line) - 1)).backward()
+    expected = network.get_input_embeddings().weight.grad
+    torch.testing.assert_close(held[0].grad + held[2].grad, expected, rtol=1e-3, atol=1e-4)
+    saved(kind, tmp_path / "two", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"embeddings=tie.*two matrices already"):
+        CausalLM(checkpoint=str(tmp_path / "two"), embeddings="tie").border(0, 2, 16)
+
+
+def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
+    tied = ["+exp=lora_clm", "model.lora=null", "model.embeddings=tie", "model.own.tied=true"]
+    job_from_config(composed(*tied))
+    job_from_config(composed(*tied, "cluster=u_shape", "security=owner_keeps_text_and_labels"))
+    with pytest.raises(ConfigError, match=r"needs both ends in every update, and local_updates"):
+        job_from_config(composed(*tied, "strategy=local_updates"))
+    with pytest.raises(ConfigError, match=r"security\.privacy noises them apart"):
+        job_from_config(composed(*tied, "security/privacy=sample"))
+    for holders in ("{text: [cloud_a]}", "{label: [cloud_b]}"):
+        with pytest.raises(ConfigError, match="gradients that tell which words"):
+            job_from_config(composed(*tied, f"+security.holders={holders}"))

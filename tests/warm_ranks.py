@@ -1,0 +1,178 @@
+"""Ranks without the two seconds of CPU that importing torch takes in each, more than a toy run.
+
+The tests' process starts one server (`python -m tests.warm_ranks FD`), which has imported what a
+rank imports, forks for each rank and runs the rank's command in the child. Environment, log,
+signals, exit codes and the end with the parent are as launch.py makes them. Linux only; what
+starts from a command line (run.py, torchrun) starts cold, and shows the real start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parent.parent
+IMPORTED_BY_RANKS = (
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
+    "xcloud.run.worker",
+    "tests.toy",
+)
+
+
+class WarmRank:
+    """What launch.py uses of a Popen."""
+
+    def __init__(self, server: Server, pid: int, log: Path) -> None:
+        self.server, self.pid, self.log = server, pid, log
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.server.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # its number is not given to another process before that
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """The server's side is `serve`. One request at a time, whichever thread asks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ranks: list[WarmRank] = []
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_ranks", str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.lines = self.socket.makefile("rw", encoding="utf-8")
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        with self.lock:
+            self.lines.write(json.dumps(request) + "\n")
+            self.lines.flush()
+            return json.loads(self.lines.readline())
+
+    def start(self, command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
+        """In place of launch.start_process."""
+        where = {"cwd": os.getcwd(), "log": str(log.resolve())}
+        pid: int = self.ask({"command": command, "environment": environment, **where})
+        self.ranks.append(WarmRank(self, pid, log.resolve()))
+        return self.ranks[-1]
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+        self.process.wait()
+
+
+_server: Server | None = None
+
+
+def start(command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
+    global _server
+    _server = _server or Server()
+    return _server.start(command, environment, log)
+
+
+def import_first(*names: str) -> None:
+    """For runs whose ranks import more than most."""
+    global _server
+    _server = _server or Server()
+    _server.ask({"import": names})
+
+
+def close() -> None:
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def alive(run_dir: Path) -> bool:
+    """Whether a rank of this run was started here and has not ended."""
+    started = _server.ranks if _server is not None else []
+    return any(run_dir.resolve() in rank.log.parents and rank.poll() is None for rank in started)
+
+
+def serve(connection: socket.socket) -> None:
+    for name in IMPORTED_BY_RANKS:
+        importlib.import_module(name)
+    lines = connection.makefile("rw", encoding="utf-8")
+    while line := lines.readline():
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif "import" in request:
+            answer = [importlib.import_module(name).__name__ for name in request["import"]]
+        else:
+            answer = os.fork()
+            if not answer:
+                os.close(connection.fileno())
+                become_rank(**request)
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+
+
+def become_rank(command: list[str], environment: dict[str, str], cwd: str, log: str) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(cwd)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        for there, here in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
+            os.dup2(there, here)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        assert command[1:3] == ["-m", "xcloud"], command
+        words = command[3:]
+        if "--parent" in words:
+            words[words.index("--parent") + 1] = str(os.getppid())
+        importlib.import_module("xcloud.__main__").main(words)
+    except SystemExit as ended:
+        print(ended, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the tests' process
+    with socket.socket(fileno=int(sys.argv[1])) as its_end:
+        serve(its_end)

@@ -1,0 +1,158 @@
+"""A transport whose ranks may end and begin again: a process group of two for each direction of
+each link, and one for the ranks of a cloud. No group joins more than one cloud but those of two.
+
+Ranks meet in a store. Each counts how often it has begun; the count is part of the names of its
+groups, so that a rank that begins again never meets what its predecessor left (torchft does so).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.cluster.machine import machine_id
+from xcloud.cluster.transport import Collectives
+from xcloud.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_FOREVER = timedelta(days=30)
+
+
+def meeting_store(rank: int, run_dir: Path, host: str | None, port: int) -> Store:
+    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port."""
+    store: Store
+    if host is None:
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
+    else:
+        store = TCPStore(host, port, None, rank == 0, _FOREVER, wait_for_workers=False)
+    store.set_timeout(_FOREVER)
+    return store
+
+
+_Group = Any
+"""A ProcessGroupGloo, of whose methods torch's annotations know few."""
+
+
+class Pair:
+    """The process group of one direction between two ranks. It is joined at its first use, in the
+    thread of the link's end, and waits there for the other side."""
+
+    def __init__(self, store: Store, name: str, place: int) -> None:
+        self._store, self._name, self._place = store, name, place
+        self._group: _Group = None
+
+    def isend(self, frame: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._joined().send([frame], 1 - self._place, tag)
+        return work
+
+    def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
+        work: dist.Work = self._joined().recv([buffer], 1 - self._place, tag)
+        return work
+
+    def _joined(self) -> _Group:
+        if self._group is None:
+            # A client of its own: whoever waits in a store keeps others of that client waiting.
+            own: Any = self._store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(_FOREVER)
+            store = PrefixStore(self._name, own)
+            self._group = dist.ProcessGroupGloo(store, self._place, 2, _FOREVER)
+        return self._group
+
+
+class PairTransport:
+    """beginning: 1, or how often this rank has begun."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        self.rank, self.store = rank, store
+        self.beginning = int(store.add(f"beginnings.{rank}", 1))
+        self._known: dict[int, int] = {}  # beginnings of peers with which links were made
+        self._num_groups = 0
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank begins again in a job that goes on."""
+        return self.beginning > 1
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        newest = {peer: int(self.store.add(f"beginnings.{peer}", 0)) for peer in ranks}
+        if any(count <= self._known.get(peer, 1) for peer, count in newest.items()):
+            return False
+        self._known |= newest
+        return True
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """Groups are made with the ends."""
+
+    def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
+        return GlooOutLink(self._pair(line, self.rank, peer), peer, settings)
+
+    def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:
+        return GlooInLink(self._pair(line, peer, self.rank), peer, settings)
+
+    def group(self, ranks: Sequence[int]) -> Collectives | None:
+        """Of ranks that end and begin together."""
+        self._num_groups += 1
+        if len(ranks) == 1 or self.rank not in ranks:
+            return None
+        name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {self.beginning}"
+        store = PrefixStore(name, self.store)
+        place = list(ranks).index(self.rank)
+        return CloudCollectives(
+            dist.ProcessGroupGloo(store, place, len(ranks), _FOREVER), tuple(ranks)
+        )
+
+    def run_number(self) -> int:
+        if self.rank == 0:
+            self.store.set("run number", str(time.time_ns()))
+        return int(self.store.get("run number"))
+
+    def machines(self) -> list[int]:
+        """Of rank 0 and this one: links between others there are none."""
+        self.store.set(f"machine.{self.rank}", str(machine_id()))
+        return [int(self.store.get("machine.0")), machine_id()] if self.rank else [machine_id()]
+
+    def _pair(self, line: str, sender: int, receiver: int) -> Pair:
+        counts = [
+            self.beginning if rank == self.rank else self._known.get(rank, 1)
+            for rank in (sender, receiver)
+        ]
+        name = f"{line} {sender}.{counts[0]}-{receiver}.{counts[1]}"
+        return Pair(self.store, name, int(self.rank == receiver))
+
+
+class CloudCollectives:
+    def __init__(self, group: _Group, ranks: tuple[int, ...]) -> None:
+        self._group, self._ranks = group, ranks
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self._group.allreduce([values]).wait()
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._group.broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        found = [torch.zeros_like(values) for _ in self._ranks]
+        self._group.allgather([found], [values]).wait()
+        return found
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise ConfigError(
+            "clouds that may begin again deal no tensors over ranks; leave shard out"
+        )

@@ -1,0 +1,328 @@
+"""One value of each tensor for all replicas, over the links between clouds. Which tensors, when,
+and what is done with the result is for those who call it.
+
+Shapes: R replicas.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
+from xcloud.cluster.link import Parts
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.memory import State, Stateful, load_states, split_state, states_of
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import FrameError, LinkClosed, LinkTimeout
+from xcloud.parallel.mailbox import Mailbox
+from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
+from xcloud.parallel.pieces import dealt, joined
+from xcloud.parallel.replica_links import ReplicaLinks
+
+MakeCodec = Callable[[Mapping[str, torch.Size]], TensorCodec]
+
+Watch = Callable[[int, int, Mapping[str, Tensor]], None]
+"""Told of a contribution of another replica: step, replica, its decoded tensors by name."""
+_WEIGHT = TensorSpec((1,), torch.float64)
+_HANDED_BACK = 1 << 16
+"""Added to the channel in the key of what an aggregator sends back."""
+
+
+class Averager(Stateful, Protocol):
+    """Brings the tensors of all replicas together; every replica makes the same calls.
+
+    Several steps may be under way at once. Its state holds what is under way too, and a restored
+    averager sends it again.
+    """
+
+    @property
+    def max_bytes(self) -> int:
+        """Of its largest frame."""
+
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
+
+    def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
+        """The replicas whose contributions to `step` are here, this one's included, when all have
+        come or `wait_s` seconds have passed."""
+
+    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
+        """Receive and merge what was started as `step`: the same bits in every replica.
+
+        replicas: whose contributions count, ascending, the same in all; None for all. What a
+        replica that is left out had to tell is part of its next message, if it has feedback.
+        Raises LinkTimeout or LinkClosed for one that is late or gone; may be called again.
+        """
+
+
+@dataclass
+class _UnderWay:
+    """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
+    sent: what `own` and all messages can be made of again, by the name of the codec or "own".
+    results: of aggregators."""
+
+    weight: float
+    own: list[Tensor]
+    sent: dict[str, Parts]
+    received: dict[int, Contribution] = field(default_factory=dict)
+    results: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+class _Averager(ABC):
+    """What both kinds share: contributions to steps under way, sent, received and restored.
+
+    watch: if set, told of each contribution that comes.
+    """
+
+    watch: Watch | None = None
+
+    def __init__(
+        self,
+        links: ReplicaLinks | Mailbox,
+        codecs: Mapping[str, TensorCodec],
+        merge: Merge,
+        channel: int,
+    ) -> None:
+        self._mail, self._codecs, self._merge = Mailbox.of(links), dict(codecs), merge
+        self._channel = channel
+        check_merge(merge, self._mail.num_replicas)
+        for codec in codecs.values():
+            codec.of_replica(self._mail.replica)
+        self._steps: dict[int, _UnderWay] = {}
+
+    @property
+    def max_bytes(self) -> int:
+        return max(frame_bytes(_specs(codec)) for codec in self._codecs.values())
+
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        assert step not in self._steps, f"step {step} is under way"
+        self._steps[step] = self._encoded(tensors, weight)
+        self._send(step)
+
+    def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
+        until_s = time.monotonic() + wait_s
+        found = [self._mail.replica]
+        for replica in self._mail.others:
+            try:
+                self._contribution(replica, step, max(0.0, until_s - time.monotonic()))
+            except (LinkTimeout, LinkClosed):
+                continue
+            found.append(replica)
+        return tuple(sorted(found))
+
+    def state_dict(self) -> State:
+        state = states_of(self._codecs)
+        for step, under_way in self._steps.items():
+            weight = torch.tensor([under_way.weight], dtype=torch.float64)
+            sent = {"weight": (weight,), **under_way.sent}
+            state |= {
+                f"under_way.{step}.{name}.{i}": part
+                for name, parts in sent.items()
+                for i, part in enumerate(parts)
+            }
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Restores, and sends again what was under way."""
+        under_way = {n: value for n, value in state.items() if n.startswith("under_way.")}
+        load_states(self._codecs, state, "an averager", own=under_way)
+        self._steps = {}
+        steps = split_state(under_way, ("under_way",), "an averager")["under_way"]
+        numbers = sorted({name.partition(".")[0] for name in steps}, key=int)
+        for number, parts in split_state(steps, numbers, "messages under way").items():
+            names = dict.fromkeys(name.partition(".")[0] for name in parts)
+            sent = {
+                name: tuple(torch.as_tensor(own[str(i)]) for i in range(len(own)))
+                for name, own in split_state(parts, names, "a message under way").items()
+            }
+            (weight,) = sent.pop("weight")
+            self._steps[int(number)] = _UnderWay(float(weight), self._own_of(sent), sent)
+            self._send(int(number))
+
+    @abstractmethod
+    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...
+
+    @abstractmethod
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _codec_to(self, replica: int) -> str:
+        """The name of the codec of contributions to this replica."""
+
+    def _send(self, step: int) -> None:
+        under_way = self._steps[step]
+        answer = self._codecs[self._codec_to(self._mail.replica)]
+        for replica in self._mail.others:
+            name = self._codec_to(replica)
+            self._tell(
+                replica, self._key(step), self._codecs[name], under_way.sent[name],
+                under_way.weight, answer,
+            )  # fmt: skip
+
+    def _tell(
+        self,
+        replica: int,
+        key: MessageKey,
+        codec: TensorCodec,
+        parts: Parts,
+        weight: float,
+        answer: TensorCodec,
+    ) -> None:
+        message = (torch.tensor([weight], dtype=torch.float64), *parts)
+        carries = ("weight of this replica", *codec.carries)
+        self._mail.send(replica, key, message, carries, codec.raw_bytes, _specs(answer))
+
+    def _hear(
+        self, replica: int, key: MessageKey, codec: TensorCodec, wait_s: float | None
+    ) -> Contribution:
+        weight, *parts = self._mail.recv(replica, key, wait_s)
+        if not 0 <= float(weight) < math.inf:
+            raise FrameError(f"replica {replica} sent a weight of {float(weight)}")
+        return Contribution(codec.decode(tuple(parts)), float(weight))
+
+    def _contribution(self, replica: int, step: int, wait_s: float | None = None) -> Contribution:
+        under_way = self._steps[step]
+        if replica == self._mail.replica:
+            return Contribution(under_way.own, under_way.weight)
+        if replica not in under_way.received:
+            codec = self._codecs[self._codec_to(self._mail.replica)]
+            found = self._hear(replica, self._key(step), codec, wait_s)
+            under_way.received[replica] = found
+            if self.watch is not None:
+                self.watch(step, replica, dict(zip(codec.names, found.tensors, strict=True)))
+        return under_way.received[replica]
+
+    def _merged(self, step: int, replicas: Sequence[int] | None) -> list[Tensor]:
+        chosen = range(self._mail.num_replicas) if replicas is None else replicas
+        return self._merge([self._contribution(replica, step) for replica in chosen])
+
+    def _key(self, step: int, more: int = 0) -> MessageKey:
+        return MessageKey(Kind.AVERAGING, step, self._channel + more)
+
+
+class AllToAll(_Averager):
+    """Every replica sends its message to every other: R - 1 messages each way, one latency.
+
+    A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
+    channel: tells averagers apart that use the same links (fragments of a model), below 2^16.
+    """
+
+    def __init__(
+        self,
+        links: ReplicaLinks | Mailbox,
+        codec: TensorCodec,
+        merge: Merge = weighted_sum,
+        channel: int = 0,
+    ) -> None:
+        super().__init__(links, {"all": codec}, merge, channel)
+
+    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
+        merged = self._merged(step, replicas)
+        under_way = self._steps.pop(step)
+        for replica in self._mail.others:
+            if replica not in under_way.received:
+                self._mail.drop(replica, self._key(step))
+        if replicas is not None and self._mail.replica not in replicas:
+            self._codecs["all"].take_back(under_way.own)
+        return merged
+
+    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
+        parts, seen = self._codecs["all"].encode(tensors)
+        return _UnderWay(weight, seen, {"all": parts})
+
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return self._codecs["all"].decode(sent["all"])
+
+    def _codec_to(self, replica: int) -> str:
+        return "all"
+
+
+class Aggregators(_Averager):
+    """Each replica merges a part of about equal size: it gathers the others' contributions, merges
+    them with its own, which crossed no link, and hands back the result, encoded again.
+
+    2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
+    on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
+    an aggregator of what it handed back. All replicas use what was handed back.
+    Large tensors are cut between rows. A robust merge sees the part, not the whole. Every replica
+    is needed in every merge: an average without its aggregator would have a hole.
+
+    new_codec: of these tensors, the same in all replicas.
+    """
+
+    def __init__(
+        self,
+        links: ReplicaLinks | Mailbox,
+        shapes: Mapping[str, torch.Size],
+        new_codec: MakeCodec,
+        merge: Merge = weighted_sum,
+        channel: int = 0,
+    ) -> None:
+        self._shapes = list(shapes.values())
+        self._parts = dealt(shapes, links.num_replicas)
+        by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
+        codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
+        codecs["handed_back"] = new_codec(by_name[links.replica])
+        super().__init__(links, codecs, merge, channel)
+
+    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
+        everybody = list(range(self._mail.num_replicas))
+        if replicas is not None and list(replicas) != everybody:
+            raise ValueError(
+                f"aggregators need all replicas in every merge, got {list(replicas)} of "
+                f"{len(everybody)}; merges without some need all-to-all averaging"
+            )
+        key, results = self._key(step, _HANDED_BACK), self._steps[step].results
+        if self._mail.replica not in results:
+            codec = self._codecs["handed_back"]
+            parts, results[self._mail.replica] = codec.encode(self._merged(step, None))
+            for replica in self._mail.others:
+                self._tell(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
+        for replica in self._mail.others:
+            if replica not in results:
+                codec = self._codecs[str(replica)]
+                results[replica] = self._hear(replica, key, codec, None).tensors
+        del self._steps[step]
+        found = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
+        return joined(found, self._shapes)
+
+    def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
+        sent: dict[str, Parts] = {}
+        for replica, part in enumerate(self._parts):
+            pieces = tuple(piece.of(tensors) for piece in part)
+            if replica == self._mail.replica:
+                sent["own"] = tuple(piece.detach().clone() for piece in pieces)
+            else:
+                sent[str(replica)], _ = self._codecs[str(replica)].encode(pieces)
+        return _UnderWay(weight, self._own_of(sent), sent)
+
+    def _own_of(self, sent: dict[str, Parts]) -> list[Tensor]:
+        return list(sent["own"])
+
+    def _codec_to(self, replica: int) -> str:
+        return str(replica)
+
+
+def averager_for(
+    links: ReplicaLinks | Mailbox,
+    shapes: Mapping[str, torch.Size],
+    new_codec: MakeCodec,
+    merge: Merge = weighted_sum,
+    channel: int = 0,
+) -> AllToAll | Aggregators:
+    """The one that sends least: all to all between two replicas, aggregators among more."""
+    if links.num_replicas == 2:
+        return AllToAll(links, new_codec(shapes), merge, channel)
+    return Aggregators(links, shapes, new_codec, merge, channel)
+
+
+def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:
+    return (_WEIGHT, *codec.wire_specs)

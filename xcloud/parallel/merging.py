@@ -1,0 +1,185 @@
+"""How the contributions of replicas become one. Pure tensor code: no links, no compression.
+
+Every step is one multiplication or one addition for each value, in a fixed order, so the result
+has the same bits in every replica, on any processor.
+
+`Median`, `TrimmedMean` and `NormBound` bear bad replicas. They cost no bytes. What they cost is
+accuracy where all are honest: variance, against the mean of R equally noisy contributions, and
+bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
+of weight zero counts for none.
+A contribution with a value that is not finite is left out by them (`Robust.bad` tells which); if
+these are no minority, the result is NaN. Sum and mean hide nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xcloud.checks import check_number
+from xcloud.errors import ConfigError
+
+
+class Contribution(NamedTuple):
+    """What one replica adds: tensors in a fixed order, and how much they count."""
+
+    tensors: list[Tensor]
+    weight: float
+
+
+Merge = Callable[[Sequence[Contribution]], list[Tensor]]
+"""Contributions in the order of their replicas → tensors of their own storage."""
+
+
+def weighted_sum(contributions: Sequence[Contribution]) -> list[Tensor]:
+    """sum_r w_r x_r. A value that is not finite makes the sum so."""
+    return _sum(contributions, [c.weight for c in contributions])
+
+
+def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
+    """sum_r w_r x_r / sum_r w_r; NaN if all weights are zero."""
+    weights = [c.weight for c in contributions]
+    total = sum(weights) or math.nan
+    return _sum(contributions, [weight / total for weight in weights])
+
+
+class Robust(ABC):
+    """A mean that a minority of bad replicas cannot move far."""
+
+    needs = 3
+    """Fewest replicas of which one may be bad."""
+
+    def __call__(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+        bad = self.bad(contributions)
+        counted = [c for i, c in enumerate(contributions) if c.weight and i not in bad]
+        if len(counted) <= len(bad):
+            return [torch.full_like(tensor, math.nan) for tensor in contributions[0].tensors]
+        return self._merge(counted)
+
+    @staticmethod
+    def bad(contributions: Sequence[Contribution]) -> list[int]:
+        """Those with a value that is not finite."""
+        return [i for i, c in enumerate(contributions) if not math.isfinite(_norm(c.tensors))]
+
+    @abstractmethod
+    def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Median(Robust):
+    """The median of each value; of an even number of replicas the mean of the middle two.
+
+    Source: Yin et al., arXiv:1803.01498. Bears any minority. Variance on Gaussian noise: 1.35
+    times that of the mean for 3 replicas, 1.43 for 5, 1.57 for many. A value that only a few
+    replicas change, such as the embedding of a word that one of them reads, does not move.
+    """
+
+    def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+        return _middle(contributions, (len(contributions) - 1) // 2)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Robust):
+    """The mean of each value without the floor(share * R) smallest and as many of the largest, at
+    least one of either.
+
+    Source: Yin et al., arXiv:1803.01498. Bears that many bad ones. Variance on Gaussian noise,
+    one of either left out: 1.35 times that of the mean for 3 replicas (it is the median), 1.14
+    for 5. Biased as the median is, but less.
+    """
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_number("TrimmedMean.share", self.share, 0, 0.5)
+
+    def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+        num = len(contributions)
+        return _middle(contributions, min((num - 1) // 2, max(1, math.floor(self.share * num))))
+
+
+@dataclass(frozen=True)
+class NormBound(Robust):
+    """The weighted mean of contributions scaled down to at most `factor` times their median norm.
+
+    Source: Sun et al., arXiv:1911.07963. Bears a minority in size, not in direction: a bad replica
+    of weight w moves the result by up to factor * w / sum(w) median norms in every merge. No
+    variance and no bias as long as honest norms lie within the bound. The norm is of all tensors
+    that are merged together: of one part, where replicas aggregate parts.
+    """
+
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_number("NormBound.factor", self.factor, 1)
+
+    def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+        norms = [_norm(c.tensors) for c in contributions]
+        ordered = sorted(norms)
+        bound = self.factor * (ordered[(len(norms) - 1) // 2] + ordered[len(norms) // 2]) / 2
+        total = sum(c.weight for c in contributions)
+        return _sum(
+            contributions,
+            [
+                c.weight / total * _rounded(min(1.0, bound / norm) if norm else 1.0)
+                for c, norm in zip(contributions, norms, strict=True)
+            ],
+        )
+
+
+def check_robust(merge: object) -> None:
+    """Raise ConfigError for a setting that is no Robust and not None."""
+    if merge is not None and not isinstance(merge, Robust):
+        raise ConfigError(
+            f"strategy.averaging.merge must be null, Median, TrimmedMean or NormBound of "
+            f"{__name__}, got {merge!r}; choose one with +strategy/averaging/merge=median"
+        )
+
+
+def check_merge(merge: Merge, num_replicas: int) -> None:
+    """Raise ConfigError if so few replicas cannot outvote a bad one."""
+    if isinstance(merge, Robust) and num_replicas < merge.needs:
+        raise ConfigError(
+            f"{merge} needs {merge.needs} replicas or more to bear a bad one, got {num_replicas}: "
+            "of two that differ nobody can tell which is bad. Use the mean, or more clouds"
+        )
+
+
+def _sum(contributions: Sequence[Contribution], weights: Sequence[float]) -> list[Tensor]:
+    merged = []
+    for tensors in zip(*(c.tensors for c in contributions), strict=True):
+        total = tensors[0] * weights[0]
+        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+            # Not add(alpha=): a fused multiply-add rounds once, and not all processors have one.
+            total += tensor if weight == 1.0 else tensor * weight
+        merged.append(total)
+    return merged
+
+
+def _middle(contributions: Sequence[Contribution], num_out: int) -> list[Tensor]:
+    """The mean of each value without the `num_out` smallest and largest."""
+    merged = []
+    for tensors in zip(*(c.tensors for c in contributions), strict=True):
+        kept = torch.stack(tensors).sort(0).values[num_out : len(tensors) - num_out]
+        total = kept[0].clone()
+        for tensor in kept[1:]:
+            total += tensor
+        merged.append(total.div_(len(kept)))
+    return merged
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """Of all values together, in float64; not finite if any of them is not."""
+    return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors))
+
+
+def _rounded(factor: float) -> float:
+    """Down to 12 bits: a sum's last bits depend on the processor, and must not show."""
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(math.floor(mantissa * 4096) / 4096, exponent)

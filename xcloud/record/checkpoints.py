@@ -1,0 +1,246 @@
+"""The files of a run's checkpoints, complete or not at all: one part of every rank, in safetensors
+and JSON. What is in a part, and when it is written, is decided elsewhere (run/checkpointing.py).
+
+RUN/checkpoints/step-000500/rank-1.safetensors   tensors
+                            rank-1.json          numbers, what wrote it, SHA-256 of both files
+                            AGREED               every rank of the run has completed its part
+The JSON file is written last: a part without it does not exist. Each cloud has the parts of its
+own ranks in its own run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from xcloud.errors import DataError
+
+CHECKPOINTS_DIR = "checkpoints"  # in the run folder
+AGREED_FILE = "AGREED"
+State = Mapping[str, Tensor | int]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_READ_BYTES = 1 << 24
+
+
+class CheckpointFolder:
+    """Of one run, on this machine. Ranks that share the folder write and delete their own parts
+    only."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / CHECKPOINTS_DIR
+
+    def step_dir(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """That have any file, newest first."""
+        return sorted(_numbers(self.path, r"step-(\d+)"), reverse=True)
+
+    def ranks(self, step: int) -> list[int]:
+        """Whose part is here, complete."""
+        return sorted(_numbers(self.step_dir(step), r"rank-(\d+)\.json"))
+
+    def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
+        """Returns its bytes once it is on the disk. Raises OSError, and leaves no part then.
+
+        about: facts for whoever reads it, of plain containers.
+        """
+        folder = self.step_dir(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        _delete_part(folder, rank)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in state.items() if name not in tensors}
+        digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors)
+        text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
+                "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
+        data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
+        _write_whole(_json_file(folder, rank), rank, [data])
+        return num_bytes + len(data)
+
+    def about(self, step: int, rank: int) -> dict[str, Any]:
+        """The facts written with a part. Raises DataError if it is missing or damaged."""
+        return dict(self._head(step, rank)["about"])
+
+    def check(self, step: int, rank: int) -> None:
+        """Read all of a part. Raises DataError saying what is wrong with it."""
+        head, path = self._head(step, rank), _tensors_file(self.step_dir(step), rank)
+        digest, num_bytes = hashlib.sha256(), 0
+        try:
+            with open(path, "rb") as file:
+                while piece := file.read(_READ_BYTES):
+                    digest.update(piece)
+                    num_bytes += len(piece)
+        except OSError as error:
+            raise DataError(f"{_name(path)} cannot be read: {error.strerror}") from error
+        if num_bytes != head["num_bytes"]:
+            raise DataError(
+                f"{_name(path)} has {num_bytes:,} bytes, {head['num_bytes']:,} were written"
+            )
+        if digest.hexdigest() != head["sha256"]:
+            raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
+
+    def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
+        """A part that `check` has found good."""
+        tensors = load_file(_tensors_file(self.step_dir(step), rank))
+        return {**tensors, **self._head(step, rank)["numbers"]}
+
+    def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
+        """rank: that writes it. facts: what rank 0 tells of it."""
+        data = json.dumps(dict(facts)).encode()
+        _write_whole(self.step_dir(step) / AGREED_FILE, rank, [data])
+
+    def is_agreed(self, step: int) -> bool:
+        return (self.step_dir(step) / AGREED_FILE).exists()
+
+    def agreed(self, step: int) -> dict[str, Any]:
+        """What `mark_agreed` wrote; empty without it."""
+        try:
+            found = json.loads((self.step_dir(step) / AGREED_FILE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def agreed_steps(self) -> list[int]:
+        """Newest first."""
+        return [step for step in self.steps() if self.is_agreed(step)]
+
+    def prune(self, rank: int, keep: int) -> None:
+        """Delete this rank's parts of all steps before the newest `keep` that are agreed."""
+        kept = self.agreed_steps()[:keep]
+        for step in self.steps():
+            if kept and step < kept[-1]:
+                (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
+                self.delete(step, rank)
+
+    def delete(self, step: int, rank: int) -> None:
+        folder = self.step_dir(step)
+        _delete_part(folder, rank)
+        with contextlib.suppress(OSError):  # other ranks' parts are there
+            folder.rmdir()
+
+    def delete_after(self, step: int, rank: int) -> None:
+        """This rank's parts of later steps, which will be done again."""
+        for later in self.steps():
+            if later > step:
+                (self.step_dir(later) / AGREED_FILE).unlink(missing_ok=True)
+                self.delete(later, rank)
+
+    def _head(self, step: int, rank: int) -> dict[str, Any]:
+        path = _json_file(self.step_dir(step), rank)
+        try:
+            head = json.loads(path.read_text("utf-8"))
+            written = head.pop("own_sha256")
+        except FileNotFoundError as error:
+            raise DataError(f"there is no {_name(path)}") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{_name(path)} is damaged: {error!r}") from error
+        if written != _digest_of(head):
+            raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
+        return dict(head)
+
+
+def _numbers(folder: Path, pattern: str) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
+
+
+def _delete_part(folder: Path, rank: int) -> None:
+    # The JSON first: without it the rest is no part.
+    for path in (_json_file(folder, rank), _tensors_file(folder, rank)):
+        path.unlink(missing_ok=True)
+    for draft in folder.glob(f".rank-{rank}.*"):  # of a process that was killed
+        draft.unlink(missing_ok=True)
+
+
+def _name(path: Path) -> str:
+    """Without the place of the run folder, which is nobody else's matter."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _tensors_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+def _json_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def _digest_of(head: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()
+
+
+def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """A safetensors file, written and hashed in one pass and without a copy of the values: the
+    library's own `save_file` holds all of them a second time. Returns SHA-256 and bytes."""
+    # Wide values first, so that each begins at a multiple of its size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        value = tensors[name]
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {
+            "dtype": _DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    pieces = [len(text).to_bytes(8, "little"), text]
+    return _write_whole(path, rank, chain(pieces, (_bytes_of(tensors[name]) for name in names)))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """On the CPU, of which a tensor of a GPU has a copy only while it is written."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
+    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
+    try:
+        with open(draft, "wb", buffering=0) as file:
+            for piece in pieces:
+                digest.update(piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                num_bytes += len(piece)
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too
+    finally:
+        os.close(folder)
+    return digest.hexdigest(), num_bytes

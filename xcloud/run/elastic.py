@@ -1,0 +1,129 @@
+"""A run that goes on where a cloud is late or lost: how its ranks meet, and what its hub tells.
+
+A rank may begin at any time, also again. It compares what it is about to run with what rank 0 has
+put into the store where they meet, and leaves if that differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError
+from xcloud.job.job import Job
+from xcloud.parallel.anchor import Anchored
+from xcloud.parallel.averaging import Watch
+from xcloud.parallel.control import compare_facts, decode_facts, encode_facts
+from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import weighted_mean
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_check import digest
+from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.record.reporter import Reporter
+from xcloud.run.agreement import decode_table, encode_table, judge
+from xcloud.run.compared import make_table
+
+
+def join(job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path) -> PairTransport:
+    """Meet the other ranks, in a file of the run folder or, where MASTER_ADDR and MASTER_PORT are
+    set, at a server in rank 0. Raises ConfigError for a rank that runs something else."""
+    host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its agent serves at that port itself
+    transport = PairTransport(rank, meeting_store(rank, run_dir, host, port + under_torchrun))
+    mine = make_table(settings)
+    if rank == HUB:
+        transport.store.set("settings", _text(encode_table(mine)))
+        return transport
+    theirs = decode_table((_bytes(transport.store.get("settings")),), "rank 0")
+    layout = job.cluster
+    verdicts = judge(
+        {0: theirs, rank: mine}, {}, lambda r: f"rank {r} (cloud {layout.placement(r).cloud})",
+        lambda ranks: frozenset(),
+    )  # fmt: skip
+    if verdicts[rank].kind != "go":
+        raise ConfigError(verdicts[rank].text)
+    return transport
+
+
+class StoreFacts:
+    """What each rank compares before its first step: rank 0 leaves its own in the store."""
+
+    def __init__(self, transport: PairTransport) -> None:
+        self._transport = transport
+        self._number = 0
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Every rank calls it, in the same order. Raises ConfigError for one that differs."""
+        store, rank = self._transport.store, self._transport.rank
+        self._number += 1
+        name = f"facts.{self._number}"
+        if rank == HUB:
+            store.set(name, _text(encode_facts(facts)))
+        else:
+            compare_facts(facts, decode_facts(_bytes(store.get(name))), HUB)
+
+
+def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
+    """All replicas begin with the same parameters, also those that come later."""
+    found = (digest(stages[stage].parameters()) for stage in sorted(stages))
+    whole = torch.cat(list(found))
+    return {"the parameters before the first update": bytes(whole.tolist()).hex()}
+
+
+def _text(data: Tensor) -> str:
+    return data.numpy().tobytes().decode("ascii", "replace")
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def make_end(
+    settings: LocalUpdates,
+    parameters: Mapping[str, nn.Parameter],
+    new_codec: Callable[[Mapping[str, torch.Size], str], TensorCodec],
+    links: ReplicaLinks,
+    tell: Teller,
+    watch: Watch | None,
+) -> tuple[Hub | Member, int]:
+    """Of a cloud's first rank, and the bytes of its longest message."""
+    trained = list(parameters.values())
+    shapes = {name: p.shape for name, p in parameters.items()}
+    values = Anchored(trained, [range(len(trained))], RankGroup.alone(), settings.outer)
+    ends = Ends(values, new_codec(shapes, "change"), new_codec(shapes, "merged"), links)
+    num_bytes = sum(p.numel() * p.element_size() for p in trained)
+    longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes, ends.codec.max_bytes)
+    if links.replica != HUB:
+        return Member(ends), longest
+    hub = Hub(
+        ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
+        tell.merge, tell.absence, watch, list(shapes),
+    )  # fmt: skip
+    return hub, longest
+
+
+class Teller:
+    """Writes down what the hub says. cloud_of: of a replica."""
+
+    def __init__(self, reporter: Reporter, cloud_of: Callable[[int], str]) -> None:
+        self._reporter, self._cloud_of = reporter, cloud_of
+
+    def merge(self, told: Told) -> None:
+        weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
+        kind = "partial_merge" if told.is_partial else "merge"
+        self._reporter.event(kind, step=told.step, weights=weights)
+
+    def absence(self, absence: Absence) -> None:
+        cloud, step = self._cloud_of(absence.replica), absence.step
+        self._reporter.event("absence", now=True, absent=cloud, what=absence.what, step=step)
+        said = {"late": "is late", "left": "is gone", "back": "is back"}[absence.what]
+        why = f": {absence.why}" if absence.why else ""
+        self._reporter.note(f"cloud {cloud} {said} (step {step}){why}")

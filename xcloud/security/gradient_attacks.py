@@ -1,0 +1,338 @@
+"""Attacks on the gradient of a whole batch, or on a weight change: which tokens made it, and in
+which order. Pure tensor code: reads no file, knows no link. What single messages tell: attacks.py.
+
+Shapes: V words, H features of a layer's input, O outputs, N candidates, B texts, S positions,
+K dimensions of a row space.
+
+Each attack finds its own threshold, from where the sorted scores drop most steeply or from how
+far they spread, so it works on exact and on compressed gradients, and recovers nothing where
+nothing stands out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_LEAST_DROP = 3.0  # between neighbouring scores; random rows of equal size drop by less
+_LEAST_RANK_DROP = 10.0  # between neighbouring singular values; the last ones of noise vary more
+_CLEAR_DROP = 100.0  # whatever stands before it is no noise
+_OUTLIER = 8.0  # standard deviations (by the median of deviations) of rows that are noise alone
+_FLOOR = 1e-7  # of the largest score: below it is rounding error of float32 sums
+_CHUNK = 4096  # candidates at a time
+
+
+def changed_rows(change_VH: Tensor, weights_VH: Tensor | None = None) -> Tensor:
+    """Token ids whose rows of an embedding stand out, int64.
+
+    A token that is not in the batch has gradient zero, so this is exact for gradients, whatever
+    the size of the batch (Melis et al., arXiv:1805.04049).
+    weights_VH: of a weight change the weights before it. Weight decay shrinks all rows by one
+    factor, which is estimated from the rows and taken off.
+    """
+    rows = change_VH.double()
+    if weights_VH is not None:
+        before = weights_VH.double()
+        squares = before.square().sum(1)
+        factors = (rows * before).sum(1)[squares > 0] / squares[squares > 0]
+        rows = rows - factors.median() * before
+    norms = rows.norm(dim=1)
+    clear = _before_drop(norms, _CLEAR_DROP)
+    if len(clear):
+        return clear
+    middle = norms.median()
+    spread = 1.4826 * (norms - middle).abs().median()
+    outliers: Tensor = (norms > middle + _OUTLIER * spread).nonzero()[:, 0]
+    return outliers
+
+
+def raised_words(gradient_VH: Tensor) -> Tensor:
+    """Token ids that a language model's head was trained to predict, int64.
+
+    The gradient of word v's row is sum_r (p_rv - [v = label_r]) h_r. Final hidden states share a
+    common direction, so the few rows that point against the majority are those of labels.
+    """
+    rows = gradient_VH.double()
+    common = F.normalize(rows, dim=1).mean(0)
+    return _before_drop(-(rows @ common).clamp(max=0))
+
+
+class Span(NamedTuple):
+    """Row space of a gradient: orthonormal rows [K, H]."""
+
+    basis_KH: Tensor
+
+    def distances(self, inputs: Tensor) -> Tensor:
+        """[..., H] -> [...]: the part of each input outside the space, relative to its norm."""
+        x = inputs.double()
+        left = x - (x @ self.basis_KH.T) @ self.basis_KH
+        distances: Tensor = left.norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-30)
+        return distances
+
+
+def row_space(gradients: Sequence[Tensor]) -> Span | None:
+    """The space spanned by the inputs of linear layers with gradients [O, H]; layers that read
+    the same input may be given together.
+
+    A gradient is sum_r d_r x_r', so its rows are combinations of the inputs x_r. None if they span
+    everything (at least H tokens, or noise), which tells nothing of single inputs.
+    """
+    scaled = [g.double() / g.double().norm().clamp(min=1e-30) for g in gradients]
+    stacked = torch.cat(scaled)
+    squares, vectors = torch.linalg.eigh(stacked.T @ stacked)
+    sizes = squares.clamp(min=0).sqrt().flip(0)
+    rank = _steepest(sizes, _LEAST_RANK_DROP)
+    if not rank or rank >= stacked.shape[1]:
+        return None
+    return Span(vectors.flip(1)[:, :rank].T.contiguous())
+
+
+def spanned(distances_N: Tensor) -> tuple[Tensor, float]:
+    """Which candidates lie in the space, int64, and the distance that separates them from the
+    others (Petrov et al., DAGER, arXiv:2405.15586: exact with fewer tokens than dimensions).
+
+    Nothing, and 0.0, if no group of candidates is clearly nearer than the rest.
+    """
+    order = distances_N.argsort()
+    closeness = 1 / distances_N[order].clamp(min=_FLOOR)
+    count = _steepest(closeness)
+    if not count or count == len(order):
+        return order[:0], 0.0
+    near, far = distances_N[order[count - 1]], distances_N[order[count]]
+    return order[:count], math.sqrt(float(near.clamp(min=_FLOOR)) * float(far))
+
+
+def sequences(
+    tokens_N: Tensor,
+    inputs_of: Callable[[Tensor], Tensor],
+    span: Span,
+    threshold: float,
+    max_length: int,
+    width: int = 256,
+) -> list[list[int]]:
+    """The texts of a causal model's batch, from the tokens in it, in the right order (ibid.).
+
+    inputs_of: ids [N, S] -> inputs [N, S, H] of a layer behind the first attention, which depend
+    on the tokens before; span: of its gradient. A text grows by every token that keeps the last
+    input in the span, and ends where none does. At most `width` texts at a time.
+    """
+    found: list[list[int]] = []
+    growing = tokens_N[:, None]
+    growing = growing[_distances(inputs_of, span, growing)[:, -1] < threshold][:width]
+    while len(growing) and growing.shape[1] < max_length:
+        tries = torch.cat(
+            [
+                growing.repeat_interleave(len(tokens_N), 0),
+                tokens_N.repeat(len(growing))[:, None],
+            ],
+            dim=1,
+        )
+        last = _distances(inputs_of, span, tries)[:, -1].view(len(growing), len(tokens_N))
+        fits = last < threshold
+        found += growing[~fits.any(1)].tolist()
+        growing = tries[fits.flatten()][last[fits].argsort()[:width]]
+    found += growing.tolist()
+    # Attention over equal values is that value: "a a a" reads as "a", which begins a real text.
+    begun = Counter(text[0] for text in found)
+    return [text for text in found if len(set(text)) > 1 or begun[text[0]] == 1]
+
+
+def _distances(inputs_of: Callable[[Tensor], Tensor], span: Span, ids_NS: Tensor) -> Tensor:
+    """[N, S], how far each input is outside the span."""
+    chunks = torch.split(ids_NS, max(1, _CHUNK // ids_NS.shape[1]))
+    return torch.cat([span.distances(inputs_of(chunk)) for chunk in chunks])
+
+
+class _Seen(Exception):
+    """All that is asked for has been computed."""
+
+
+class LayerInputs:
+    """What linear layers of a module read, for any tokens: ids [N, S] -> name -> [N, S, H].
+
+    run: computes the module on ids; stopped as soon as every named layer has been reached.
+    """
+
+    def __init__(
+        self, module: nn.Module, run: Callable[[Tensor], object], names: Sequence[str]
+    ) -> None:
+        self._module, self._run, self._names = module, run, list(names)
+
+    def __call__(self, ids_NS: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def note(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+                rows = arguments[0].detach()
+                if rows.numel() == ids_NS.numel() * rows.shape[-1]:  # not of pooled texts
+                    found[name] = rows.reshape(*ids_NS.shape, rows.shape[-1]).float()
+                if len(found) == len(self._names):
+                    raise _Seen
+
+            return note
+
+        handles = [
+            self._module.get_submodule(name).register_forward_pre_hook(hook(name))
+            for name in self._names
+        ]
+        was_training = self._module.training
+        self._module.eval()  # the attacker does not know the dropout of others
+        try:
+            with torch.no_grad():
+                self._run(ids_NS)
+        except _Seen:
+            pass
+        finally:
+            self._module.train(was_training)
+            for handle in handles:
+                handle.remove()
+        return found
+
+
+def linear_gradients(module: nn.Module, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients [O, H] of the module's linear layers, by layer name, from tensors by parameter
+    name. GPT-2 stores its matrices transposed."""
+    found = {}
+    for name, layer in module.named_modules():
+        gradient = changes.get(f"{name}.weight")
+        if gradient is None or gradient.dim() != 2 or isinstance(layer, nn.Embedding):
+            continue
+        found[name] = gradient.T if type(layer).__name__ == "Conv1D" else gradient
+    return found
+
+
+class Recovered(NamedTuple):
+    """What an attack recovers: distinct tokens, and whole texts where the order is found too."""
+
+    tokens: Tensor
+    texts: list[list[int]]
+
+
+def attack_layers(
+    module: nn.Module,
+    run: Callable[[Tensor], object],
+    changes: Mapping[str, Tensor],
+    words_N: Tensor,
+    max_length: int,
+) -> Recovered:
+    """The span check on a causal model or an encoder, full gradients or those of LoRA's A.
+
+    First layers that read the tokens one by one name the tokens; then, in a causal model, the
+    first layer behind an attention gives their order. An encoder's first layers read position
+    and token together, so they give the order up to the text that a token belongs to: no texts.
+
+    module, run: see LayerInputs; with the weights that the gradients were computed with.
+    words_N: ids that may stand in a text (not padding).
+    """
+    nothing = Recovered(torch.zeros(0, dtype=torch.int64), [])
+    gradients = linear_gradients(module, changes)
+    layers = _Layers.of(module, run, list(gradients), words_N)
+    if not layers.alone:
+        return nothing
+    span = row_space([gradients[name] for name in layers.alone])
+    if span is None:
+        return nothing
+    length = max_length if layers.knows_place else 1
+    repeated = words_N[:, None].expand(-1, length)
+    distances = _distances(_reader(module, run, layers.alone[0]), span, repeated)
+    near, threshold = spanned(distances.flatten())
+    tokens = torch.unique(words_N[near // length])
+    if not len(tokens) or not layers.in_order:
+        return Recovered(tokens, [])
+    behind = row_space([gradients[name] for name in layers.in_order])
+    if behind is None:
+        return Recovered(tokens, [])
+    ordered = _reader(module, run, layers.in_order[0])
+    return Recovered(tokens, sequences(tokens, ordered, behind, threshold, max_length))
+
+
+def _reader(
+    module: nn.Module, run: Callable[[Tensor], object], name: str
+) -> Callable[[Tensor], Tensor]:
+    inputs = LayerInputs(module, run, [name])
+    return lambda ids_NS: inputs(ids_NS)[name]
+
+
+class _Layers(NamedTuple):
+    """alone: linear layers that read one and the same input, of a token whatever stands beside
+    it. in_order: those with one input that depends on tokens before, and on none behind.
+    knows_place: whether the input of `alone` depends on the position."""
+
+    alone: list[str]
+    in_order: list[str]
+    knows_place: bool
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        run: Callable[[Tensor], object],
+        names: Sequence[str],
+        words_N: Tensor,
+    ) -> _Layers:
+        a, b, c = words_N[-3:].tolist()
+        ids = torch.tensor([[a, b, a], [c, b, a], [a, b, c]])
+        seen = LayerInputs(module, run, names)(ids)
+        same: dict[str, list[str]] = {}  # by the first layer that reads the input
+        for name, rows in seen.items():
+            first = next((k for k in same if _equal(seen[k], rows)), name)
+            same.setdefault(first, []).append(name)
+        alone: list[str] = []
+        in_order: list[str] = []
+        for first, members in same.items():
+            rows = seen[first]
+            looks_back = not _equal(rows[0, 1], rows[1, 1])
+            looks_ahead = not _equal(rows[0, 1], rows[2, 1])
+            if not (looks_back or looks_ahead or alone):
+                alone = members
+            elif looks_back and not looks_ahead and len(members) > len(in_order):
+                in_order = members  # the more, the larger is their common row space
+        knows_place = bool(alone) and not _equal(seen[alone[0]][0, 0], seen[alone[0]][0, 2])
+        return cls(alone, in_order, knows_place)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
+    """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
+    distinct tokens."""
+    right = len(set(guessed) & set(true))
+    return 2 * right / (len(set(guessed)) + len(set(true))) if right else 0.0
+
+
+def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
+    """ROUGE-N (F1) over runs of n neighbouring tokens of all texts together; n = 1 ignores
+    order, n = 2 needs it."""
+    runs = [
+        Counter(tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1))
+        for texts in (guessed, true)
+    ]
+    right = sum((runs[0] & runs[1]).values())
+    return 2 * right / (runs[0].total() + runs[1].total()) if right else 0.0
+
+
+def _before_drop(scores_N: Tensor, least: float = _LEAST_DROP) -> Tensor:
+    """The places of the scores before their steepest drop, the largest first."""
+    ordered = scores_N.sort(descending=True)
+    places: Tensor = ordered.indices[: _steepest(ordered.values, least)]
+    return places
+
+
+def _steepest(scores_N: Tensor, least: float = _LEAST_DROP) -> int:
+    """How many of the scores, sorted from the largest, stand before their steepest drop; 0 if no
+    neighbours differ by a factor of `least`."""
+    if not len(scores_N) or not float(scores_N[0]) > 0:
+        return 0
+    floored = scores_N.double().clamp(min=_FLOOR * float(scores_N[0]))
+    drops = floored[:-1] / floored[1:]
+    if not len(drops) or float(drops.max()) < least:
+        return 0
+    return int(drops.argmax()) + 1
