@@ -1,14 +1,16 @@
 """Masked language modelling: pretrains our small encoders on one side's own texts.
 Not a run's training loop (training/); caching is in backbone.py.
 
-Shapes: R rows (tokens that are not padding), M masked rows, H features.
+Shapes: R rows (tokens that are not padding), M rows to predict from, H features.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +78,10 @@ class MaskedLanguageModelling(Descent):
     `mask_share` of the tokens are predicted; of these 80 % are replaced by the mask id, 10 % by a
     random id, 10 % are kept (Devlin et al., arXiv:1810.04805). Masking is dynamic (Liu et al.,
     arXiv:1907.11692).
+    causal_share: of the batches, read from left to right under a causal mask instead: every token
+    is predicted from those before it. A network that shall also serve as a decoder has then seen
+    what a decoder sees (both objectives share all weights: Dong et al., UniLM, arXiv:1905.03197;
+    without their segments and sequence-to-sequence masks).
     seed is the backbone's own, not the run's: runs with different seeds share one cached backbone,
     as they would share a published checkpoint. steps=0 keeps random weights (an ablation).
     """
@@ -88,6 +94,7 @@ class MaskedLanguageModelling(Descent):
     mask_share: float = 0.15
     held_out_share: float = 0.02
     seed: int = 0
+    causal_share: float = 0.0
 
     def __post_init__(self) -> None:
         owner = "MaskedLanguageModelling"
@@ -95,11 +102,13 @@ class MaskedLanguageModelling(Descent):
         check_int(f"{owner}.batch_tokens", self.batch_tokens, 1)
         check_number(f"{owner}.mask_share", self.mask_share, 0, 0.9, above=True)
         check_number(f"{owner}.held_out_share", self.held_out_share, 0, 0.5, above=True)
+        check_number(f"{owner}.causal_share", self.causal_share, 0, 1)
 
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """On held-out sentences: mean cross-entropy (nats) and accuracy."""
+    """On held-out sentences: mean cross-entropy (nats) and accuracy, of masked tokens; of next
+    tokens only where the network has seen no others (causal_share=1)."""
 
     loss: float
     accuracy: float
@@ -144,9 +153,13 @@ def pretrain(
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(seed_of(settings.seed, "dropout"))
         encoder.train()
-        for step, _ in settings.descend(
-            encoder, lambda: _loss(encoder, next(batches), ids, settings.mask_share, draw)[0]
-        ):
+        modes = _evenly(settings.causal_share)
+
+        def loss() -> Tensor:
+            batch, causal = next(batches), next(modes)
+            return _loss(encoder, batch, ids, settings.mask_share, draw, causal)[0]
+
+        for step, _ in settings.descend(encoder, loss):
             now_s = time.monotonic()
             if now_s - last_report_at_s > REPORT_EVERY_S:
                 last_report_at_s = now_s
@@ -165,13 +178,19 @@ def evaluate(
     was_training = encoder.training
     encoder.eval()
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
-    total, right, count = 0.0, 0, 0
+    total, right, num = 0.0, 0, 0
     for start in range(0, len(texts), 64):
         batch = texts[start : start + 64]
-        loss, hits, masked = _loss(encoder, batch, ids, settings.mask_share, draw)
-        total, right, count = total + float(loss) * masked, right + int(hits), count + masked
+        causal = settings.causal_share == 1
+        loss, hits, masked = _loss(encoder, batch, ids, settings.mask_share, draw, causal)
+        total, right, num = total + float(loss) * masked, right + int(hits), num + masked
     encoder.train(was_training)
-    return HeldOutScore(total / count, right / count)
+    return HeldOutScore(total / num, right / num)
+
+
+def _evenly(share: float) -> Iterator[bool]:
+    """True for this share, spread: of any ten steps seven if it is 0.7."""
+    return (math.floor((n + 1) * share) > math.floor(n * share) for n in count())
 
 
 def _batches(
@@ -211,18 +230,26 @@ def _loss(
     ids: TokenIds,
     mask_share: float,
     draw: torch.Generator,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, int]:
-    """Mean cross-entropy of the masked tokens, number correct, and their number."""
+    """Mean cross-entropy of the predicted tokens, number correct, and their number."""
     device = next(encoder.parameters()).device
     truth_R = torch.cat(list(texts))
-    seen_R, masked_M = mask_tokens(truth_R, ids, mask_share, draw)
-    packing = Packing(torch.tensor([len(text) for text in texts], device=device))
-    rows = encoder(seen_R.to(device), packing)
-    # Masked rows only: the head is most of the work in a small network.
-    scores = encoder.logits(rows.index_select(0, masked_M.to(device)))
-    truth_M = truth_R[masked_M].to(device)
+    lengths = torch.tensor([len(text) for text in texts])
+    if causal:
+        seen_R = truth_R
+        is_last_R = torch.zeros(len(truth_R), dtype=torch.bool)
+        is_last_R[lengths.cumsum(0) - 1] = True
+        from_M = (~is_last_R).nonzero().flatten()
+        truth_M = truth_R[from_M + 1].to(device)
+    else:
+        seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
+        truth_M = truth_R[from_M].to(device)
+    rows = encoder(seen_R.to(device), Packing(lengths.to(device)), causal=causal)
+    # These rows only: the head is most of the work in a small network.
+    scores = encoder.logits(rows.index_select(0, from_M.to(device)))
     loss = F.cross_entropy(scores.float(), truth_M)
-    return loss, (scores.argmax(1) == truth_M).sum(), len(masked_M)
+    return loss, (scores.argmax(1) == truth_M).sum(), len(from_M)
 
 
 def mask_tokens(

@@ -85,7 +85,7 @@ class Translation:
         cache_dir = in_project(self.cache_dir)
         choices = {"source": self.source_tokenizer, "target": self.target_tokenizer}
         tokenizers = {
-            key: choices[key].prepare(parallel.splits["train"].texts[languages[key]], cache_dir)
+            key: choices[key].prepare(parallel.texts(languages[key]), cache_dir)
             for key in FIELDS
             if key in fields
         }
@@ -151,6 +151,9 @@ class TranslationData:
             for split in SPLITS
             for key in tokenizers
         }
+        self._learnable = {
+            key: self.text.table(key, parallel.texts(languages[key])) for key in tokenizers
+        }
         # Raw, for scoring: references are neither truncated nor tokenised.
         self._references: dict[Split, Sequence[str]] = {}
         if "target" in tokenizers:
@@ -192,7 +195,8 @@ class TranslationData:
         return self.text.tokenizer(field).token_ids
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
-        return self._table("train", field)
+        self.text.tokenizer(field)  # refuses an invisible side
+        return self._learnable[field]
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
         batch = {"ids": ids}

@@ -19,17 +19,23 @@ class DemoGrammar:
 
     No sentence occurs twice in either language, so the splits are disjoint. The same seed gives
     the same pairs on every machine, whatever the experiment's seed.
+
+    num_monolingual: further sentences in each language that have no translation in the other and
+    occur in no pair: texts for tokenizers and for backbones to be pretrained on.
     """
 
     num_pairs: int = 24_000
     seed: int = 7
     num_dev: int = 1_000
     num_test: int = 1_000
+    num_monolingual: int = 0
 
     def __post_init__(self) -> None:
         check_int("task.num_dev", self.num_dev, 1)
         check_int("task.num_test", self.num_test, 1)
         check_int("task.num_pairs", self.num_pairs, self.num_dev + self.num_test + 1, MAX_PAIRS)
+        most = (MAX_PAIRS - self.num_pairs) // 2
+        check_int("task.num_monolingual", self.num_monolingual, 0, most)
         check_int("task.corpus_seed", self.seed, 0)
 
     def describe(self) -> str:
@@ -44,7 +50,13 @@ class DemoGrammar:
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         self.check(source, target)
-        pairs = demo_pairs(self.num_pairs, self.seed)
+        generated = demo_pairs(self.num_pairs + 2 * self.num_monolingual, self.seed)
+        pairs, others = generated[: self.num_pairs], generated[self.num_pairs :]
+        # Of the other pairs one half lends its Spanish, the other half its English.
+        alone = {
+            "es": [es for es, _ in others[: self.num_monolingual]],
+            "en": [en for _, en in others[self.num_monolingual :]],
+        }
         sides = {"es": [es for es, _ in pairs], "en": [en for _, en in pairs]}
         ends = (self.num_pairs - self.num_dev - self.num_test, self.num_pairs - self.num_test)
         slices: dict[Split, slice] = {
@@ -55,6 +67,10 @@ class DemoGrammar:
             for split, part in slices.items()
         }
         # The text is public, so a digest of it can show that all clouds run the same grammar.
-        digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in pairs).encode())
+        digest = hashlib.sha256("\n".join(es + "\t" + en for es, en in generated).encode())
         agreed = {"demo_grammar": digest.hexdigest(), "seed": self.seed}
-        return Parallel(self.describe(), splits, [f"seed {self.seed}"], agreed)
+        remarks = [f"seed {self.seed}"]
+        if self.num_monolingual:
+            remarks.insert(0, f"{self.num_monolingual:,} further sentences in each language")
+        monolingual = {language: alone[language] for language in visible}
+        return Parallel(self.describe(), splits, remarks, agreed, monolingual)

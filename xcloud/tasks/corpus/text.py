@@ -42,12 +42,18 @@ class Parallel:
 
     remarks: how the splits were made, for the user.
     agreed: what must be equal in all clouds besides row counts; contains no private text.
+    monolingual: texts of visible languages that are part of no pair.
     """
 
     name: str
     splits: Mapping[Split, Rows]
     remarks: Sequence[str] = ()
     agreed: Mapping[str, object] = field(default_factory=dict)
+    monolingual: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def texts(self, language: str) -> list[str]:
+        """All that may be learned from without translations: of the training pairs and others."""
+        return [*self.splits["train"].texts[language], *self.monolingual.get(language, ())]
 
 
 class Corpus(Protocol):
