@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import islice
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.errors import ConfigError, DataError
 from xcloud.models import pretraining
+from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
 from xcloud.models.seeding import seeded
@@ -154,3 +156,24 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
 def test_settings_are_checked_when_given(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=f"MaskedLanguageModelling.{words}"):
         MaskedLanguageModelling(**change)  # type: ignore[arg-type]
+
+
+def test_a_causal_batch_predicts_every_token_from_those_before_it() -> None:
+    texts = [torch.tensor([IDS.bos, 7, 8, 9, IDS.eos]), torch.tensor([IDS.bos, 9, 7, IDS.eos])]
+    encoder, draw = fresh().eval(), torch.Generator().manual_seed(0)
+    found, _, num = pretraining._loss(encoder, texts, IDS, 0.3, draw, causal=True)
+
+    losses = []
+    for text in texts:  # each prefix by itself: what comes after it cannot matter
+        for end in range(1, len(text)):
+            rows = encoder(text[:end], Packing(torch.tensor([end])), causal=True)
+            scores = encoder.logits(rows[-1:])
+            losses.append(torch.nn.functional.cross_entropy(scores, text[end : end + 1]))
+    assert num == len(losses) == 7
+    torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_share_of_causal_batches_is_spread_evenly() -> None:
+    for share in (0.0, 0.3, 0.7, 1.0):
+        modes = list(islice(pretraining._evenly(share), 100))
+        assert all(abs(sum(modes[i : i + 10]) - 10 * share) <= 1 for i in range(90))

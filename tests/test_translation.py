@@ -12,6 +12,7 @@ from xcloud.contracts.stage import TokenIds
 from xcloud.contracts.task import Task, TaskData
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
+from xcloud.tasks.corpus.text import Parallel
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
@@ -280,3 +281,27 @@ def test_each_factory_builds_its_corpus(tmp_path: Path) -> None:
     assert all(task.describe() for task in tasks)
     with pytest.raises(DataError, match="WIT3 site"):
         tasks[2].load(BOTH, 1)
+
+
+def test_further_sentences_have_no_translation_and_are_learned_from() -> None:
+    pairs = DemoGrammar(60, num_dev=10, num_test=10)
+    more = DemoGrammar(60, num_dev=10, num_test=10, num_monolingual=30)
+    everything = frozenset({"es", "en"})
+    before, found = (g.read("es", "en", everything) for g in (pairs, more))
+    assert found.splits == before.splits and found.agreed != before.agreed
+
+    sides = {lang: set(found.monolingual[lang]) for lang in ("es", "en")}
+    of_pairs = dict(
+        pairs_of(DemoGrammar(120, num_dev=10, num_test=10).read("es", "en", everything))
+    )
+    assert all(len(side) == 30 for side in sides.values())
+    assert not {of_pairs[text] for text in sides["es"]} & sides["en"]
+    for lang, side in sides.items():
+        assert not side & {text for rows in found.splits.values() for text in rows.texts[lang]}
+        assert len(found.texts(lang)) == 40 + 30
+    assert set(more.read("es", "en", frozenset({"es"})).monolingual) == {"es"}
+
+
+def pairs_of(corpus: Parallel) -> list[tuple[str, str]]:
+    rows = list(corpus.splits.values())
+    return [pair for r in rows for pair in zip(r.texts["es"], r.texts["en"], strict=True)]
