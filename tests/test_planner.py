@@ -14,7 +14,8 @@ from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan import formulas
-from xcloud.plan.pricing import Arranged, Plan, Pricer
+from xcloud.plan.plans import Arranged, Plan
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
     AveragingCodec,
     BorderCodec,

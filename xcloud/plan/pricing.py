@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
@@ -19,85 +19,17 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.schedule import Schedule, most_in_flight
+from xcloud.parallel.strategy import GradientAveraging
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import FREE, Line
+from xcloud.plan.plans import Arranged, Plan, Priced, schedule_of
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.profile import BorderCodec, Profile, Way
 from xcloud.plan.simulator import Simulator
 
 STEPS = 2  # a step in the wake of another one
-
-
-class Plan(NamedTuple):
-    """ends: the piece behind each stage's last; one where each rank holds the whole model.
-    in_flight: of 1F1B; None = GPipe."""
-
-    strategy: str
-    ends: tuple[int, ...]
-    micro_batches: int
-    in_flight: int | None
-    compression: str
-
-    @property
-    def schedule(self) -> Schedule:
-        return schedule_of(self.micro_batches, self.in_flight)
-
-
-@dataclass(frozen=True)
-class Priced:
-    """bytes_per_step: that leave clouds, mean over steps. memory: bytes of the fullest rank, by
-    cloud. spent_s: seconds of the step by what they go into, largest first, as
-    Prediction.critical_s; bound is the first of them."""
-
-    plan: Plan
-    step_s: float
-    bubble_ratio: float
-    bytes_per_step: float
-    memory: Mapping[str, int]
-    spent_s: Mapping[str, float]
-
-    @property
-    def bound(self) -> str:
-        return next(iter(self.spent_s), "nothing")
-
-
-@dataclass(frozen=True)
-class Arranged:
-    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds."""
-
-    strategy: Strategy
-    layout: ClusterLayout
-
-    @property
-    def replicas(self) -> list[ClusterLayout]:
-        return _replicas(self.layout)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank holds the whole model."""
-        clouds = self.layout.clouds.values()
-        whole = self.layout.num_stages
-        return all(len(c.stages or ()) == whole and not c.one_stage_per_rank for c in clouds)
-
-    @property
-    def num_stages(self) -> int:
-        return 1 if self.is_whole else self.layout.num_stages
-
-
-def _replicas(layout: ClusterLayout) -> list[ClusterLayout]:
-    found = []
-    for number in range(layout.num_replicas):
-        own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}
-        links = {
-            f"{a}-{b}": layout.links[f"{a}-{b}"]
-            for a, b in permutations(own, 2)
-            if f"{a}-{b}" in layout.links
-        }
-        found.append(replace(layout, clouds=own, links=links))
-    return found
 
 
 class Pricer:
@@ -435,12 +367,6 @@ def lines_of(
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
         found[pair] = FREE if line is None else Line(line)
     return found
-
-
-def schedule_of(micro_batches: int, in_flight: int | None) -> Schedule:
-    if in_flight is None:
-        return GPipe(micro_batches)
-    return OneForwardOneBackward(micro_batches, in_flight)
 
 
 def _direction(way: Way | None, b: float) -> Direction:

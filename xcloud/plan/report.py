@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xcloud.plan.pricing import Plan, Priced, Pricer
+from xcloud.plan.plans import Plan, Priced
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import AtCount, Crossing, Ranked, touches_quality
 
 PLAN_FILE = "plan.json"

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.plan import formulas
-from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer
+from xcloud.plan.plans import Arranged, Plan, Priced
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000

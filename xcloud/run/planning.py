@@ -16,7 +16,8 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.pricing import Arranged, Plan, Priced, Pricer, lines_of
+from xcloud.plan.plans import Arranged, Plan, Priced
+from xcloud.plan.pricing import Pricer, lines_of
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
@@ -33,7 +34,7 @@ from xcloud.plan.search import (
 from xcloud.plan.settings import Planning
 from xcloud.project import in_project
 from xcloud.report.plan_table import print_plans, write_plan_picture
-from xcloud.run import profiling
+from xcloud.run import profile_key, profiling
 
 PICTURE = "plan.png"
 
@@ -224,13 +225,13 @@ class Planner:
     def _profile(self) -> tuple[Profile, list[str]]:
         """Measured before, now, or read from a file; and why it may not hold."""
         job, plan = self._measured_job(), self.plan
-        sizes = profiling.sizes_of(self.batch_size, self.counts)
-        of = profiling.what_is_measured(job, self.candidates, sizes)
+        sizes = profile_key.sizes_of(self.batch_size, self.counts)
+        of = profile_key.what_is_measured(job, self.candidates, sizes)
         if plan.profile is not None:
             found = read_profile(in_project(plan.profile))
             return found, found.stale_because(of, plan.max_age_days)
         lines_of(self.cluster, {})  # raises before anything is measured
-        file = profiling.profile_file(job.cache_path, of)
+        file = profile_key.profile_file(job.cache_path, of)
         if file.exists():
             found = read_profile(file)
             stale = found.stale_because(of, plan.max_age_days)

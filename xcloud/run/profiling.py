@@ -8,22 +8,15 @@ difference. This process reads all fields of the data, as all clouds of a run on
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from xcloud import __version__
 from xcloud.cluster.frame import (
     Kind,
     MessageKey,
@@ -53,45 +46,13 @@ from xcloud.plan.profile import (
     Profile,
     Way,
 )
+from xcloud.run.profile_key import Candidates, device_of, threads_of, what_is_measured
 from xcloud.run.stage_rank import context_of
 from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 
 BUDGET_S = 0.4  # for each thing measured, beyond the first two times
 MOST_TIMES = 5
-PROFILES_DIR = "profiles"
-Candidates = Mapping[str, Compression | Phased]
-
-
-def what_is_measured(
-    job: Experiment, candidates: Candidates, sizes: Sequence[int]
-) -> dict[str, str]:
-    """Whatever a profile depends on, in words."""
-    model = hashlib.sha256(repr(job.model).encode()).hexdigest()[:8]
-    compressors = json.dumps({name: repr(found) for name, found in sorted(candidates.items())})
-    return {
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} processors",
-        "device": _device(job).type,
-        "threads": str(_threads(job.cluster)),
-        "torch": torch.__version__,
-        "xcloud": __version__,
-        "model": f"{job.model.describe()} ({model})",
-        "task": f"{job.task.describe()}, at most {job.task.max_length} tokens",
-        "stages": str(job.cluster.num_stages),
-        "micro-batches": f"{', '.join(map(str, sizes))} samples, {job.training.precision}",
-        "compressors": hashlib.sha256(compressors.encode()).hexdigest()[:8],
-    }
-
-
-def profile_file(cache: Path, of: Mapping[str, str]) -> Path:
-    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / PROFILES_DIR / f"{digest}.json"
-
-
-def sizes_of(batch_size: int, counts: Sequence[int]) -> list[int]:
-    """The sizes of micro-batches to measure: the smallest, the largest and one between."""
-    low, high = max(1, batch_size // max(counts)), max(1, batch_size // min(counts))
-    return sorted({low, round(math.sqrt(low * high)), high})
 
 
 def measure(
@@ -102,7 +63,7 @@ def measure(
 ) -> Profile:
     """job: with a pipeline's cluster. sizes: of micro-batches, in samples."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_threads(job.cluster))
+    torch.set_num_threads(threads_of(job.cluster))
     try:
         with torch.random.fork_rng(devices=[]):
             return _Measuring(job, candidates, sizes, report).profile()
@@ -131,7 +92,7 @@ class _Measuring:
         report: Callable[[str], None],
     ) -> None:
         self.job, self.candidates, self.sizes, self.report = job, candidates, sizes, report
-        self.device = _device(job)
+        self.device = device_of(job)
         p = range(job.cluster.num_stages)
         fields = frozenset[str]().union(*(job.model.fields(s, len(p)) for s in p))
         self.data: TaskData = job.task.load(fields, job.seed)
@@ -457,27 +418,3 @@ def as_pipeline(job: Experiment, cluster: ClusterLayout, micro_batches: int) -> 
     """The job over these clouds, as they are, with a schedule that suits any number of ranks."""
     schedule = GPipe(max(micro_batches, cluster.min_micro_batches()))
     return replace(job, cluster=cluster, strategy=Strategy(), schedule=schedule, plan=None)
-
-
-def _device(job: Experiment) -> torch.device:
-    asked = {cloud.device for cloud in job.cluster.clouds.values()}
-    has_gpu = torch.cuda.is_available() and asked != {"cpu"}
-    return torch.device("cuda" if has_gpu else "cpu")
-
-
-def _threads(layout: ClusterLayout) -> int:
-    """Of a rank, as run/launch.py sets them."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    return max(1, len(os.sched_getaffinity(0)) // layout.num_ranks)
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -1,0 +1,87 @@
+"""A plan, the clouds that it uses, and what it was found to cost. Nothing is reckoned here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import NamedTuple
+
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.strategy import Strategy
+
+
+class Plan(NamedTuple):
+    """ends: the piece behind each stage's last; one where each rank holds the whole model.
+    in_flight: of 1F1B; None = GPipe."""
+
+    strategy: str
+    ends: tuple[int, ...]
+    micro_batches: int
+    in_flight: int | None
+    compression: str
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.micro_batches, self.in_flight)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """bytes_per_step: that leave clouds, mean over steps. memory: bytes of the fullest rank, by
+    cloud. spent_s: seconds of the step by what they go into, largest first, as
+    Prediction.critical_s; bound is the first of them."""
+
+    plan: Plan
+    step_s: float
+    bubble_ratio: float
+    bytes_per_step: float
+    memory: Mapping[str, int]
+    spent_s: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        return next(iter(self.spent_s), "nothing")
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A strategy, and the clouds as it arranges them. replicas: each with its own clouds."""
+
+    strategy: Strategy
+    layout: ClusterLayout
+
+    @property
+    def replicas(self) -> list[ClusterLayout]:
+        return _replicas(self.layout)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole model."""
+        clouds = self.layout.clouds.values()
+        whole = self.layout.num_stages
+        return all(len(c.stages or ()) == whole and not c.one_stage_per_rank for c in clouds)
+
+    @property
+    def num_stages(self) -> int:
+        return 1 if self.is_whole else self.layout.num_stages
+
+
+def _replicas(layout: ClusterLayout) -> list[ClusterLayout]:
+    found = []
+    for number in range(layout.num_replicas):
+        own = {n: replace(c, replica=0) for n, c in layout.clouds.items() if c.replica == number}
+        links = {
+            f"{a}-{b}": layout.links[f"{a}-{b}"]
+            for a, b in permutations(own, 2)
+            if f"{a}-{b}" in layout.links
+        }
+        found.append(replace(layout, clouds=own, links=links))
+    return found
+
+
+def schedule_of(micro_batches: int, in_flight: int | None) -> Schedule:
+    if in_flight is None:
+        return GPipe(micro_batches)
+    return OneForwardOneBackward(micro_batches, in_flight)
