@@ -108,7 +108,7 @@ def test_ctrl_c_ends_every_rank_and_leaves_a_sweep_to_continue(
     said = log.read_text()
     assert "interrupted, 3 of 3 points are left" in said and "sweep=cut" in said
     assert "Traceback" not in said
-    assert set(statuses(folder).values()) == {"failed"} and len(statuses(folder)) == parallel
+    assert set(statuses(folder).values()) == {"stopped"} and len(statuses(folder)) == parallel
 
 
 def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> None:
