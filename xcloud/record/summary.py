@@ -9,6 +9,7 @@ How the figures are made:
 - `bubble_ratio` = sum of waiting / sum of computing, over ranks and steps. The paper ([N] 1.1)
   has idle time over *ideal* computing time m(t_f + t_b); here both are measured, so waiting for
   the link and for the other side's codec counts as idle, and computing includes its jitter.
+  Waiting for what is averaged is in `sync_s` and not in here.
 - `compression_ratio` = FP32 bytes of the tensors / bytes counted on the wire, headers included;
   null where nothing crossed. Where a cut passes on fewer features than the uncut model would, the
   FP32 bytes are those of the uncut model's tensor. `total` covers the kinds of traffic that carry

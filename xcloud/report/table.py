@@ -140,8 +140,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
         yield "step time, predicted", human_seconds(predicted_s), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
-    yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), "waiting / computing"
     sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
+    remark = "waiting / computing"
+    if "averaging" in sent:
+        remark += ", without the waits of averaging"
+    yield "bubble ratio", _number(summary["bubble_ratio"], ".3f"), remark
     use = summary.get("link_utilisation") or {}
     for kind, num_bytes in sent.items():
         if kind != "other":

@@ -46,8 +46,9 @@ def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
     title = (
         wrapped(title, _WIDTH_IN) + f"\nstep {timeline.step}: {1e-3 * timeline.until_us:.4g} ms"
     )
-    title += "" if bubble is None else f", bubble ratio {bubble:.2f} (waiting / computing)"
     lanes = list(_lanes(timeline))
+    if bubble is not None:
+        title += f", bubble ratio {bubble:.2f} (waiting / computing, averaging left out)"
     figure = Figure(
         figsize=(_WIDTH_IN, _MARGIN_IN + _LANE_IN * len(lanes)), dpi=DPI, layout="constrained"
     )
