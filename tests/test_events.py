@@ -107,7 +107,7 @@ def test_a_run_that_began_anew_has_lost_everything_before() -> None:
 
 
 def absence(what: str, step: int) -> dict[str, Any]:
-    fields = {"absent": "target", "what": what, "step": step}
+    fields = {"absent": "target", "ranks": [1], "what": what, "step": step}
     return {"event": "absence", "rank": 0, "cloud": "source", **fields}
 
 
@@ -132,3 +132,11 @@ def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
     for event in (*events, step_event(1, 7)):
         feed(event)
     assert found == [(5, 1), (6, 1), None, None, (7, 2)]  # what it tells of step 4 is too late
+
+
+def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -> None:
+    """What it was about to tell when it was killed is lost with it."""
+    collector = StepCollector(2)
+    events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
+    found = [collector.feed(event) for event in (*events, step_event(0, 3), step_event(1, 3))]
+    assert [totals.step for totals in found if totals] == [1, 2, 3]

@@ -79,6 +79,7 @@ def ranks(
         local = LocalTraining(
             training.max_steps,
             partial(layout.stage_cloud, 0),
+            layout.ranks_in,
             Reporter(held.rank, cloud, told.append),
         )
         trainer = Trainer(

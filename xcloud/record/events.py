@@ -190,7 +190,6 @@ class StepCollector:
             raise ValueError(f"StepCollector.num_ranks must be 1 or more, got {num_ranks}")
         self.num_ranks = num_ranks
         self._reports: dict[int, dict[int, Event]] = {}
-        self._ranks_of: dict[str, set[int]] = {}  # as far as clouds have reported
         self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
         self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
@@ -203,14 +202,13 @@ class StepCollector:
             self._note_absence(event)
         if event["event"] == "step":
             step, rank = event["step"], event["rank"]
-            self._ranks_of.setdefault(event["cloud"], set()).add(rank)
             if step > self._done:
                 self._reports.setdefault(step, {})[rank] = event
                 self._close(step)
         return self._complete.popleft() if self._complete else None
 
     def _note_absence(self, event: Event) -> None:
-        for rank in self._ranks_of.get(event["absent"], ()):
+        for rank in event["ranks"]:
             if event["what"] == "left":
                 self._gone_until[rank] = math.inf
             elif event["what"] == "back" and rank in self._gone_until:

@@ -7,7 +7,7 @@ put into the store where they meet, and leaves if that differs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,15 @@ def make_end(
 
 
 class Teller:
-    """Writes down what the hub says. cloud_of: of a replica."""
+    """Writes down what the hub says. cloud_of: of a replica; ranks_in: of a cloud."""
 
-    def __init__(self, reporter: Reporter, cloud_of: Callable[[int], str]) -> None:
-        self._reporter, self._cloud_of = reporter, cloud_of
+    def __init__(
+        self,
+        reporter: Reporter,
+        cloud_of: Callable[[int], str],
+        ranks_in: Callable[[str], Sequence[int]],
+    ) -> None:
+        self._reporter, self._cloud_of, self._ranks_in = reporter, cloud_of, ranks_in
 
     def merge(self, told: Told) -> None:
         weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
@@ -123,7 +128,10 @@ class Teller:
 
     def absence(self, absence: Absence) -> None:
         cloud, step = self._cloud_of(absence.replica), absence.step
-        self._reporter.event("absence", now=True, absent=cloud, what=absence.what, step=step)
+        ranks = list(self._ranks_in(cloud))
+        self._reporter.event(
+            "absence", now=True, absent=cloud, ranks=ranks, what=absence.what, step=step
+        )
         said = {"late": "is late", "left": "is gone", "back": "is back"}[absence.what]
         why = f": {absence.why}" if absence.why else ""
         self._reporter.note(f"cloud {cloud} {said} (step {step}){why}")

@@ -31,13 +31,14 @@ from xcloud.training.trainer import Work
 class LocalTraining:
     """What local updates and the rank's trainer, which is built after them, know of each other.
 
-    cloud_of: the cloud of each replica, for events. work: of the update that was made last.
+    cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. work: of the update that was made last.
     is_idle: whether this rank's replica leaves out a step. rejoin: in a cloud that begins again,
         takes the values of the others and returns the step at which they are.
     """
 
     last_step: int
     cloud_of: Callable[[int], str]
+    ranks_in: Callable[[str], Sequence[int]]
     reporter: Reporter
     work: Callable[[], Work] = lambda: Work(0, 0.0)
     is_idle: Callable[[int], bool] = lambda step: False
@@ -83,7 +84,7 @@ def join_local_updates(
     if settings.is_elastic:
         end = None
         if lanes.leads:
-            tell = Teller(training.reporter, training.cloud_of)
+            tell = Teller(training.reporter, training.cloud_of, training.ranks_in)
             end, longest = make_end(settings, trained, codec, replicas, tell, guard.watch)
             replicas.open(longest)
         rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)

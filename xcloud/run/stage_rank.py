@@ -129,7 +129,9 @@ class StageRank(Role[Experiment]):
         if layout.clouds[self.placement.cloud].shard:
             for stage, module in stages.items():
                 shard(module, self.wiring.lanes[stage], device)
-        local = LocalTraining(job.max_steps, partial(layout.stage_cloud, 0), self.reporter)
+        local = LocalTraining(
+            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter
+        )
         guard = AveragingGuard(
             privacy if isinstance(privacy, CloudPrivacy) else None,
             averaged.received if averaged is not None else None,
