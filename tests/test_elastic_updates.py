@@ -264,6 +264,29 @@ def test_one_that_never_comes_counts_as_gone_unless_late_ones_are_skipped() -> N
     assert set(diary.weights.values()) == {(2, 0)}
 
 
+def test_one_that_was_waited_for_in_vain_is_taken_in_again_on_the_same_link() -> None:
+    """It is late at its second merge: the hub must expect its second message, not a first one."""
+    settings = LocalUpdates(2, MEAN, leave="go_on", wait_s=0.5)
+    post, diary = Post(2), Diary()
+    hub = Scalar(0, post, settings, 8, diary)
+    late = Scalar(1, post, settings, 8, diary, change=3.0)
+
+    def hold(step: int) -> None:
+        if step == 4:
+            diary.wait_for(lambda d: (1, "left") in d.words)
+
+    in_threads(
+        [
+            lambda: hub.run(1, 8, lambda step: asked(post, 1) if step == 5 else None),
+            lambda: late.run(1, 8, hold),
+        ]
+    )
+
+    assert diary.words == [(1, "left"), (1, "back")]
+    assert diary.weights == {2: (2, 2), 4: (2, 0), 6: (2, 3), 8: (2, 2)}
+    assert hub.value == late.value
+
+
 def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> None:
     """One that was skipped is not waited for again before it has come."""
     settings = LocalUpdates(1, MEAN, late="skip", wait_s=0.1)
