@@ -192,6 +192,19 @@ def asked(post: Post, replica: int) -> None:
         assert post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
 
 
+def test_replicas_round_independently_so_that_their_errors_average_out() -> None:
+    post, x = Post(3), torch.linspace(-1, 1, 64)
+    ends = [
+        end_of(
+            post.links(replica), [nn.Parameter(x)], SKIP, Diary(),
+            codec=lambda: Chain(int4=BlockInt(4, 64, stochastic=True)),
+        ).ends
+        for replica in (1, 2)
+    ]  # fmt: skip
+    first, second = (end.codec.encode([x])[1][0] for end in ends)
+    assert not torch.equal(first, second)
+
+
 def test_one_that_missed_many_merges_gets_all_values() -> None:
     post, diary = Post(2), Diary()
     settings = LocalUpdates(1, DILOCO, late="skip", wait_s=0.02)

@@ -74,6 +74,10 @@ class Ends:
     merged: TensorCodec
     links: ReplicaLinks
 
+    def __post_init__(self) -> None:
+        for codec in (self.codec, self.merged):
+            codec.of_replica(self.links.replica)
+
 
 @dataclass
 class Member:
