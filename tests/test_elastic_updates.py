@@ -192,6 +192,19 @@ def asked(post: Post, replica: int) -> None:
         assert post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
 
 
+def test_replicas_round_independently_so_that_their_errors_average_out() -> None:
+    post, x = Post(3), torch.linspace(-1, 1, 64)
+    ends = [
+        end_of(
+            post.links(replica), [nn.Parameter(x)], SKIP, Diary(),
+            codec=lambda: Chain(int4=BlockInt(4, 64, stochastic=True)),
+        ).ends
+        for replica in (1, 2)
+    ]  # fmt: skip
+    first, second = (end.codec.encode([x])[1][0] for end in ends)
+    assert not torch.equal(first, second)
+
+
 def test_one_that_missed_many_merges_gets_all_values() -> None:
     post, diary = Post(2), Diary()
     settings = LocalUpdates(1, DILOCO, late="skip", wait_s=0.02)
@@ -262,6 +275,29 @@ def test_one_that_never_comes_counts_as_gone_unless_late_ones_are_skipped() -> N
     Scalar(0, post, settings, 6, diary).run(1, 6)
     assert diary.words == [(1, "left")]
     assert set(diary.weights.values()) == {(2, 0)}
+
+
+def test_one_that_was_waited_for_in_vain_is_taken_in_again_on_the_same_link() -> None:
+    """It is late at its second merge: the hub must expect its second message, not a first one."""
+    settings = LocalUpdates(2, MEAN, leave="go_on", wait_s=0.5)
+    post, diary = Post(2), Diary()
+    hub = Scalar(0, post, settings, 8, diary)
+    late = Scalar(1, post, settings, 8, diary, change=3.0)
+
+    def hold(step: int) -> None:
+        if step == 4:
+            diary.wait_for(lambda d: (1, "left") in d.words)
+
+    in_threads(
+        [
+            lambda: hub.run(1, 8, lambda step: asked(post, 1) if step == 5 else None),
+            lambda: late.run(1, 8, hold),
+        ]
+    )
+
+    assert diary.words == [(1, "left"), (1, "back")]
+    assert diary.weights == {2: (2, 2), 4: (2, 0), 6: (2, 3), 8: (2, 2)}
+    assert hub.value == late.value
 
 
 def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> None:

@@ -7,7 +7,8 @@ import pytest
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.errors import ConfigError
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, Round, Source, State
+from xcloud.parallel.one_way.feed import Feed
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
 from xcloud.training.optimizer import Optimizer
 
 

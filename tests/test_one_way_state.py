@@ -19,7 +19,8 @@ from xcloud.errors import FrameError
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Order, Round, Source
+from xcloud.parallel.one_way.feed import Feed
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker

@@ -13,7 +13,7 @@ from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
-from xcloud.parallel.one_way.plan import Feed
+from xcloud.parallel.one_way.feed import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 from xcloud.training.settings import Checkpoints
 

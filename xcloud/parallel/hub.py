@@ -74,6 +74,10 @@ class Ends:
     merged: TensorCodec
     links: ReplicaLinks
 
+    def __post_init__(self) -> None:
+        for codec in (self.codec, self.merged):
+            codec.of_replica(self.links.replica)
+
 
 @dataclass
 class Member:
@@ -204,12 +208,9 @@ class Hub:
         return [replica for replica, peer in self._peers.items() if peer.state in states]
 
     def _take_back(self, replica: int, step: int, wait_s: float) -> None:
-        peer = self._peers[replica]
-        if peer.state == "left":
-            peer.number = 0  # of a new link
         message = self._receive(replica, step, wait_s)
         if message is not None:
-            peer.state = "present"
+            self._peers[replica].state = "present"
             self.on_absence(Absence(replica, "back", step))
             self._answer(replica, message.known, step, False)
 
@@ -229,6 +230,7 @@ class Hub:
                     self._lose(replica, step, why, error)
             return None
         except LinkClosed as error:
+            peer.number = 0  # what comes next is of a new link
             if peer.state != "left":
                 self._lose(replica, step, str(error), error)
             return None

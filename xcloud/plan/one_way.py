@@ -17,7 +17,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.one_way.plan import ConsumptionPlan, Feed, Round, Source
+from xcloud.parallel.one_way.feed import Feed
+from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source
 from xcloud.plan.engine import Program, run
 from xcloud.plan.line import Line
 
