@@ -88,7 +88,8 @@ def test_a_part_is_there_with_its_last_file_only(
 def test_the_newest_agreed_ones_are_kept_and_what_lies_between(tmp_path: Path) -> None:
     parts = folder(tmp_path, 1, 3, 5, ranks=2)
     folder(tmp_path, 2, 4, ranks=2, agree=False)
-    (parts.step_dir(1) / ".rank-0.json.123").touch()
+    for draft in (".rank-0.json.0", ".AGREED.0"):  # of a process that was killed
+        (parts.step_dir(1) / draft).touch()
     parts.prune(0, 2)
     assert {step: parts.ranks(step) for step in parts.steps()} == {
         5: [0, 1], 4: [0, 1], 3: [0, 1], 2: [1], 1: [1]

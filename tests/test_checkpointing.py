@@ -198,14 +198,18 @@ def test_parts_of_different_attempts_are_never_mixed(tmp_path: Path) -> None:
     assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 2
 
 
-def test_a_full_disk_costs_one_checkpoint_and_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("CUDA error")]
+)
+def test_what_cannot_be_written_costs_one_checkpoint_and_is_said_once(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A full disk, or a GPU whose copy of the state cannot be read."""
     write = CheckpointFolder.write
 
     def full(folder: CheckpointFolder, step: int, rank: int, *rest: Any) -> int:
         if rank == 1 and step in (4, 6):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise failure
         return write(folder, step, rank, *rest)
 
     monkeypatch.setattr(CheckpointFolder, "write", full)
@@ -314,6 +318,9 @@ def test_another_release_or_other_data_is_refused(
     attempt = Attempt(tmp_path, job(shape, CODECS["plain"]))
     with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
         attempt.holders[0].restore(2, {}, {"data": "2"})
+    other_cluster = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="other")
+    with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
+        other_cluster.holders[0].restore(2, {}, {"data": "2"})
     monkeypatch.setattr("xcloud.run.resume.__version__", "99")
     with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
         Attempt(tmp_path, job(shape, CODECS["plain"]))

@@ -10,7 +10,7 @@ import pytest
 
 from xcloud.errors import FrameError, LinkClosed, RunFailed
 from xcloud.run import launch
-from xcloud.run.launch import LocalRanks, failure_of, ready_file
+from xcloud.run.launch import LocalRanks, RunStopped, failure_of, ready_file
 from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
 
 
@@ -28,6 +28,23 @@ def test_memory_settings_reach_the_ranks_and_the_users_own_win(
     assert [env["LOCAL_RANK"] for env in started] == ["0", "1"]
     assert {env["LRU_CACHE_CAPACITY"] for env in started} == {"5"}
     assert {env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] for env in started} == {"16"}
+
+
+def test_ranks_that_are_asked_to_stop_while_they_are_started_all_hear_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = LocalRanks(tmp_path, ["a", "b"])
+
+    def start(command: list[str], environment: dict[str, str], log: Path) -> object:
+        process = subprocess.Popen(["sleep", "1000"])
+        ranks.ask_to_stop()  # as a signal does, before the process is known
+        return process
+
+    monkeypatch.setattr(launch, "start_process", start)
+    ranks.start()
+    with pytest.raises(RunStopped):
+        ranks.wait(lambda: False)
+    assert {process.returncode for process in ranks.processes} == {-signal.SIGUSR1}
 
 
 def test_a_rank_may_tell_its_last_steps_after_another_has_failed(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
     for path in (_json_file(folder, rank), _tensors_file(folder, rank)):
         path.unlink(missing_ok=True)
-    for draft in folder.glob(f".rank-{rank}.*"):  # of a process that was killed
+    for draft in folder.glob(f".*.{rank}"):  # of a process that was killed
         draft.unlink(missing_ok=True)
 
 

@@ -231,9 +231,10 @@ class Checkpointer:
                 "event": "checkpoint", "step": step, "num_bytes": num_bytes,
                 "pause_s": round(pause_s, 4), "write_s": round(time.monotonic() - started_s, 3),
             })  # fmt: skip
-        except OSError as error:
-            news = News.FAILED
-            self._news.put({"event": "lost_checkpoint", "step": step, "reason": str(error)})
+        except Exception as error:  # of a GPU, too: it must not end this thread, which is awaited
+            news, what = News.FAILED, "" if isinstance(error, OSError) else f"{error!r:.200}"
+            reason = what or str(error)
+            self._news.put({"event": "lost_checkpoint", "step": step, "reason": reason})
         self._tell_rank_0(step, news)
 
     def _tell_rank_0(self, step: int, news: News) -> None:

@@ -104,6 +104,7 @@ class LocalRanks:
         self.processes = []
         self._stopped_s.clear()
         self._given_up.clear()
+        self._due_s.clear()
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._environment = {
@@ -115,7 +116,10 @@ class LocalRanks:
             **os.environ,
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
-        self.processes = [self._start(rank) for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            self.processes.append(self._start(rank))
+        if self.is_asked_to_stop:  # meanwhile: the last ones were not there to hear it
+            self.ask_to_stop()
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]

@@ -147,8 +147,7 @@ class Holder:
         changed = self.changes(step)
         state: State = {}
         for rank, wanted in self._sources(step, changed).items():
-            if not changed.moves_stages:
-                self._check_facts(step, facts)
+            self._check_facts(step, rank, facts)
             part = self.folder.read(step, rank)
             state |= {key: v for key, v in part.items() if key.startswith(wanted)}
         dropped: tuple[str, ...] = ("channels.",) if changed.drops_channels else ()
@@ -199,8 +198,8 @@ class Holder:
             found[holders[0]] = (*held, f"trainer.stage {stage}.")
         return found
 
-    def _check_facts(self, step: int, facts: Mapping[str, str]) -> None:
-        saved = self.folder.about(step, self.rank)["facts"]
+    def _check_facts(self, step: int, rank: int, facts: Mapping[str, str]) -> None:
+        saved = self.folder.about(step, rank)["facts"]
         for name in saved.keys() & facts.keys():
             if saved[name] != facts[name]:
                 raise DataError(
