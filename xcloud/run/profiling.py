@@ -199,10 +199,10 @@ class _Measuring:
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
     ) -> list[list[float]]:
         """Forward and backward seconds (medians) and bytes kept, of each stage."""
-        started_s = time.perf_counter()
         _, kept = self._run(stages, borders, b, 0, found, counts=True)
+        started_s = time.perf_counter()
         self._run(stages, borders, b, 1, found)
-        again = BUDGET_S / max(1e-6, (time.perf_counter() - started_s) / 2)
+        again = BUDGET_S / max(1e-6, time.perf_counter() - started_s)
         times = [
             self._run(stages, borders, b, 2 + i, found)[0]
             for i in range(max(1, min(MOST_TIMES, int(again))))
