@@ -1,6 +1,7 @@
 """Planning a job: from its settings to a profile, a table and the settings that are run."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from omegaconf import OmegaConf
 
 from tests.configs import composed
 from tests.test_planner import COMPRESSORS, piece
-from tests.toy import toy_config
+from tests.toy import ToyStage, toy_config
+from xcloud.comm.border import Message
+from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.plan.profile import Profile, read_profile, write_profile
@@ -16,6 +19,8 @@ from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run.local import run
 from xcloud.run.planning import planned
+from xcloud.run.profiling import BUDGET_S
+from xcloud.run.stopwatch import MOST_TIMES
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
@@ -113,6 +118,26 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
 
     assert list(chosen.model.blocks_per_stage) == [3]
     assert configs.job_from_config(chosen).model.block_counts(2, length) == [3, 1]  # type: ignore[attr-defined]
+
+
+def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling and first allocations take longer than all the rest of a small model."""
+    forward, turns = ToyStage.forward, list[int]()
+
+    def slow_at_first(stage: ToyStage, received: Message | None, batch: Batch) -> StageOutput:
+        if stage.stage == 0:
+            turns.append(len(batch["ids"]))
+            if len(turns) == 1:
+                time.sleep(2 * BUDGET_S)
+        return forward(stage, received, batch)
+
+    monkeypatch.setattr(ToyStage, "forward", slow_at_first)
+
+    planned(toy(tmp_path, "plan=show"), tmp_path / "run")
+
+    assert turns.count(min(turns)) == 2 + MOST_TIMES
 
 
 def test_without_a_plan_the_config_stays() -> None:

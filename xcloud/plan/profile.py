@@ -1,6 +1,6 @@
 """What a job's work costs on one machine, as measured or as written in a file: pieces of a model
 between which it may be cut, codecs of its borders, codecs of what replicas average. Numbers only;
-run/profiling.py measures them.
+run/profiling.py and run/codec_profiling.py measure them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure a job's work on this machine, in one process: stages, codecs, averages, optimizer.
+"""Measure a job's work on this machine, in one process: stages, optimizer, fetching, codecs.
 
 Stages are built as ranks build them and run on a few micro-batches of the training data; a model
 of equal blocks is cut behind the first and before the last of them, and the blocks between are the
@@ -7,52 +7,34 @@ difference. This process reads all fields of the data, as all clouds of a run on
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from xcloud.cluster.frame import (
-    Kind,
-    MessageKey,
-    decode_frame,
-    encode_frame,
-    frame_bytes,
-    seal_frame,
-)
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.border import Border, BorderField, Message
-from xcloud.comm.channel import Codec
+from xcloud.comm.border import Border, Message
 from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.split_model import FreelyCut, SplitModel
 from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
-from xcloud.errors import ConfigError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.profile import (
-    AveragingCodec,
-    BorderCodec,
-    CompressorCosts,
-    Curve,
-    Piece,
-    Profile,
-    Way,
-)
+from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile
+from xcloud.run.codec_profiling import averaging_codec, border_codec
 from xcloud.run.profile_key import Candidates, device_of, threads_of, what_is_measured
 from xcloud.run.stage_rank import context_of
+from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
 from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 
-BUDGET_S = 0.4  # for each thing measured, beyond the first two times
-MOST_TIMES = 5
+BUDGET_S = 0.4  # for the runs of a size, beyond the first two
 
 
 def measure(
@@ -93,6 +75,7 @@ class _Measuring:
     ) -> None:
         self.job, self.candidates, self.sizes, self.report = job, candidates, sizes, report
         self.device = device_of(job)
+        self.watch = Stopwatch(self.device)
         p = range(job.cluster.num_stages)
         fields = frozenset[str]().union(*(job.model.fields(s, len(p)) for s in p))
         self.data: TaskData = job.task.load(fields, job.seed)
@@ -120,11 +103,11 @@ class _Measuring:
             name: CompressorCosts(
                 found.label,
                 tuple(self._border(built, border, found) for built, border in kinds),
-                self._averaging(first, found),
+                averaging_codec(first.trained, found, self.watch),
             )
             for name, found in self.candidates.items()
         }
-        fetch = [(float(b), self._timed(lambda b=b: self._batch(b, 0))) for b in self.sizes]  # type: ignore[misc]
+        fetch = [(b, self.watch.median_s(partial(self._batch, b, 0))) for b in self.sizes]
         return Profile(
             tuple(pieces),
             compressors,
@@ -216,10 +199,10 @@ class _Measuring:
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
     ) -> list[list[float]]:
         """Forward and backward seconds (medians) and bytes kept, of each stage."""
-        started_s = time.perf_counter()
         _, kept = self._run(stages, borders, b, 0, found, counts=True)
+        started_s = time.perf_counter()
         self._run(stages, borders, b, 1, found)
-        again = BUDGET_S / max(1e-6, (time.perf_counter() - started_s) / 2)
+        again = BUDGET_S / max(1e-6, time.perf_counter() - started_s)
         times = [
             self._run(stages, borders, b, 2 + i, found)[0]
             for i in range(max(1, min(MOST_TIMES, int(again))))
@@ -248,14 +231,14 @@ class _Measuring:
             fields = self.job.model.fields(s, len(stages)) | {"ids"}
             visible = {name: value for name, value in batch.items() if name in fields}
             saved = SavedTensors()
-            started_s = self._now()
+            started_s = self.watch.now_s()
             with self.autocast():
                 if counts:
                     with saved:
                         output = module(received, visible)
                 else:
                     output = module(received, visible)
-            seconds[s][0], kept[s] = self._now() - started_s, saved.peak_bytes
+            seconds[s][0], kept[s] = self.watch.now_s() - started_s, saved.peak_bytes
             if output.send is not None:
                 outputs.append(output.send)
                 inputs.append({name: t.detach().clone() for name, t in output.send.items()})
@@ -263,7 +246,7 @@ class _Measuring:
             if output.loss is not None:
                 loss = output.loss
         for s in reversed(range(len(stages))):
-            started_s = self._now()
+            started_s = self.watch.now_s()
             if s == len(stages) - 1:
                 (loss / b).backward()  # type: ignore[no-untyped-call]
             elif borders[s].gradient_returns:
@@ -274,7 +257,7 @@ class _Measuring:
                     torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
             else:
                 break
-            seconds[s][1] = self._now() - started_s
+            seconds[s][1] = self.watch.now_s() - started_s
             received = inputs[s]
             if s and received is not None:
                 message: Message = {}
@@ -303,88 +286,20 @@ class _Measuring:
                 torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
             optimizer.step()
 
-        took_s = self._timed(update)
+        took_s = self.watch.median_s(update)
         for parameter in trained:
             parameter.grad = None
         return took_s
 
-    # Codecs.
-
     def _border(
         self, built: _Built, number: int, compression: Compression | Phased
     ) -> BorderCodec:  # fmt: skip
-        last = compression.at(self.job.max_steps)  # of phases the last one
-        border = built.borders[number]
-        forward = Codec(last.forward, last.forward_memory)
-        backward = Codec(last.backward, last.backward_memory)
-        return BorderCodec(
-            self._way(forward, border.fields, {b: built.messages[number, b] for b in self.sizes}),
-            self._way(backward, border.gradient_fields,
-                      {b: built.gradients[number, b] for b in self.sizes})
-            if border.gradient_returns else None,
-        )  # fmt: skip
-
-    def _way(
-        self, codec: Codec, fields: Sequence[BorderField], messages: Mapping[int, Message]
-    ) -> Way:
-        """Compressing with framing, and decompressing, as the main thread of a rank does them.
-        Memories are left out."""
-        key, points = MessageKey(Kind.ACTIVATION), []
-        codec.use_stream(0)
-        for b, message in sorted(messages.items()):
-            made = copy.deepcopy(codec.compressor)
-            specs = {
-                f.name: f.spec(len(message[f.name])) for f in fields if f.dtype.is_floating_point
-            }
-
-            def encode(message: Message = message, made=made, specs=specs) -> Tensor:  # type: ignore[no-untyped-def]
-                parts: list[Tensor] = []
-                for entry in fields:
-                    tensor = message[entry.name].detach()
-                    parts += made.compress(tensor) if entry.name in specs else (tensor,)
-                return encode_frame(key, tuple(parts), 0)
-
-            frame = encode()
-            seal_frame(frame, 0.0)
-            came = decode_frame(frame, "this process").parts
-
-            def decode(came=came, made=made, specs=specs) -> None:  # type: ignore[no-untyped-def]
-                rest = list(came)
-                for entry in fields:
-                    spec = specs.get(entry.name)
-                    count = 1 if spec is None else len(made.wire_specs(spec))
-                    parts, rest = tuple(rest[:count]), rest[count:]
-                    if spec is not None:
-                        made.decompress(parts, spec)
-
-            points.append((float(b), float(len(frame)), self._timed(encode), self._timed(decode)))
-        return Way(*(Curve([(p[0], p[which]) for p in points]) for which in (1, 2, 3)))
-
-    def _averaging(
-        self, built: _Built, compression: Compression | Phased
-    ) -> AveragingCodec | None:  # fmt: skip
-        """None for a compressor that replicas cannot average with."""
-        if not built.trained:
-            return AveragingCodec(0)
-        first = next(iter(built.trained.values()))
-        shapes = {name: p.shape for name, p in built.trained.items()}
-        try:
-            codec = TensorCodec(
-                shapes, compression.for_tensor, 0, True, first.dtype, first.device
-            )  # fmt: skip
-        except ConfigError:
-            return None
-        generator = torch.Generator(first.device).manual_seed(0)
-        tensors = [
-            1e-3 * torch.randn(p.shape, generator=generator, device=p.device)
-            for p in built.trained.values()
-        ]
-        parts, _ = codec.encode(tensors)
-        return AveragingCodec(
-            frame_bytes(codec.wire_specs),
-            self._timed(lambda: codec.encode(tensors)),
-            self._timed(lambda: codec.decode(parts)),
+        messages, gradients = (
+            {b: found[number, b] for b in self.sizes if (number, b) in found}
+            for found in (built.messages, built.gradients)
         )
+        last = compression.at(self.job.max_steps)  # of phases the last one
+        return border_codec(built.borders[number], last, messages, gradients, self.watch)
 
     # Little things.
 
@@ -397,21 +312,6 @@ class _Measuring:
     def _tokens(self) -> float:
         """Of a sample, as the loss counts them."""
         return float(self.data.weight(self.ids)) / len(self.ids)
-
-    def _timed(self, once: Callable[[], object]) -> float:
-        """Median seconds, the first time left out."""
-        once()
-        found: list[float] = []
-        while len(found) < 2 or (sum(found) < BUDGET_S / 4 and len(found) < MOST_TIMES):
-            started_s = self._now()
-            once()
-            found.append(self._now() - started_s)
-        return statistics.median(found)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def as_pipeline(job: Experiment, cluster: ClusterLayout, micro_batches: int) -> Experiment:

@@ -1,0 +1,126 @@
+"""Measure what a compressor costs in one process: over a border of stages, and when replicas
+average. No models; profiling.py runs the stages whose messages are compressed here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.cluster.frame import (
+    Kind,
+    MessageKey,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    seal_frame,
+)
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.channel import Codec
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError
+from xcloud.plan.profile import AveragingCodec, BorderCodec, Curve, Way
+from xcloud.run.stopwatch import Stopwatch
+
+
+def border_codec(
+    border: Border,
+    compression: Compression,
+    messages: Mapping[int, Message],
+    gradients: Mapping[int, Message],
+    watch: Stopwatch,
+) -> BorderCodec:
+    """messages, gradients: what crosses, by samples of a micro-batch."""
+    forward = Codec(compression.forward, compression.forward_memory)
+    backward = Codec(compression.backward, compression.backward_memory)
+    return BorderCodec(
+        _way(forward, border.fields, messages, watch),
+        _way(backward, border.gradient_fields, gradients, watch)
+        if border.gradient_returns
+        else None,
+    )
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a direction. compressors: by floating field; each has its own, as on a channel,
+    for what they remember must not mix. specs: of the same fields."""
+
+    fields: Sequence[BorderField]
+    compressors: Mapping[str, Compressor]
+    specs: Mapping[str, TensorSpec]
+
+    def encode(self, message: Message) -> Tensor:
+        """The frame, uint8 [num_bytes]."""
+        parts: list[Tensor] = []
+        for entry in self.fields:
+            tensor, made = message[entry.name].detach(), self.compressors.get(entry.name)
+            parts += (tensor,) if made is None else made.compress(tensor)
+        return encode_frame(MessageKey(Kind.ACTIVATION), tuple(parts), 0)
+
+    def decode(self, parts: Sequence[Tensor]) -> None:
+        start = 0
+        for entry in self.fields:
+            spec = self.specs.get(entry.name)
+            if spec is None:
+                start += 1
+                continue
+            made = self.compressors[entry.name]
+            end = start + len(made.wire_specs(spec))
+            made.decompress(tuple(parts[start:end]), spec)
+            start = end
+
+
+def _way(
+    codec: Codec,
+    fields: Sequence[BorderField],
+    messages: Mapping[int, Message],
+    watch: Stopwatch,
+) -> Way:
+    """Compressing with framing, and decompressing, as the main thread of a rank does them.
+    Memories are left out."""
+    num_bytes, compress_s, decompress_s = [], [], []
+    codec.use_stream(0)
+    for b, message in sorted(messages.items()):
+        specs = {f.name: f.spec(b) for f in fields if f.dtype.is_floating_point}
+        compressors = {name: copy.deepcopy(codec.compressor) for name in specs}
+        end = _End(fields, compressors, specs)
+        frame = end.encode(message)
+        seal_frame(frame, 0.0)
+        parts = decode_frame(frame, "this process").parts
+        num_bytes.append((b, len(frame)))
+        compress_s.append((b, watch.median_s(partial(end.encode, message))))
+        decompress_s.append((b, watch.median_s(partial(end.decode, parts))))
+    return Way(Curve(num_bytes), Curve(compress_s), Curve(decompress_s))
+
+
+def averaging_codec(
+    trained: Mapping[str, nn.Parameter], compression: Compression | Phased, watch: Stopwatch
+) -> AveragingCodec | None:
+    """Of all values of `trained`. None for a compressor that replicas cannot average with."""
+    if not trained:
+        return AveragingCodec(0)
+    first = next(iter(trained.values()))
+    shapes = {name: p.shape for name, p in trained.items()}
+    try:
+        codec = TensorCodec(shapes, compression.for_tensor, 0, True, first.dtype, first.device)
+    except ConfigError:
+        return None
+    generator = torch.Generator(first.device).manual_seed(0)
+    tensors = [
+        1e-3 * torch.randn(p.shape, generator=generator, device=p.device) for p in trained.values()
+    ]
+    parts, _ = codec.encode(tensors)
+    return AveragingCodec(
+        frame_bytes(codec.wire_specs),
+        watch.median_s(lambda: codec.encode(tensors)),
+        watch.median_s(lambda: codec.decode(parts)),
+    )
