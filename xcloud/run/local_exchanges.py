@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,10 @@ from xcloud.training.trainer import Work
 class LocalTraining:
     """What local updates and the rank's trainer, which is built after them, know of each other.
 
-    cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. work: of the update that was made last.
-    is_idle: whether this rank's replica leaves out a step. rejoin: in a cloud that begins again,
-        takes the values of the others and returns the step at which they are.
+    cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. work: of the
+        update that was made last. is_idle: whether this rank's replica leaves out a step.
+    rejoin: in a cloud that begins again, takes the values of the others and returns the step at
+        which they are.
     """
 
     last_step: int
