@@ -17,9 +17,9 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.memory import State, Stateful
 from xcloud.errors import FrameError
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
+from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
-from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.reporter import Reporter
