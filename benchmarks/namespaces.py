@@ -111,11 +111,32 @@ def _start_delay_line(
     return line
 
 
+@contextmanager
+def cut(hosts: Sequence[str]) -> Iterator[None]:
+    """While the block lasts every packet between the hosts is lost, and no host is told."""
+    for host in hosts:
+        for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules
+            _run(*inside(host), "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/{setting}")
+        rules = _run(*inside(host), "ip", "rule")
+        if rules.startswith("0:"):  # what is for this host, after any other rule
+            _run(*inside(host), "ip", "rule", "add", "pref", "100", "lookup", "local")
+            _run(*inside(host), "ip", "rule", "del", "pref", "0")
+    lost = ("pref", "50", "iif", INTERFACE, "blackhole")
+    try:
+        for host in hosts:
+            _run(*inside(host), "ip", "rule", "add", *lost)
+        yield
+    finally:
+        for host in hosts:
+            _run(*inside(host), "ip", "rule", "del", *lost)
+
+
 def inside(name: str) -> Sequence[str]:
     return ("ip", "netns", "exec", name)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
