@@ -44,7 +44,7 @@ FORMS = {"launcher": 6, "machines": 5, "torchrun": 1}  # how often each is drawn
 PHASES = ("start", "step", "step", "step", "checkpoint", "evaluation")
 STEPS_FOR_A_FAULT = 12
 TMPFS_BYTES = 6 << 20
-MOST_ATTEMPTS = 5  # after one fault
+MOST_ATTEMPTS = 8  # after one fault
 ORPHANS_WITHIN_S = 6.0  # launch.END_WITHIN_S, and some
 KINDS = sorted({kind for faults in FAULTS.values() for kind in faults})
 
@@ -159,6 +159,8 @@ class Disturbed:
 
     def _is_settled(self) -> bool:
         """It has saved twice since the last fault: once may have been under way already."""
+        if self.target.undo:
+            return False
         newest = (*self.run.agreed_steps(), 0)[0]
         return newest >= self._base_step + (2 if self.fault else 1) * self.every
 
@@ -169,10 +171,11 @@ class Disturbed:
     def _until(self, is_so: Callable[[], bool], every_s: float = 0.01) -> None:
         until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
         while not is_so():
-            if attempts != self._num_attempts:
+            if attempts != self._num_attempts or self.target.undo:  # counts from the last change
                 until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
             if time.monotonic() > until_s:
                 raise Defect("hang", f"{self.deadline_s:g} s, at {self._where()}")
+            self.target.undo_due(time.monotonic())
             if not self.is_over:
                 self._look()
             time.sleep(every_s)
@@ -367,21 +370,26 @@ def undisturbed(names: list[str], folder: Path, steps: int) -> dict[str, Any]:
 
 def draw(
     runs: int, each: int, seed: int, jobs: Sequence[str], kinds: Sequence[str] = KINDS,
-    forms: Sequence[str] = tuple(FORMS), no_nan: Sequence[str] = (),
+    forms: Sequence[str] = tuple(FORMS),
 ) -> list[Outcome]:  # fmt: skip
-    """Every job in turn, forms and kinds by their weights. no_nan: jobs that get none."""
+    """Every job in turn, forms and kinds by their weights."""
+    from benchmarks.chaos_jobs import can_diverge, evaluates
+
     dice, drawn = random.Random(seed), []
     forms = [form for form in forms if FAULTS[form].keys() & set(kinds)]
     for number in range(runs):
         job = jobs[number % len(jobs)]
         form = dice.choices(forms, [FORMS[form] for form in forms])[0]
-        ours = [k for k in FAULTS[form] if k in kinds and not (k == "NaN" and job in no_nan)]
+        ours = [
+            k for k in FAULTS[form] if k in kinds and not (k == "NaN" and not can_diverge(job))
+        ]
         weights = [WEIGHTS.get(kind, 1) for kind in ours]
         faults = [Fault(kind, dice.choice(PHASES)) for kind in dice.choices(ours, weights, k=each)]
         if dice.random() < 0.3:
             faults[-1].phase = "end"
         for fault in faults:
-            if "checkpoint" in fault.kind or fault.kind == "kill monitor":
+            has_none = fault.phase == "evaluation" and not evaluates(job)
+            if has_none or "checkpoint" in fault.kind or fault.kind == "kill monitor":
                 fault.phase = "step"
         drawn.append(Outcome(seed, number, job, form, faults))
     return drawn
@@ -456,8 +464,7 @@ def main(words: list[str] | None = None) -> int:
     importlib.import_module("torch").set_num_threads(1)
     jobs = importlib.import_module("benchmarks.chaos_jobs")
     names = asked.jobs or list(jobs.JOBS)
-    no_nan = [name for name in names if not jobs.can_diverge(name)]
-    drawn = draw(asked.runs, asked.each, asked.seed, names, asked.kinds, asked.forms, no_nan)
+    drawn = draw(asked.runs, asked.each, asked.seed, names, asked.kinds, asked.forms)
     drawn = [one for one in drawn if asked.only is None or one.number in asked.only]
     if any(fault.kind.startswith("MLflow") for one in drawn for fault in one.faults):
         importlib.import_module("xcloud.record.mlflow_store")

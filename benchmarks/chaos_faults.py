@@ -11,11 +11,11 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos_runs import Machines, Run, pid_of_monitor
-from benchmarks.namespaces import cut
+from benchmarks.namespaces import cut, join
 from xcloud.record.checkpoints import CheckpointFolder
 
 Repair = Callable[[], None] | None
@@ -28,8 +28,8 @@ class NotInjected(Exception):
 @dataclass
 class Target:
     """What a fault may disturb. lost_after_s: cluster.liveness of the run. store: MLflow's folder,
-    if the run is tracked. is_last: no fault comes after this one. length_s: set by a fault that
-    lasts."""
+    if the run is tracked. is_last: no fault comes after this one. undo: what ends faults that
+    last, and when; length_s: of the last one of these."""
 
     run: Run
     rank: int
@@ -38,6 +38,7 @@ class Target:
     store: Path | None = None
     is_last: bool = False
     length_s: float = 0.0
+    undo: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     @property
     def run_dir(self) -> Path:
@@ -49,11 +50,17 @@ class Target:
             raise NotInjected(f"rank {self.rank} has no process")
         return pid
 
-    def wait(self, seconds: float) -> None:
-        """Or until the run has ended."""
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s and self.run.poll() is None:
-            time.sleep(0.02)
+    def later(self, seconds: float, undo: Callable[[], None]) -> None:
+        """What the fault does lasts for so long."""
+        self.length_s = seconds
+        self.undo.append((time.monotonic() + seconds, undo))
+
+    def undo_due(self, until_s: float) -> None:
+        due = [(at_s, undo) for at_s, undo in self.undo if at_s <= until_s]
+        self.undo = [one for one in self.undo if one not in due]
+        for _, undo in due:
+            with contextlib.suppress(NotInjected):  # it has ended meanwhile
+                undo()
 
 
 def _send(pid: int, number: int) -> None:
@@ -82,31 +89,25 @@ def kill_launcher(target: Target) -> None:
 
 
 def pause_rank(target: Target) -> None:
-    pid = target.pid()
-    target.length_s = 0.3 + 0.7 * (target.lost_after_s - 2) * target.dice.random()
-    _send(pid, signal.SIGSTOP)
-    target.wait(target.length_s)
-    with contextlib.suppress(NotInjected):
-        _send(pid, signal.SIGCONT)
+    _pause(target, target.pid(), 0.3 + 0.7 * (target.lost_after_s - 2) * target.dice.random())
 
 
 def stop_rank(target: Target) -> None:
-    """For longer than lost_after_s: until it is ended, or, where no launcher sees it, until the
-    others have long given it up."""
-    pid = target.pid()
-    _send(pid, signal.SIGSTOP)
+    """For good, or, where nobody ends it, for longer than lost_after_s."""
     if isinstance(target.run, Machines):
-        target.length_s = target.lost_after_s * (1.5 + target.dice.random())
-        target.wait(target.length_s)
-        with contextlib.suppress(NotInjected):
-            _send(pid, signal.SIGCONT)
+        _pause(target, target.pid(), target.lost_after_s * (1.5 + target.dice.random()))
+    else:
+        _send(target.pid(), signal.SIGSTOP)
 
 
 def pause_launcher(target: Target) -> None:
-    target.length_s = 3 * target.dice.random()
-    target.run.send(signal.SIGSTOP)
-    time.sleep(target.length_s)
-    target.run.send(signal.SIGCONT)
+    (process,) = target.run.processes
+    _pause(target, process.pid, 3 * target.dice.random())
+
+
+def _pause(target: Target, pid: int, seconds: float) -> None:
+    _send(pid, signal.SIGSTOP)
+    target.later(seconds, lambda: _send(pid, signal.SIGCONT))
 
 
 def term(target: Target) -> None:
@@ -119,8 +120,7 @@ def usr1(target: Target) -> None:
 
 def term_twice(target: Target) -> None:
     target.run.send(signal.SIGTERM)
-    target.wait(0.3 * target.dice.random())
-    target.run.send(signal.SIGTERM)
+    target.later(0.3 * target.dice.random(), lambda: target.run.send(signal.SIGTERM))
 
 
 def term_rank(target: Target) -> None:
@@ -162,9 +162,7 @@ def fill_disk(target: Target) -> Repair:
             file.write(bytes(4096))
     if target.is_last and target.dice.random() < 0.5:
         return lambda: filler.unlink(missing_ok=True)
-    target.length_s = 0.2 + 3 * target.dice.random()
-    target.wait(target.length_s)
-    filler.unlink()
+    target.later(0.2 + 3 * target.dice.random(), lambda: filler.unlink(missing_ok=True))
     return None
 
 
@@ -214,14 +212,12 @@ def cut_long(target: Target) -> None:
     _cut(target, least_s + (most_s - least_s) * target.dice.random())
 
 
-def _cut(target: Target, length_s: float) -> None:
-    assert isinstance(target.run, Machines)
-    target.length_s = length_s
-    with cut(target.run.hosts):
-        if length_s > target.lost_after_s:
-            time.sleep(length_s)
-        else:
-            target.wait(length_s)
+def _cut(target: Target, seconds: float) -> None:
+    hosts = target.run.hosts if isinstance(target.run, Machines) else ()
+    if target.undo:
+        raise NotInjected("the line is still cut")
+    cut(hosts)
+    target.later(seconds, lambda: join(hosts))
 
 
 LAUNCHED: dict[str, Callable[[Target], Repair]] = {

@@ -156,6 +156,11 @@ def can_diverge(name: str) -> bool:
     return name not in ("one-way", "nan batch skipped")
 
 
+def evaluates(name: str) -> bool:
+    """Before its end."""
+    return name != "one-way"
+
+
 def weights_of(name: str, folders: list[Path]) -> str:
     """A digest of the trained model, of all clouds' folders: equal bits, equal digest."""
     digest = hashlib.sha256()

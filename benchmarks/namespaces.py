@@ -111,24 +111,25 @@ def _start_delay_line(
     return line
 
 
-@contextmanager
-def cut(hosts: Sequence[str]) -> Iterator[None]:
-    """While the block lasts every packet between the hosts is lost, and no host is told."""
+_LOST = ("pref", "50", "iif", INTERFACE, "blackhole")
+
+
+def cut(hosts: Sequence[str]) -> None:
+    """Lose every packet between the hosts, without telling them."""
     for host in hosts:
         for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules
             _run(*inside(host), "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/{setting}")
-        rules = _run(*inside(host), "ip", "rule")
-        if rules.startswith("0:"):  # what is for this host, after any other rule
+        if _run(*inside(host), "ip", "rule").startswith("0:"):
+            # Packets for this host itself are looked up after all other rules.
             _run(*inside(host), "ip", "rule", "add", "pref", "100", "lookup", "local")
             _run(*inside(host), "ip", "rule", "del", "pref", "0")
-    lost = ("pref", "50", "iif", INTERFACE, "blackhole")
-    try:
-        for host in hosts:
-            _run(*inside(host), "ip", "rule", "add", *lost)
-        yield
-    finally:
-        for host in hosts:
-            _run(*inside(host), "ip", "rule", "del", *lost)
+        _run(*inside(host), "ip", "rule", "add", *_LOST)
+
+
+def join(hosts: Sequence[str]) -> None:
+    """End what `cut` began."""
+    for host in hosts:
+        _run(*inside(host), "ip", "rule", "del", *_LOST)
 
 
 def inside(name: str) -> Sequence[str]:
