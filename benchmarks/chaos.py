@@ -7,8 +7,9 @@ otherwise. Real processes (chaos_runs.py) of toy jobs (chaos_jobs.py): by run.py
 on two machines whose line is cut (network namespaces, need root, as "disk full" does). Linux.
 
 --each: faults in a run. --minutes: begin no run after so long. --at-once: runs side by side.
---kinds, --jobs, --forms: only these. --record: append a line for each run. --keep: folders of good
-runs too. `python -m benchmarks.chaos --table RECORD...` prints what records hold.
+--kinds, --jobs, --forms: only these. --record: append a line for each run. --known: file for the
+results of undisturbed runs. --keep: folders of good runs too.
+`python -m benchmarks.chaos --table RECORD...` prints what records hold.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from benchmarks.chaos_runs import IMPORTED, Launched, Machines, Run, Torchrun
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_summary
+from xcloud.run.launch import EXIT_START_AGAIN
 
 FORMS = {"launcher": 6, "machines": 5, "torchrun": 1}  # how often each is drawn
 PHASES = ("start", "step", "step", "step", "checkpoint", "evaluation")
 STEPS_FOR_A_FAULT = 12
 TMPFS_BYTES = 6 << 20
 MOST_ATTEMPTS = 8  # after one fault
+_ENDED_BY_SIGNAL = (EXIT_START_AGAIN, 130, 128 + signal.SIGTERM)  # asked to once, twice
 ORPHANS_WITHIN_S = 6.0  # launch.END_WITHIN_S, and some
 KINDS = sorted({kind for faults in FAULTS.values() for kind in faults})
 
@@ -222,7 +225,7 @@ class Disturbed:
             fault.verdict, fault.detail = "refused", last[0]
             self.run.begin_anew()
             self._base_step = 0
-        elif code > 0 and code != 75 and not last[0]:
+        elif code not in _ENDED_BY_SIGNAL and code > 0 and not last[0]:
             raise Defect("unexplained", f"exit code {code} without a cause")
         if self._num_attempts == MOST_ATTEMPTS:
             raise Defect("unexplained", f"{MOST_ATTEMPTS} attempts after {fault.kind}: {last[0]}")
@@ -295,7 +298,7 @@ class Lane:
             stack.enter_context(_small_disk(folders[0]))
         config = jobs.config_of(
             job, self.steps, folder / "store" if "MLflow gone or back" in kinds else None,
-            folder / "nan" if jobs.can_diverge(job) else None, outcome.form == "machines",
+            folder, outcome.form == "machines",
         )  # fmt: skip
         if outcome.form == "machines":
             hosts = stack.enter_context(namespaces.two_hosts(None))
@@ -351,21 +354,25 @@ def _small_disk(folder: Path) -> Any:
 # --- all of them
 
 
-def undisturbed(names: list[str], folder: Path, steps: int) -> dict[str, Any]:
-    """Weights and losses of each job."""
+def undisturbed(names: list[str], folder: Path, steps: int, known: Path | None) -> dict[str, Any]:
+    """Weights and losses of each job. known: file of those of earlier calls, which gets more."""
     jobs = importlib.import_module("benchmarks.chaos_jobs")
-    found = {}
+    found = json.loads(known.read_text()) if known is not None and known.exists() else {}
     for place, name in enumerate(names):
+        if f"{name}, {steps}" in found:
+            continue
         run_dir = folder / f"whole{place}"
         run_dir.mkdir()
         run = Launched([run_dir], jobs.config_of(name, steps), jobs.num_ranks(name))
         run.start()
         if run.processes[0].wait(300):
             sys.exit(f"{name} fails undisturbed: {run.said()[-2000:]}")
-        found[name] = {
+        found[f"{name}, {steps}"] = {
             "weights": jobs.weights_of(name, [run_dir]), "losses": jobs.losses_of(run_dir),
         }  # fmt: skip
-    return found
+        if known is not None:
+            known.write_text(json.dumps(found))
+    return {name: found[f"{name}, {steps}"] for name in names}
 
 
 def draw(
@@ -373,23 +380,21 @@ def draw(
     forms: Sequence[str] = tuple(FORMS),
 ) -> list[Outcome]:  # fmt: skip
     """Every job in turn, forms and kinds by their weights."""
-    from benchmarks.chaos_jobs import can_diverge, evaluates
+    from benchmarks.chaos_jobs import fits
 
     dice, drawn = random.Random(seed), []
     forms = [form for form in forms if FAULTS[form].keys() & set(kinds)]
     for number in range(runs):
         job = jobs[number % len(jobs)]
         form = dice.choices(forms, [FORMS[form] for form in forms])[0]
-        ours = [
-            k for k in FAULTS[form] if k in kinds and not (k == "NaN" and not can_diverge(job))
-        ]
+        ours = [kind for kind in FAULTS[form] if kind in kinds and fits(job, kind)]
         weights = [WEIGHTS.get(kind, 1) for kind in ours]
         faults = [Fault(kind, dice.choice(PHASES)) for kind in dice.choices(ours, weights, k=each)]
         if dice.random() < 0.3:
             faults[-1].phase = "end"
         for fault in faults:
-            has_none = fault.phase == "evaluation" and not evaluates(job)
-            if has_none or "checkpoint" in fault.kind or fault.kind == "kill monitor":
+            needs_steps = "checkpoint" in fault.kind or fault.kind == "kill monitor"
+            if needs_steps or not fits(job, fault.kind, fault.phase):
                 fault.phase = "step"
         drawn.append(Outcome(seed, number, job, form, faults))
     return drawn
@@ -452,6 +457,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--jobs", nargs="+")
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--known", type=Path)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--table", type=Path, nargs="+")
     asked = parser.parse_args(words)
@@ -473,7 +479,7 @@ def main(words: list[str] | None = None) -> int:
         Path(tempfile.mkdtemp(prefix="chaos-")),
         time.monotonic() + 60 * asked.minutes,
     )
-    expected = undisturbed(sorted({one.job for one in drawn}), folder, steps)
+    expected = undisturbed(sorted({one.job for one in drawn}), folder, steps, asked.known)
 
     def play(place: int) -> None:
         lane = Lane(folder, expected, steps, asked.deadline)

@@ -167,8 +167,11 @@ def fill_disk(target: Target) -> Repair:
 
 
 def out_of_memory(target: Target) -> None:
+    """No more than it has, and soon it needs more."""
+    pid = target.pid()
     try:
-        resource.prlimit(target.pid(), resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        (target.run_dir.parent / f"memory.{pid}").write_text("")
     except ProcessLookupError:
         raise NotInjected("the rank has just ended") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,36 +29,46 @@ BAD_SAMPLE = 13
 
 
 @dataclass(frozen=True)
-class ModelWithBadBatches(ToyModel):
-    """The loss of a batch is NaN if it has the sample `bad_sample`, and once for each time that
-    somebody makes the file `nan_file`."""
+class ModelInTrouble(ToyModel):
+    """The loss of a batch is NaN if it has the sample `bad_sample`. Whoever makes the file `nan`
+    in `trouble` makes one more NaN, and with `memory.PID` that process needs a GB more."""
 
     bad_sample: int | None = None
-    nan_file: str = ""
+    trouble: str = ""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 * context.seed + stage)
-            return StageWithBadBatches(self, stage, num_stages)
+            return StageInTrouble(self, stage, num_stages)
 
 
-class StageWithBadBatches(ToyStage):
+class StageInTrouble(ToyStage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         output, model = super().forward(received, batch), self.model
-        assert isinstance(model, ModelWithBadBatches)
+        assert isinstance(model, ModelInTrouble)
+        if _take(model, f"memory.{os.getpid()}"):
+            torch.empty(1 << 30, dtype=torch.uint8)
         if output.loss is None:
             return output
         is_bad = model.bad_sample is not None and bool((batch["ids"] == model.bad_sample).any())
-        if model.nan_file and Path(model.nan_file).exists():
-            Path(model.nan_file).unlink(missing_ok=True)
-            is_bad = True
-        return StageOutput(loss=output.loss * torch.nan) if is_bad else output
+        if is_bad or _take(model, "nan"):
+            return StageOutput(loss=output.loss * torch.nan)
+        return output
+
+
+def _take(model: ModelInTrouble, name: str) -> bool:
+    """Whether somebody has made that file, which is then gone."""
+    file = Path(model.trouble) / name
+    if not model.trouble or not file.exists():
+        return False
+    file.unlink(missing_ok=True)
+    return True
 
 
 def _pipeline(cluster: str, *overrides: str) -> dict[str, Any]:
     config: dict[str, Any] = toy_config(cluster, [*_COMMON, *overrides])
     config["model"] |= {
-        "_target_": "benchmarks.chaos_jobs.ModelWithBadBatches", "step_s": 0.01,
+        "_target_": "benchmarks.chaos_jobs.ModelInTrouble", "step_s": 0.01,
     }  # fmt: skip
     return config
 
@@ -123,7 +134,7 @@ def config_of(
     name: str,
     steps: int,
     mlflow: Path | None = None,
-    nan_file: Path | None = None,
+    trouble: Path | None = None,
     on_machines: bool = False,
 ) -> dict[str, Any]:
     """mlflow: the folder of its store; None: untracked. on_machines: over real links."""
@@ -135,8 +146,8 @@ def config_of(
             "root": str(mlflow), "experiment": "chaos", "uri": None, "flush_s": 0.2,
             "finish_timeout_s": 10.0,
         }  # fmt: skip
-    if nan_file is not None:
-        config["model"]["nan_file"] = str(nan_file)
+    if trouble is not None and name != "one-way":
+        config["model"]["trouble"] = str(trouble)
     if on_machines:
         config["cluster"]["wan"] = "real"
     return config
@@ -151,14 +162,11 @@ def num_on_first(name: str) -> int:
     return 2 if name == "2x2 lanes, accumulated" else 1
 
 
-def can_diverge(name: str) -> bool:
-    """Whether a NaN stops it; elsewhere it would be another job."""
-    return name not in ("one-way", "nan batch skipped")
-
-
-def evaluates(name: str) -> bool:
-    """Before its end."""
-    return name != "one-way"
+def fits(job: str, kind: str, phase: str = "step") -> bool:
+    """Whether a job can meet a fault, in that phase."""
+    if job == "one-way":  # its model makes no trouble, and it evaluates at its end only
+        return kind not in ("NaN", "out of memory") and phase != "evaluation"
+    return kind != "NaN" or job != "nan batch skipped"
 
 
 def weights_of(name: str, folders: list[Path]) -> str:
@@ -173,13 +181,14 @@ def weights_of(name: str, folders: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def losses_of(run_dir: Path) -> dict[tuple[int, int], set[str]]:
+def losses_of(run_dir: Path) -> dict[str, list[str]]:
     """Everything that was told of a loss, by step and rank; of steps done twice, too."""
-    losses: dict[tuple[int, int], set[str]] = {}
+    losses: dict[str, set[str]] = {}
     for event in EventReader(run_dir / EVENTS_FILE, warn=False).poll():
         if event["event"] == "step" and "loss" in event:
-            losses.setdefault((event["step"], event["rank"]), set()).add(repr(event["loss"]))
-    return losses
+            key = f"step {event['step']}, rank {event['rank']}"
+            losses.setdefault(key, set()).add(repr(event["loss"]))
+    return {key: sorted(told) for key, told in losses.items()}
 
 
 def resumes_of(run_dir: Path) -> tuple[int, int]:
