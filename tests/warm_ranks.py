@@ -17,10 +17,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import traceback
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.forks import Child, become
 
 ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
@@ -31,33 +31,16 @@ IMPORTED_BY_RANKS = (
 )
 
 
-class WarmRank:
-    """What launch.py uses of a Popen."""
+class WarmRank(Child):
+    """A child of the server."""
 
     def __init__(self, server: Server, pid: int, log: Path) -> None:
-        self.server, self.pid, self.log = server, pid, log
-        self.returncode: int | None = None
+        super().__init__(pid)
+        self.server, self.log = server, log
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.server.ask({"poll": self.pid})
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # its number is not given to another process before that
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def _ended(self) -> int | None:
+        code: int | None = self.server.ask({"poll": self.pid})
+        return code
 
 
 class Server:
@@ -146,13 +129,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def become_rank(command: list[str], environment: dict[str, str], cwd: str, log: str) -> NoReturn:
-    code = 1
-    try:
-        os.setsid()
+    def be_rank() -> None:
         os.chdir(cwd)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        for there, here in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
-            os.dup2(there, here)
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -162,14 +140,8 @@ def become_rank(command: list[str], environment: dict[str, str], cwd: str, log: 
         if "--parent" in words:
             words[words.index("--parent") + 1] = str(os.getppid())
         importlib.import_module("xcloud.__main__").main(words)
-    except SystemExit as ended:
-        print(ended, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    become(be_rank, Path(log), os.O_TRUNC)
 
 
 if __name__ == "__main__":
