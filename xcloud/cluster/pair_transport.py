@@ -8,7 +8,7 @@ groups, so that a rank that begins again never meets what its predecessor left (
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +140,11 @@ class CloudCollectives:
         self._group.barrier().wait()
 
     def sum(self, values: Tensor) -> None:
-        self._group.allreduce([values]).wait()
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._group.allreduce([values]).wait
+        return wait
 
     def broadcast(self, values: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()

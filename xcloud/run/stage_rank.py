@@ -21,7 +21,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import return_freed_memory, shard, whole
+from xcloud.parallel.sharding import is_sharded, return_freed_memory, shard, whole
 from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
@@ -150,6 +150,7 @@ class StageRank(Role[Experiment]):
             replica, job.strategy.is_apart, local.is_idle,
             tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
             privacy=privacy,
+            early=[stage for stage, module in stages.items() if not is_sharded(module)],
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
