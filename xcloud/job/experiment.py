@@ -275,11 +275,9 @@ class Experiment(Job):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """Replicas save by the number of the step, which all of them know; none are made where a
-        cloud may leave and come back."""
-        if self.is_elastic:
-            return Checkpoints(every_steps=0, every_minutes=0)
-        if self.cluster.num_replicas > 1:
+        """Replicas save by the number of the step, which all of them know; where one of them saves
+        for all, it may go by the clock."""
+        if self.cluster.num_replicas > 1 and not self.is_elastic:
             return replace(self.training.checkpoint, every_minutes=0)
         return self.training.checkpoint
 
@@ -292,6 +290,13 @@ class Experiment(Job):
         local = self.strategy.averaging
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
             return super().essential_ranks
+        return self.saving_ranks
+
+    @property
+    def saving_ranks(self) -> frozenset[int]:
+        """Where clouds may leave and come back those of the first, which merges for all."""
+        if not self.is_elastic:
+            return super().saving_ranks
         return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
 
     @property

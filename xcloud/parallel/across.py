@@ -75,9 +75,8 @@ class AcrossClouds:
 
     def gather(self, stage: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
         """Sum over the ranks of the cloud."""
-        buffer.flat[-1] = loss
         self._buffers[stage] = buffer
-        return self._group.sum(buffer.flat)[-1].clone()
+        return buffer.sum_over(self._group, loss)
 
     def exchange(self, step: int, loss: Tensor) -> Tensor:
         """Across clouds; leaves the merged gradients in the buffers. loss: of this cloud's ranks.

@@ -229,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> None:
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if job.is_elastic:
-            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+            transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
             _join(job, rank, run_dir, under_torchrun)
             agreed = agree(job, settings, rank, holder.table())
