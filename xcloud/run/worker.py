@@ -35,6 +35,7 @@ from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
@@ -68,7 +69,7 @@ def live(
     """
     layout = job.cluster
     cloud = layout.cloud_of(rank)
-    is_resumed = (run_dir / EVENTS_FILE).exists()
+    is_resumed = has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     # The role is there before anything is reported.
     reporter = Reporter(
