@@ -162,9 +162,9 @@ def test_what_waits_counts_as_activations_until_it_is_computed() -> None:
         with deferred:
             # tanh keeps its output, the layer its input: 1 kB each.
             loss = torch.tanh(net(torch.ones(1, 256, requires_grad=True))).sum()
-            assert saved_bytes._num_bytes == 2 * kb
+            assert saved_bytes.num_bytes == 2 * kb
             loss.backward()
-        assert saved_bytes._num_bytes == 2 * kb, "input and output gradient of the layer"
+        assert saved_bytes.num_bytes == 2 * kb, "input and output gradient of the layer"
         deferred.compute()
-        assert not saved_bytes._num_bytes
+        assert not saved_bytes.num_bytes
     assert saved_bytes.peak_bytes <= 3 * kb

@@ -173,6 +173,20 @@ def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Count
     return most
 
 
+def most_kept(actions: Iterable[Action], lanes: int, activations: float, waiting: float) -> float:
+    """Bytes that the fullest of a stage's lanes keeps at most. actions: of one stage, in order.
+    activations: bytes of a micro-batch; waiting: of what remains when its weights are put off."""
+    actions = list(actions)
+    late = put_off(actions)
+    kept, most = [0.0] * lanes, 0.0
+    for kind, stage, i in actions:
+        waits = waiting if (stage, i) in late else 0.0
+        change = {"forward": activations, "backward": waits - activations, "weights": -waits}
+        kept[i % lanes] += change[kind]
+        most = max(most, kept[i % lanes])
+    return most
+
+
 def put_off(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
     """(stage, micro-batch) of the backwards that leave the weights for later."""
     return frozenset((a.stage, a.micro_batch) for a in actions if a.kind == "weights")
