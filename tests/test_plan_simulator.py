@@ -11,7 +11,14 @@ from tests.timelines import assert_valid_trace
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, ForwardOnly, GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import (
+    Action,
+    ForwardOnly,
+    GPipe,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubble,
+)
 from xcloud.plan.costs import Direction, TableCosts, UniformCosts, Update
 from xcloud.plan.formulas import (
     bubble_of_a_free_link,
@@ -205,6 +212,25 @@ def test_a_predicted_step_is_drawn_as_a_recorded_one(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_bubble_of_zero_bubble_is_that_of_zb_h1() -> None:
+    """Qi et al., table 2: (p - 1)(tF + tB - tW), where 1F1B has (p - 1)(tF + tB + tW); here
+    backward_s is tB + tW."""
+    for p in (2, 3, 4, 6):
+        layout, m = chain(p), 2 * p
+        costs = UniformCosts(1.0, 2.0, weights_s=1.0)
+
+        split, whole = (
+            simulate(kind(m), layout, costs) for kind in (ZeroBubble, OneForwardOneBackward)
+        )
+
+        assert whole.step_s == pytest.approx(3 * m + 3 * (p - 1))
+        assert split.step_s == pytest.approx(3 * m + 1 * (p - 1))
+        assert sum(use.compute_s for use in split.ranks) == pytest.approx(3 * m * p)
+        assert [box.name for box in split.timeline.lanes[-1].boxes[-2:]] == [
+            f"W{m - 2}", f"W{m - 1}"
+        ]  # fmt: skip
+
+
 def test_frozen_parts_send_no_gradient() -> None:
     simulator = Simulator(GPipe(4), chain(2), without_gradient={0})
 
@@ -212,6 +238,8 @@ def test_frozen_parts_send_no_gradient() -> None:
 
     assert {t.direction for t in simulator.transfers} == {"forward"}
     assert found.step_s == pytest.approx(1 + 0.5 + 4 * (1 + 2))
+    middle = Simulator(ZeroBubble(4), chain(3), without_gradient={1})
+    assert not [op for op in middle.ops[1] if op.what in ("backward", "weights")]
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:

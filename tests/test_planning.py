@@ -75,7 +75,8 @@ def test_a_profile_of_something_else_is_named_and_used(
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
     assert table["own"]["predicted_step_time_s"] > 800
     assert table["profile"]["stale"]
-    assert len(read_profile(file).pieces) == 2
+    (_, last) = read_profile(file).pieces
+    assert 0 < last.weights_s.at(4) < last.backward_s.at(4) and last.put_off_bytes.at(4) > 0
 
 
 def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -> None:
@@ -137,7 +138,21 @@ def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
 
     planned(toy(tmp_path, "plan=show"), tmp_path / "run")
 
-    assert turns.count(min(turns)) == 2 + MOST_TIMES
+    assert turns.count(min(turns)) == 2 + MOST_TIMES + 1 + MOST_TIMES // 2  # whole and split
+
+
+def test_weights_are_not_put_off_where_the_job_forbids_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = toy(
+        tmp_path, "plan=show", "cluster=two_clouds_dp", "+cluster.clouds.cloud_b.shard=true"
+    )
+
+    planned(config, tmp_path / "run")
+
+    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    assert "puts off" in table["not_planned"]["schedule=zero_bubble"]
+    assert not any("zero bubble" in plan["schedule"] for plan in table["plans"])
 
 
 def test_without_a_plan_the_config_stays() -> None:

@@ -129,6 +129,10 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
         (["strategy=data_parallel"], "data_parallel exchanges whole ones"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
         (["security/privacy=sample"], "bounds gradients of whole stages"),
+        (
+            ["schedule=zero_bubble", "+cluster.clouds.cloud_b.shard=true"],
+            "zero bubble .* puts off",
+        ),
         (["cluster.clouds.cloud_a.shard=2"], r"cloud\.shard must be one of"),
     ],
 )

@@ -17,7 +17,7 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
@@ -202,6 +202,13 @@ class Experiment(Job):
                 "model between clouds, which pass each sample's activations and gradients on "
                 "without that noise, so its epsilon would not hold there. Keep each replica in "
                 "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
+            )
+        stages = range(layout.num_stages)
+        if any(put_off(self.schedule.actions(stage, layout.num_stages)) for stage in stages):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient before the next one's is "
+                f"computed, but {self.schedule.label} puts off those of weights; choose "
+                "schedule=one_forward_one_backward or gpipe"
             )
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         if self.training.batch_size != pieces:

@@ -21,7 +21,7 @@ from xcloud.comm.memory import State, split_state
 from xcloud.errors import ConfigError
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.schedule import Schedule, rank_actions
+from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 18
@@ -72,15 +72,16 @@ def check_in_step(
     schedule: Schedule, num_stages: int, turns: Sequence[Mapping[int, tuple[int, int]]], what: str
 ) -> None:
     """Raise ConfigError unless the schedule has all these ranks do the same in turn, each with its
-    own micro-batches. turns: of each rank, by stage; see ClusterLayout.turn."""
-    orders = {
-        tuple(
-            (action.kind, action.stage)
-            for action in rank_actions(schedule, sorted(own), num_stages, dict(own))
+    own micro-batches, and computes their backwards at once. turns: of each rank, by stage; see
+    ClusterLayout.turn."""
+    orders = [rank_actions(schedule, sorted(own), num_stages, dict(own)) for own in turns]
+    if any(map(put_off, orders)):
+        raise ConfigError(
+            f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "
+            "parameters are dropped when their backward ends; choose "
+            "schedule=one_forward_one_backward or gpipe, or leave shard out"
         )
-        for own in turns
-    }
-    if len(orders) > 1:
+    if len({tuple((a.kind, a.stage) for a in actions) for actions in orders}) > 1:
         raise ConfigError(
             f"{what}.shard: ranks that gather parameters together must compute in step, and "
             f"{schedule.label} does not deal {schedule.num_micro_batches} micro-batches evenly to "
