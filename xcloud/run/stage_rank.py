@@ -183,8 +183,10 @@ class StageRank(Role[Experiment]):
                 trainer.num_updates = local.rejoin()
         self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
+            self.context.turns.take()
             with memory.first_step():
                 report = trainer.update(step)
+            self.context.turns.note(report.step_s)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
@@ -197,6 +199,7 @@ class StageRank(Role[Experiment]):
                     evaluator.evaluate("dev", step)
                 self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.turns.take()  # the end of the run is one too
         self.context.asked.is_armed = False
         checkpoints.save_last(job.training.max_steps)
         if observer is not None:

@@ -45,6 +45,7 @@ from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
+from xcloud.run.turns import join_turns
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 
 EXIT_FAILED = 1
@@ -78,7 +79,7 @@ def live(
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
-        holder, asked, is_resumed, transport,
+        holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     if state is not None:
@@ -100,6 +101,7 @@ def live(
             time.sleep(LAST_WORDS_S)
         raise
     finally:
+        context.turns.close()
         if events is not None:
             events.close()
         records = [*agreed.records, *role.records]
