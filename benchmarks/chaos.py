@@ -143,14 +143,18 @@ class Disturbed:
         """Whether a phase has come."""
         if phase == "checkpoint":
             until_s = time.monotonic() + 5  # each may be written between two looks
-            drafts = lambda: any(self.run.first.glob("checkpoints/*/.rank*"))  # noqa: E731
-            return lambda: self.is_over or drafts() or time.monotonic() > until_s
+            return lambda: self.is_over or self._is_writing() or time.monotonic() > until_s
         if phase == "evaluation":
             before = self._evaluations()
             return lambda: self.is_over or self._evaluations() > before
         if phase == "end":
             return lambda: self.is_over or (self.run.first / MODEL_DIR).exists()
         return lambda: True
+
+    def _is_writing(self) -> bool:
+        with contextlib.suppress(OSError):  # a folder was deleted meanwhile
+            return any(self.run.first.glob("checkpoints/*/.rank*"))
+        return False
 
     def _evaluations(self) -> int:
         with contextlib.suppress(OSError):
@@ -210,7 +214,7 @@ class Disturbed:
                 fault.noticed_s = round(time.monotonic() - self._faulted_s, 2)
         if code is None:
             return
-        if left := self._left_behind():
+        if left := self._left_behind(code):
             raise Defect("orphans", f"processes {left}, exit code {code}")
         if self._repair is not None:
             self._repair()
@@ -233,7 +237,9 @@ class Disturbed:
         self._said_before = len(self.run.said())
         self.run.start()
 
-    def _left_behind(self) -> list[int]:
+    def _left_behind(self, code: int) -> list[int]:
+        if isinstance(self.run, Machines) and code != 0:
+            return []  # a monitor may still write its record, and nobody waits for that
         until_s = time.monotonic() + ORPHANS_WITHIN_S
         while (left := self.run.alive()) and time.monotonic() < until_s:
             time.sleep(0.05)
