@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -40,7 +39,7 @@ from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
-from xcloud.run.launch import EXIT_START_AGAIN, error_file
+from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
 from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
@@ -163,11 +162,9 @@ def _tie_to_parent(parent: int) -> None:
     """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the parent is gone")
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("the parent is gone")
 
 
 def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
@@ -211,6 +208,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("start me with torchrun, or use run.py")
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
 
     file = arguments.experiment
     file = file / EXPERIMENT_FILE if file.is_dir() else file
