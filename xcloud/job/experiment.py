@@ -108,12 +108,24 @@ class Experiment(Job):
             if not cloud.shard:
                 continue
             what = f"cluster.clouds.{name}"
-            if self.strategy.averaging is not None or self.ties_ends:
+            if self.ties_ends or isinstance(self.strategy.averaging, LocalUpdates):
                 other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
                 raise ConfigError(
                     f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
                     "with other clouds: leave one of the two out"
                 )
+            for stage in cloud.stages or ():
+                dealt = {
+                    name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                    for name, other in layout.clouds.items()
+                    if stage in (other.stages or ())
+                }
+                if len(set(dealt.values())) > 1:
+                    raise ConfigError(
+                        f"{what}.shard: each rank averages what it holds with one that holds the "
+                        f"same, but stage {stage} is held as (shard, ranks) {dealt}; give these "
+                        "clouds the same num_ranks and shard"
+                    )
             if self.security.privacy is not None:
                 raise ConfigError(
                     f"{what}.shard: security.privacy bounds gradients of whole stages, and each "

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import State, split_state
 from xcloud.errors import ConfigError
+from xcloud.parallel.across import AcrossClouds, MakeAverager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -113,6 +115,35 @@ class Sharded:
 
     def load_state_dict(self, state: State) -> None:
         split_state(state, (), "an exchange of dealt gradients")
+
+
+class ShardedAcross(AcrossClouds):
+    """Of one rank: what it holds of stages that every cloud deals over as many ranks. Each rank
+    carries that across by itself, and nothing is gathered inside."""
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        lanes: RankGroup,
+        num_replicas: int,
+        make_averager: MakeAverager,
+        is_mean: bool,
+        delay: int,
+        check: ReplicaCheck,
+    ) -> None:
+        """See AcrossClouds. lanes: the ranks over which the stages are dealt here. check: of what
+        this rank holds."""
+        alone = RankGroup.alone(lanes.rank)
+        super().__init__(parameters, alone, 1, num_replicas, make_averager, is_mean, delay, check)
+        self._lanes, self._inside = lanes, Sharded(lanes)
+
+    def _sum(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+        return self._inside.before_update(step, buffer, loss)
+
+    def _told(self, step: int, buffer: FlatBuffer, loss: Tensor) -> None:
+        """The norm of what other ranks hold is another one now."""
+        own_share = loss if self._lanes.leads else torch.zeros_like(loss)
+        self._inside.before_update(step, buffer, own_share)
 
 
 def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
