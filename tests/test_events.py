@@ -140,3 +140,12 @@ def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     found = [collector.feed(event) for event in (*events, step_event(0, 3), step_event(1, 3))]
     assert [totals.step for totals in found if totals] == [1, 2, 3]
+
+
+def test_a_step_of_which_a_report_was_lost_is_not_remembered_for_ever() -> None:
+    """On a full disk lines are lost; later steps say that the missing report will not come."""
+    collector = StepCollector(2)
+    steps = [step_event(0, step) for step in range(1, 100)] + [step_event(1, 99)]
+    found = [collector.feed(event) for event in steps]
+    assert found[-1] is not None and found[-1].step == 99
+    assert not collector._reports

@@ -6,19 +6,18 @@ renamed again, and only then deleted as it was. At any moment each line is there
 of the stream that `read` gives, whatever ends the process.
 """
 
-import contextlib
 import gzip
-import os
 import re
-import shutil
 import zlib
 from io import FileIO
 from pathlib import Path
 from typing import IO, cast
 
+from xcloud.record.whole_file import write_whole
+
 EVENTS_FILE = "events.jsonl"  # in the run folder
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
-SEGMENT_BYTES = 8 << 20  # of JSON; about a tenth of it compressed
+SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
 
 
 def has_events(run_dir: Path) -> bool:
@@ -71,19 +70,7 @@ def compress(path: Path) -> None:
         plain = _plain(path, number)
         if not plain.exists():
             continue
-        whole = _compressed(plain)
-        draft = whole.with_suffix(".draft")
-        try:
-            with open(plain, "rb") as lines, open(draft, "wb") as raw:
-                with gzip.GzipFile("", "wb", 6, raw) as file:
-                    shutil.copyfileobj(lines, file, 1 << 18)
-                raw.flush()
-                os.fsync(raw.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
-        draft.replace(whole)
+        write_whole(_compressed(plain), 0, [gzip.compress(plain.read_bytes(), 6)])
         plain.unlink()
 
 

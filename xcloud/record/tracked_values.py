@@ -39,6 +39,11 @@ def quality_metrics(event: Event) -> dict[str, float]:
     return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
 
 
+def is_score(key: str) -> bool:
+    """Whether a curve is one of quality_metrics."""
+    return "/" in key and not key.startswith(("train/", "wan/"))
+
+
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """The values of summary.json that a table of runs compares, without nulls."""
     step_time_s = summary.get("step_time_s", {})

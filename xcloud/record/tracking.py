@@ -35,6 +35,7 @@ from xcloud.record.tracked_values import (
     MAX_VALUE_CHARACTERS,
     final_metrics,
     flatten,
+    is_score,
     legal_name,
     quality_metrics,
     step_metrics,
@@ -201,8 +202,8 @@ class _Sender(threading.Thread):
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
-        self._from_step = self._read_step = -1  # last that MLflow had at first; last one read
-        self._qualities: set[tuple[str, int]] = set()  # sent, by split and step
+        self._read_step = -1  # the last one of the curves of training
+        self._scored: dict[str, set[int]] = {}  # steps of the scores' curves
         self._started_at_s = time.time()
         self._closing = threading.Event()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -301,13 +302,17 @@ class _Sender(threading.Thread):
         """Go on with an earlier record, after its last step; False if the store has it no more."""
         try:
             client.update_run(run_id, status="RUNNING")
-            history = client.get_metric_history(run_id, _STEP_CURVE)
+            steps = {
+                key: {metric.step for metric in client.get_metric_history(run_id, key)}
+                for key in client.get_run(run_id).data.metrics
+                if key == _STEP_CURVE or is_score(key)
+            }
         except Exception as error:
             if not _is_refusal(error):
                 raise
             return False
-        last_step = max((metric.step for metric in history), default=-1)
-        self._last_step, self._read_step, self._from_step = max(last_step, 0), last_step, last_step
+        self._read_step = max(steps.pop(_STEP_CURVE, ()), default=-1)
+        self._last_step, self._scored = max(self._read_step, 0), steps
         return True
 
     def _curves(self, event: Event) -> list[Point]:
@@ -321,10 +326,10 @@ class _Sender(threading.Thread):
             values[_STEP_CURVE] = values.pop(_STEP_CURVE)
             found = self._thinner.feed(totals.step, values, event["t"])
         if event["event"] == "quality":
-            key = (event["split"], event["step"])
-            if key not in self._qualities and event["step"] >= self._from_step:
-                self._qualities.add(key)
-                found += _points(quality_metrics(event), event["t"], event["step"])
+            for point in _points(quality_metrics(event), event["t"], event["step"]):
+                if point.step not in (steps := self._scored.setdefault(point.key, set())):
+                    steps.add(point.step)
+                    found.append(point)
         return found
 
     def _send_figures(self) -> None:
