@@ -231,6 +231,19 @@ def test_the_bubble_of_zero_bubble_is_that_of_zb_h1() -> None:
         ]  # fmt: skip
 
 
+def test_stages_that_are_interleaved_halve_the_bubble() -> None:
+    """Two clouds of equal work, in one stage each or in two; and one that holds both ends."""
+    m = 8
+    interleaved = ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1, 3])}, "free")
+    both_ends = ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}, "free")
+    half, whole = UniformCosts(1.0, 2.0, weights_s=1.0), UniformCosts(2.0, 4.0, weights_s=2.0)
+
+    for schedule, bubble in ((GPipe(m), 6), (OneForwardOneBackward(m), 6), (ZeroBubble(m), 2)):
+        assert simulate(schedule, chain(2), whole).step_s == pytest.approx(6 * m + bubble)
+        assert simulate(schedule, interleaved, half).step_s == pytest.approx(6 * m + bubble / 2)
+        assert simulate(schedule, both_ends, half).step_s == pytest.approx(6 * m)
+
+
 def test_frozen_parts_send_no_gradient() -> None:
     simulator = Simulator(GPipe(4), chain(2), without_gradient={0})
 

@@ -141,12 +141,9 @@ def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
     assert turns.count(min(turns)) == 2 + MOST_TIMES + 1 + MOST_TIMES // 2  # whole and split
 
 
-def test_weights_are_not_put_off_where_the_job_forbids_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = toy(
-        tmp_path, "plan=show", "cluster=two_clouds_dp", "+cluster.clouds.cloud_b.shard=true"
-    )
+def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> None:
+    config = toy(tmp_path, "plan=show", "cluster.clouds.cloud_b.num_ranks=2")
+    config.cluster.clouds.cloud_b.shard = True
 
     planned(config, tmp_path / "run")
 

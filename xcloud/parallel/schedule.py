@@ -198,11 +198,14 @@ def rank_actions(
     """The order in which one rank works on all stages it holds.
 
     lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
-    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
-    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
+    rank's own. Several stages (a rank at both ends, interleaved stages, or one that holds all) are
+    worked on in the order of an ideal pipeline, which respects every dependency and so cannot
+    deadlock; in a tick the later stage comes first, as it is nearer to the gradients that all
+    wait for.
     """
     if len(stages) > 1:
-        order = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
+        ticks = ideal_ticks(schedule, num_stages)
+        order = [action for tick in ticks for action in reversed(tick)]
     else:
         order = schedule.actions(stages[0], num_stages)
     return [

@@ -110,10 +110,10 @@ class StepProgram:
             return 0.0, own[op.what], 0.0
         before = 0.0 if op.received is None else costs.decompress_s(op.received)
         behind = 0.0 if op.sent is None else costs.compress_s(op.sent)
-        own = costs.action_s(rank, op.action)
+        own_s = costs.action_s(rank, op.action)
         if op.what == "backward" and op.action.stage in self._put_off:
-            own -= costs.action_s(rank, op.action._replace(kind="weights"))
-        return before, own, behind
+            own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
+        return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
         """layout.owner, from ranks that were looked up once. micro_batch: of the schedule."""

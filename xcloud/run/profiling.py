@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border, Message
@@ -257,7 +257,7 @@ class _Measuring:
             if output.loss is not None:
                 loss = output.loss
         for s in reversed(range(len(stages))):
-            pairs = [(loss / b, None)]
+            pairs: list[tuple[Tensor, Tensor | None]] = [(loss / b, None)]
             if s < len(stages) - 1:
                 if not borders[s].gradient_returns:
                     break
