@@ -108,6 +108,7 @@ class Disturbed:
         self.fault: Fault | None = None  # the last one that was injected
         self.is_over = False
         self._faulted_s = 0.0
+        self._victim: int | None = None
         self._base_step = self._num_attempts = self._num_evaluations = self._said_before = 0
         self._repair: Repair = None
         self._resumes_before = self._lost_before = 0
@@ -196,6 +197,7 @@ class Disturbed:
         target, self._base_step = self.target, (*self.run.agreed_steps(), 0)[0]
         target.rank = target.dice.randrange(self.run.num_ranks)
         target.length_s, self._faulted_s = 0.0, time.monotonic()
+        self._victim = None if "line" in fault.kind else target.rank
         self._said_before = len(self.run.said())
         try:
             repair = FAULTS[self.outcome.form][fault.kind](target)
@@ -210,7 +212,7 @@ class Disturbed:
         code, fault = self.run.poll(), self.fault
         new = self.run.said()[self._said_before :] if fault is not None else ""
         if fault is not None and fault.noticed_s is None:
-            if code not in (None, 0) or "start again" in new:
+            if self.run.has_noticed(self._victim, new):
                 fault.noticed_s = round(time.monotonic() - self._faulted_s, 2)
         if code is None:
             return

@@ -245,5 +245,5 @@ FAULTS = {"launcher": LAUNCHED, "torchrun": TORCHRUN, "machines": MACHINES}
 WEIGHTS = {  # how often each kind is drawn; others: once
     "kill rank": 5, "kill launcher": 3, "pause rank": 2, "SIGTERM": 2, "truncated checkpoint": 2,
     "flipped bit in a checkpoint": 2, "disk full": 2, "out of memory": 2, "line cut, briefly": 5,
-    "line cut for longer than lost_after_s": 3,
+    "line cut for longer than lost_after_s": 2,
 }  # fmt: skip

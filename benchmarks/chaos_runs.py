@@ -71,6 +71,11 @@ class Run:
         codes = [process.poll() for process in self.processes]
         return None if None in codes else next(filter(None, codes), 0)
 
+    def has_noticed(self, victim: int | None, said: str) -> bool:
+        """Whether somebody else than the rank that was disturbed has ended or begun again because
+        of it. said: what the logs hold since then."""
+        return self.poll() not in (None, 0) or "start again" in said
+
     def send(self, number: int) -> None:
         """A signal to whoever starts the ranks."""
         for process in self.processes:
@@ -168,6 +173,10 @@ class Machines(Run):
             "WORLD_SIZE": str(self.num_ranks), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT,
         }  # fmt: skip
         return fork(be_rank, folder / LOG, environment)
+
+    def has_noticed(self, victim: int | None, said: str) -> bool:
+        codes = [p.poll() for rank, p in enumerate(self.processes) if rank != victim]
+        return any(code not in (None, 0) for code in codes)
 
     def pid_of_rank(self, rank: int) -> int | None:
         process = self.processes[rank]
