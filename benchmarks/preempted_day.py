@@ -34,6 +34,7 @@ from typing import Any
 from benchmarks.chaos_jobs import losses_of, weights_of
 from benchmarks.chaos_runs import IMPORTED, LOG, ROOT, Launched
 from tests.forks import Child
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
 from xcloud.run.launch import EXIT_START_AGAIN
 
@@ -81,12 +82,16 @@ def take_away(run: Launched, running: Running, kind: str) -> None:
 def day(kind: str, run_dir: Path, config: dict[str, Any], asked: argparse.Namespace) -> Any:
     run_dir.mkdir()
     dice = random.Random(asked.seed)
-    starts, leaves = [time.time()], []
+    starts, leaves, checkpoints = [time.time()], [], CheckpointFolder(run_dir)
     run = Launched([run_dir], config, RANKS)
     running = start_again(run, forked=True)
     while True:
-        patience_s = asked.every * dice.uniform(0.75, 1.25) if kind != "none" else 3600.0
-        while running.poll() is None and time.time() < starts[-1] + patience_s:
+        due_s = starts[-1] + asked.every * dice.uniform(0.75, 1.25)
+        agreed = checkpoints.agreed_steps()[:1]
+        while running.poll() is None and (
+            # Where no checkpoint falls between two pre-emptions, a run would never end.
+            kind == "none" or time.time() < due_s or checkpoints.agreed_steps()[:1] == agreed
+        ):
             time.sleep(0.05)
         if running.poll() is not None:
             break
