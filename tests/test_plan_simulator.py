@@ -1,5 +1,6 @@
 """The simulator against formulas and sums that can be done by hand."""
 
+import random
 import subprocess
 import sys
 from itertools import product
@@ -229,6 +230,26 @@ def test_the_bubble_of_zero_bubble_is_that_of_zb_h1() -> None:
         assert [box.name for box in split.timeline.lanes[-1].boxes[-2:]] == [
             f"W{m - 2}", f"W{m - 1}"
         ]  # fmt: skip
+
+
+def test_zero_bubble_ends_on_any_layout() -> None:
+    """Stages dealt to clouds at random, with lanes: every action is computed once."""
+    draw = random.Random(0)
+    for _ in range(40):
+        num_stages, num_clouds, m = draw.randint(2, 6), draw.randint(1, 3), draw.randint(1, 9)
+        dealt = [draw.randrange(num_clouds) for _ in range(num_stages)]
+        clouds = {
+            f"c{cloud}": Cloud(draw.randint(1, 3), [s for s, c in enumerate(dealt) if c == cloud])
+            for cloud in set(dealt)
+        }
+        schedule = ZeroBubble(m, draw.choice([None, 1, 3, 7]), draw.choice([None, 1, 2, 20]))
+        simulator = Simulator(schedule, ClusterLayout(clouds, "free"))
+
+        simulator.run(UniformCosts(1.0, 2.0, 0.5, 0.3, weights_s=1.0))
+
+        found = [op.action for ops in simulator.ops for op in ops if op.action]
+        each = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+        assert sorted(found) == sorted(action for actions in each for action in actions)
 
 
 def test_stages_that_are_interleaved_halve_the_bubble() -> None:

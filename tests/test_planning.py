@@ -18,7 +18,7 @@ from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run.local import run
-from xcloud.run.planning import planned
+from xcloud.run.planning import Planner, planned
 from xcloud.run.profiling import BUDGET_S
 from xcloud.run.stopwatch import MOST_TIMES
 
@@ -143,13 +143,13 @@ def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
 
 def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> None:
     config = toy(tmp_path, "plan=show", "cluster.clouds.cloud_b.num_ranks=2")
-    config.cluster.clouds.cloud_b.shard = True
+    allowed, config.cluster.clouds.cloud_b.shard = configs.job_from_config(config), True
+    forbidden = configs.job_from_config(config)
 
-    planned(config, tmp_path / "run")
-
-    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
-    assert "puts off" in table["not_planned"]["schedule=zero_bubble"]
-    assert not any("zero bubble" in plan["schedule"] for plan in table["plans"])
+    assert Planner(allowed, allowed.plan, allowed.cluster).splits_backward
+    found = Planner(forbidden, forbidden.plan, forbidden.cluster)
+    assert not found.splits_backward
+    assert "puts off" in found.not_planned["schedule=zero_bubble"]
 
 
 def test_without_a_plan_the_config_stays() -> None:
