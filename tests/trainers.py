@@ -14,6 +14,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.contracts.stage import Stage
 from xcloud.errors import TrainingDiverged
 from xcloud.parallel.averaging_guard import AveragingGuard
@@ -58,7 +59,7 @@ class Rank:
 def ranks(
     layout: ClusterLayout,
     training: Training,
-    compression: Compression | Phased | None = None,
+    compression: Compression | Phased | Switched | None = None,
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008

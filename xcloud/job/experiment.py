@@ -12,6 +12,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
@@ -37,7 +38,7 @@ class Experiment(Job):
     model: SplitModel
     cluster: ClusterLayout
     schedule: Schedule
-    compression: Compression | Phased | PerBorder
+    compression: Compression | Phased | PerBorder | Switched
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
@@ -45,6 +46,9 @@ class Experiment(Job):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
+        if self.autopilot is not None:
+            self._check_autopilot()
+            object.__setattr__(self, "compression", self.autopilot.around(self.compression))
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -80,6 +84,27 @@ class Experiment(Job):
         for replica in range(layout.num_replicas):
             self._check_defences(replica)
         self._check_privacy()
+
+    def _check_autopilot(self) -> None:
+        layout = self.cluster
+        if self.plan is not None:
+            raise ConfigError(
+                "plan= prices one compression for the whole run, and autopilot changes it: leave "
+                "one of the two out"
+            )
+        if layout.num_replicas > 1:
+            raise ConfigError(
+                f"autopilot decides in one rank for a single pipeline, and strategy="
+                f"{self.strategy.name} makes {layout.num_replicas} of it: set autopilot=off"
+            )
+        for stage in range(layout.num_stages - 1):
+            here, there = (layout.ranks_of(s)[0] for s in (stage, stage + 1))
+            if layout.wan_between(here, there) == "real":
+                raise ConfigError(
+                    "autopilot follows the seconds in which an emulated line is busy, and nobody "
+                    f"counts them on the real network behind stage {stage} (cluster.wan=real): "
+                    "set autopilot=off"
+                )
 
     def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
         layout, clouds = self.cluster, tuple(self.cluster.clouds)

@@ -11,6 +11,7 @@ from typing import Any
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
@@ -82,6 +83,7 @@ class Planner:
             raise ConfigError(f"plan: schedules like {job.schedule!r} are not priced yet")
         self.batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
+        assert not isinstance(job.compression, Switched), "refused with a plan"
         self.own_compression, self.candidates = self._candidates(job.compression)
         self.not_planned: dict[str, str] = {}
         self.splits_backward = self._splits_backward()

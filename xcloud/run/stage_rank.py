@@ -15,6 +15,7 @@ from torch import Tensor
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
@@ -22,6 +23,7 @@ from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import is_sharded, return_freed_memory, shard, whole
+from xcloud.run.autopilot import RunPilot
 from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
@@ -160,6 +162,12 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
         parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
+        if job.autopilot is not None and isinstance(job.compression, Switched):
+            parts["autopilot"] = trainer.pilot = pilot = RunPilot(
+                job.autopilot, job.compression, layout, self.wiring, self.clock, self.reporter
+            )
+            if rank == 0:
+                pilot.prepare(job, device)
         post: Post | None = self.wiring.control
         if post is not None and job.is_elastic:
             post = PostWithin(post, job.saving_ranks)

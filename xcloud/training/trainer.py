@@ -13,7 +13,7 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import StageSums, Word
+from xcloud.parallel.control import NO_CHOICE, Answer, Pilot, StageSums, Word
 from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
@@ -84,6 +84,7 @@ class Trainer:
     privacy: Privacy | None = None
     early: Collection[int] = ()
     decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
+    pilot: Pilot | None = None  # in every rank of a run that has one
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
@@ -270,16 +271,18 @@ class Trainer:
             }
         with clock.during("wait"):
             first = self.rank == self.sums.leaders[0]
-            total, word = math.nan, self.decide(step) if first else Word.GO_ON
+            answer = Answer(math.nan, self.decide(step) if first else Word.GO_ON)
             if squares:
-                total, word = self.sums.sum_over_stages(
-                    step, squares, self.pipeline.num_stages, word
+                answer = self.sums.sum_over_stages(
+                    step, squares, self.pipeline.num_stages, answer.word, self.pilot
                 )
         with clock.during("average"):
             for lanes in self.lanes.values():
-                both = torch.tensor([total, word], dtype=torch.float64)
-                total, word = lanes.from_leader(both).tolist()
-        return total, Word(int(word))
+                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
+                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        if self.pilot is not None and answer.choice != NO_CHOICE:
+            self.pilot.follow(step, answer.choice)
+        return answer.total, answer.word
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:
