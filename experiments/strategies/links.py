@@ -4,7 +4,7 @@ DiLoCo, and xcloud's strategies, one after the other.
     python experiments/strategies/links.py BASE DATA OUT.jsonl [--mbit 100 30 10] [--rtt-ms 60]
         [--steps 300] [--batch-size 8] [--rounds 1] [--only NAME ...]
 
-BASE, DATA: as study.py takes them. Two network namespaces, a rank of one thread in each, joined by
+BASE, DATA: as study.py takes them. --mbit 0 --rtt-ms 0: a free line. Two network namespaces, a rank of one thread in each, joined by
 a delaying line (benchmarks/delay_line.c): root, iproute2, gcc and /dev/net/tun; torchft rows need
 `pip install torchft`. All rows train the same model (this project's, whole in each rank or cut),
 from the same weights, on the same samples in the same order, with the same AdamW; peers.py is the
@@ -88,7 +88,7 @@ def measure(name: str, mbit: float, given: argparse.Namespace) -> dict[str, Any]
         ]  # fmt: skip
         file.write_text(subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout)
         tcp = {"tcp_slow_start_after_idle": "0"}
-        with two_hosts(mbit * 1e6, given.rtt_ms / 1e3, tcp) as hosts:
+        with two_hosts(mbit * 1e6 or None, given.rtt_ms / 1e3 or None, tcp) as hosts:
             ranks = [
                 start_rank(name, rank, host, file, folder / f"cloud_{'ab'[rank]}")
                 for rank, host in enumerate(hosts)
