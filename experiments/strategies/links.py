@@ -7,7 +7,7 @@ DiLoCo, and xcloud's strategies, one after the other.
 BASE, DATA: as study.py takes them. Two network namespaces, a rank of one thread in each, joined by
 a delaying line (benchmarks/delay_line.c; --mbit 0 --rtt-ms 0: a free one): root, iproute2, gcc and
 /dev/net/tun; torchft rows need `pip install torchft`. All rows train the same model (this
-project's, whole in each rank or cut), from the same weights, on the same samples in the same order,
+project's, whole in each rank or cut), from the same weights, on the same samples in one order,
 with the same AdamW; peers.py is the loop of those that are not xcloud's. A line of JSON for each
 row: seconds a step, bytes that left both hosts (the kernel's counters, start and end of the run
 included), perplexity at the end, and the curve of (seconds since the first step began, loss).
