@@ -16,7 +16,7 @@ from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
@@ -28,6 +28,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "one forward one backward": {
         "layout": {"a": Cloud(2, [0, 2]), "b": Cloud(2, [1])},
         "schedule": OneForwardOneBackward(4, 1),
+    },
+    "weights put off": {
+        "layout": {"a": Cloud(2, [0, 2]), "b": Cloud(2, [1])}, "schedule": ZeroBubble(4),
     },
     "replicas": {"layout": {"a": Cloud(2), "b": Cloud(2)}, "strategy": AVERAGED},
     "local updates": {"layout": {"a": Cloud(2), "b": Cloud(2)}, "strategy": LOCAL},
