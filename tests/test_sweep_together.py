@@ -23,6 +23,7 @@ from xcloud.sweep.step_ratio import StepRatio, record, reference_of
 from xcloud.sweep.table import print_table
 
 NUM_STEPS = 32
+LONG = f"training.max_steps={NUM_STEPS}"
 
 
 def test_noise_that_hits_a_whole_round_leaves_the_ratio_alone() -> None:
@@ -130,6 +131,7 @@ class TimedRuns:
     time. On a machine on which every turn takes another time than the one before."""
 
     moment = 1.0
+    has_ended = False
 
     def __init__(self, parallel: int, say: object, environment: Mapping[str, str]) -> None:
         assert parallel == 1, "each point has the threads that it would have alone"
@@ -153,21 +155,25 @@ class TimedRuns:
         return None
 
     def end(self) -> None:
-        raise AssertionError("nothing was interrupted")
+        TimedRuns.has_ended = True
 
 
-def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def children(parallel: int, say: object, environment: Mapping[str, str]) -> TimedRuns:
         monkeypatch.setenv(ADDRESS, environment[ADDRESS])
         return TimedRuns(parallel, say, environment)
 
     monkeypatch.setattr("xcloud.sweep.runner.Children", children)
     monkeypatch.setattr("xcloud.sweep.report.close_sweep", lambda folder: None)
-    folder, long = tmp_path / "s", f"training.max_steps={NUM_STEPS}"
-    grid = [f"compression={c} seed={s} {long}" for c in ("int8", "none") for s in (1, 2)]
-    grid = [one for one in grid if one != f"compression=none seed=2 {long}"]
+
+
+def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_threads(monkeypatch)
+    folder = tmp_path / "s"
+    grid = [f"{one} {LONG}" for one in ("compression=int8 seed=1", "compression=int8 seed=2",
+                                        "compression=none seed=1")]  # fmt: skip
 
     assert run_sweep(folder, grid, FakeRuns(), timing="together") == 1
 
@@ -180,7 +186,29 @@ def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_
     assert "asked to fail; the others go on" in capsys.readouterr().out
     text = table(folder)
     assert "in brackets the 95 % interval" in text and f"{found.ratio:.3f} (" in text
-    assert "one after another" not in text
+    assert "one after another" not in text and not TimedRuns.has_ended
+
+
+def test_an_interrupted_sweep_lets_all_points_go_and_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def wait(self: TimedRuns, point: Point, run_dir: Path) -> str:
+        turns = join_turns(run_dir, 0, 1, None)
+        turns.take()  # for ever, if nobody lets it go
+        turns.close()
+        return "interrupted"
+
+    use_threads(monkeypatch)
+    monkeypatch.setattr(TimedRuns, "has_ended", False)
+    monkeypatch.setattr(TimedRuns, "run", wait)
+    monkeypatch.setattr(Conductor, "turn", interrupt)
+    grid = [f"compression={one} {LONG}" for one in ("int8", "none")]
+
+    assert run_sweep(tmp_path / "s", grid, FakeRuns(), timing="together") == 130
+    assert TimedRuns.has_ended and "2 of 2 points are left" in capsys.readouterr().out
 
 
 def test_a_share_measured_one_after_another_says_so(tmp_path: Path) -> None:

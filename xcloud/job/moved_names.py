@@ -58,9 +58,11 @@ ADDED: dict[str, dict[str, object]] = (
         "xcloud.job.experiment.Experiment": {
             "launch": {"_target_": "xcloud.job.job.Launch"} | asdict(Launch()),
             "strategy": {"_target_": "xcloud.parallel.strategy.Strategy"} | asdict(Strategy()),
+            "autopilot": {"_target_": "xcloud.plan.autopilot.no_autopilot"},
         },
         "xcloud.job.one_way.OneWayExperiment": {
             "launch": {"_target_": "xcloud.job.job.Launch"} | asdict(Launch()),
+            "autopilot": {"_target_": "xcloud.plan.autopilot.no_autopilot"},
         },
         "xcloud.security.visibility.Visibility": {
             "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}

@@ -17,7 +17,7 @@ from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.costs import Direction, TableCosts
 from xcloud.plan.line import FREE, Line
-from xcloud.plan.simulator import Simulator
+from xcloud.plan.step_program import StepProgram
 
 DIRECTIONS = ("forward", "backward")
 
@@ -106,13 +106,13 @@ class Forecast:
         num_passes: int,
         ways: Sequence[Mapping[tuple[int, str], Way]],
     ) -> None:
-        self._simulator = Simulator(schedule, layout, num_passes=num_passes)
+        self._program = StepProgram(schedule, layout, num_passes=num_passes)
         self._layout, self._ways = layout, ways
         self._num_pieces = num_passes * schedule.num_micro_batches
 
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
         simulated = [
-            self._simulator.run(self._costs(measured, in_force, choice)).step_s
+            self._program.carry_out(self._costs(measured, in_force, choice)).end_s
             for choice in range(len(self._ways))
         ]
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]

@@ -18,9 +18,8 @@ from __future__ import annotations
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.costs import Costs
-from xcloud.plan.engine import run, run_blocking
 from xcloud.plan.prediction import Prediction
-from xcloud.plan.step_program import CONTROL, StepProgram
+from xcloud.plan.step_program import StepProgram
 
 
 def simulate(
@@ -49,21 +48,4 @@ class Simulator(StepProgram):
     """The program of a step, to be run at any costs."""
 
     def run(self, costs: Costs) -> Prediction:
-        seconds = [
-            [self.op_s(costs, rank, op) for op in ops] * self.num_steps
-            for rank, ops in enumerate(self.ops)
-        ]
-        num_bytes = [
-            costs.control_bytes if transfer is CONTROL else costs.message_bytes(transfer)
-            for transfer in self.transfers
-        ] * self.num_steps
-        lines = [
-            costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
-            for route in self.routes
-        ]
-        carry_out = run_blocking if self.transfers_block else run
-        moments = carry_out(self.program, seconds, num_bytes, lines)
-        for rank in range(self.layout.num_ranks):
-            if not moments.has_ended(self.program, rank):
-                raise self.deadlock()
-        return Prediction(self, costs, seconds, num_bytes, lines, moments)
+        return Prediction(self, costs, *self.carry_out(costs))

@@ -13,7 +13,8 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Program
+from xcloud.plan.engine import Moments, Program, run, run_blocking
+from xcloud.plan.line import Line
 
 
 class Op(NamedTuple):
@@ -30,6 +31,21 @@ class Route(NamedTuple):
     here: str
     there: str
     sample: tuple[int, int]  # a sender and a receiver on it
+
+
+class Course(NamedTuple):
+    """What the engine was given, and what it found."""
+
+    seconds: list[list[float]]
+    num_bytes: list[int]
+    lines: list[Line]
+    moments: Moments
+
+    @property
+    def end_s(self) -> float:
+        """When the slowest rank is done."""
+        ranks = zip(self.moments.begin_s, self.seconds, strict=True)
+        return max(begin_s[-1] + own_s[-1] for begin_s, own_s in ranks)
 
 
 MARKS = ("arrive", "answer", "shared")
@@ -49,7 +65,7 @@ class StepProgram:
         second step on. 1 = all ranks begin at once.
     without_gradient: borders (numbers of the stage before) over which no gradient returns.
 
-    Raises ValueError, here or in Simulator.run, if the schedule waits for itself.
+    Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
 
     def __init__(
@@ -91,6 +107,26 @@ class StepProgram:
         self._put_off = {stage for order in orders for stage, _ in put_off(order)}
         for step in range(num_steps):
             self._build_step(orders, agrees, is_first=step == 0)
+
+    def carry_out(self, costs: Costs) -> Course:
+        seconds = [
+            [self.op_s(costs, rank, op) for op in ops] * self.num_steps
+            for rank, ops in enumerate(self.ops)
+        ]
+        num_bytes = [
+            costs.control_bytes if transfer is CONTROL else costs.message_bytes(transfer)
+            for transfer in self.transfers
+        ] * self.num_steps
+        lines = [
+            costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
+            for route in self.routes
+        ]
+        carry_out = run_blocking if self.transfers_block else run
+        moments = carry_out(self.program, seconds, num_bytes, lines)
+        for rank in range(self.layout.num_ranks):
+            if not moments.has_ended(self.program, rank):
+                raise self.deadlock()
+        return Course(seconds, num_bytes, lines, moments)
 
     def op_s(self, costs: Costs, rank: int, op: Op) -> float:
         return sum(self.parts_s(costs, rank, op))
