@@ -45,16 +45,13 @@ class Report:
                  for a, b in zip(starts, plan.ends, strict=True)]  # fmt: skip
         return found if all(piece.blocks for piece in pieces) else []
 
-    def schedule(self, plan: Plan) -> str:
-        return "gpipe" if plan.in_flight is None else f"1f1b, {plan.in_flight} in flight"
-
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan
         return {
             "strategy": plan.strategy,
             "split": self.split(plan),
             "micro_batches": plan.micro_batches,
-            "schedule": self.schedule(plan),
+            "schedule": plan.schedule_label,
             "compression": plan.compression,
             "predicted_step_time_s": priced.step_s,
             "bubble_ratio": priced.bubble_ratio,

@@ -107,7 +107,7 @@ def write_plan_picture(path: Path, report: Report) -> Path:
     best = report.ranked.best[0].plan
     title = (
         f"predicted step time over bandwidth: {best.strategy}, {report.split(best)}, "
-        f"m = {best.micro_batches}, {report.schedule(best)}"
+        f"m = {best.micro_batches}, {best.schedule_label}"
     )
     figure.suptitle(wrapped(title, 8), fontsize=TITLE_POINTS)
     axes = figure.subplots()

@@ -16,12 +16,12 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.plans import Arranged, Plan, Priced
-from xcloud.plan.pricing import Pricer, lines_of
+from xcloud.plan.line import lines_of
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
-    NO_COMPRESSION,
     Space,
     best_pipeline,
     crossings,
