@@ -15,6 +15,7 @@ from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run.local import run
@@ -84,6 +85,10 @@ def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -
     chosen = configs.job_from_config(planned(config, tmp_path / "run"))
 
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    foreseen = read_timeline(tmp_path / "run" / PREDICTED_FILE)
+    # A rank ends its step while the other one's last message is under way.
+    assert foreseen.clocks == "predicted"
+    assert 1e-6 * foreseen.until_us >= table["predicted_step_time_s"] - 1e-5
     assert chosen.plan is None
     assert chosen.compression.label == "int8+int8" and chosen.strategy.name == "pipeline"
     assert chosen.schedule.num_micro_batches == table["chosen"]["micro_batches"]

@@ -11,6 +11,8 @@ from xcloud.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 
+PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
+
 
 def read_timeline(path: Path) -> Timeline:
     """The recorded step of a run: from its folder, its events.jsonl or its timeline.json. Raises

@@ -20,6 +20,7 @@ from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.recorded import PREDICTED_FILE
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
     Space,
@@ -33,7 +34,9 @@ from xcloud.plan.search import (
 )
 from xcloud.plan.settings import Planning
 from xcloud.project import in_project
-from xcloud.report.plan_table import print_plans, write_plan_picture
+from xcloud.record.timeline import write_trace
+from xcloud.report.plan_picture import write_plan_picture
+from xcloud.report.plan_table import print_plans
 from xcloud.run import profile_key, profiling
 
 PICTURE = "plan.png"
@@ -54,11 +57,16 @@ def planned(config: Any, run_dir: Path) -> Any:
     print_plans(report)
     chosen = report.ranked.best[0] if job.plan.mode == "apply" else None
     write_plan(run_dir, report, chosen)
-    if report.curves:
-        write_plan_picture(run_dir / PICTURE, report)
-    print(run_dir / PICTURE if report.curves else run_dir, flush=True)
+    is_drawn = write_plan_picture(run_dir / PICTURE, report)
+    print(run_dir / PICTURE if is_drawn else run_dir, flush=True)
     if chosen is None:
         return None
+    if (
+        len(chosen.plan.ends) > 1
+        and planner.arranged[chosen.plan.strategy].layout.num_replicas == 1
+    ):
+        foreseen = report.pricer.predict(chosen.plan).timeline
+        write_trace(run_dir / PREDICTED_FILE, foreseen, {"plan": chosen.plan.strategy})
     given = configs.plain_settings(config, without=("hydra",))
     return configs.changed(config, planner.settings(chosen, report, given))
 
@@ -131,6 +139,7 @@ class Planner:
             crossings(step_s, names) if crosses else [],
             [] if pipeline is None else over_micro_batches(pricer, pipeline, counted),
             over_bandwidth(step_s, names) if crosses else {},
+            pipeline,
             stale,
             self.not_planned,
         )
