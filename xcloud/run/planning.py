@@ -95,7 +95,7 @@ class Planner:
         self.arranged = self._arranged()
 
     def report(self) -> Report:
-        profile, stale = self._profile()
+        profile, stale = self.profile()
         started_s = time.perf_counter()
         pricer = Pricer(
             profile, self.arranged, self.job.training.batch_size,
@@ -231,7 +231,7 @@ class Planner:
         fewest, replicas = layout.min_micro_batches(), layout.num_replicas
         return [m for m in self.counts if m >= fewest and m % replicas == 0]
 
-    def _profile(self) -> tuple[Profile, list[str]]:
+    def profile(self) -> tuple[Profile, list[str]]:
         """Measured before, now, or read from a file; and why it may not hold."""
         job, plan = self._measured_job(), self.plan
         sizes = profile_key.sizes_of(self.batch_size, self.counts)
