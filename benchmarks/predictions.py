@@ -47,7 +47,6 @@ from xcloud.run.planning import Planner
 
 BLOCKS, BATCH, EVERY = 6, 8, 4
 WARM_UP, TIMED = 4, 12  # steps; TIMED is a multiple of EVERY
-LONGEST_S = 0.5  # a step: slower points are left out, so that none takes more than 8 s
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
 LINES = {
     "1 Gbit/s": LinkProfile(1e9), "100 Mbit/s": LinkProfile(1e8), "30 Mbit/s": LinkProfile(3e7),
@@ -58,7 +57,7 @@ BASE = (
     "+exp=lora_clm", "plan=show", "tracker=none", "model.lora=null", "model.own.num_texts=2000",
     "model.own.hidden=256", f"model.own.num_layers={BLOCKS}", "model.own.num_heads=8",
     "model.own.num_kv_heads=4", "model.own.feed_forward=512", "model.own.pretraining.steps=0",
-    "task.num_train=400", "task.num_dev=8", "task.num_test=8", f"training.batch_size={BATCH}",
+    "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8", f"training.batch_size={BATCH}",
     f"training.max_steps={WARM_UP + TIMED}", "training.checkpoint.every_steps=0",
     "training.checkpoint.every_minutes=0",
 )  # fmt: skip
@@ -162,13 +161,15 @@ def all_points() -> list[Point]:
     return found
 
 
-def measure(bench: Bench, number: int, half: str) -> list[Result]:
+def measure(bench: Bench, number: int, half: str, longest_s: float) -> list[Result]:
     pricers = {name: bench.pricer(line) for name, line in LINES.items()}
     chosen: list[tuple[Point, Priced]] = []
     for point in all_points():
         priced = pricers[point.line].price(point.plan)
-        if priced.step_s <= LONGEST_S and half in ("both", point.half.replace(" ", "-")):
+        if priced.step_s <= longest_s and half in ("both", point.half.replace(" ", "-")):
             chosen.append((point, priced))
+    if len(chosen) < number:
+        print(f"{len(chosen)} points whose step is to take at most {longest_s:g} s", flush=True)
     del chosen[number:]
     random.shuffle(chosen)
     found = []
@@ -239,6 +240,10 @@ def main() -> None:
     )
     parser.add_argument("--points", type=int, default=64)
     parser.add_argument("--half", choices=("both", "open", "held-out"), default="both")
+    parser.add_argument(
+        "--longest", type=float, default=0.5, metavar="SECONDS",
+        help="leave slower steps out, so that no point takes more than 8 seconds",
+    )  # fmt: skip
     parser.add_argument("--crossings", action="store_true", help="run these in place of points")
     parser.add_argument("--rounds", type=int, default=2, help="of each side of a crossing")
     parser.add_argument("--json", type=Path)
@@ -253,7 +258,7 @@ def main() -> None:
             if given.crossings:
                 written["crossings"] = list(cross(bench, given.rounds))
             else:
-                results = measure(bench, given.points, given.half)
+                results = measure(bench, given.points, given.half, given.longest)
                 written["points"] = [
                     {"name": r.point.name, "half": r.point.half, "error": r.error,
                      "predicted_s": r.predicted.step_s, "measured_s": r.step_s,

@@ -3,14 +3,18 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.configs import composed
 from tests.test_planner import COMPRESSORS, piece
 from tests.toy import ToyStage, toy_config
+from xcloud.cluster.frame import encode_frame
 from xcloud.comm.border import Message
+from xcloud.comm.phases import Compression
 from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
@@ -18,10 +22,11 @@ from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
+from xcloud.run import codec_profiling
 from xcloud.run.local import run
 from xcloud.run.planning import planned
 from xcloud.run.profiling import BUDGET_S
-from xcloud.run.stopwatch import MOST_TIMES
+from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
@@ -143,6 +148,23 @@ def test_a_slow_first_run_leaves_as_many_to_take_the_median_of(
     planned(toy(tmp_path, "plan=show"), tmp_path / "run")
 
     assert turns.count(min(turns)) == 2 + MOST_TIMES
+
+
+def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = list[torch.Tensor]()
+
+    def framed(*given: Any) -> torch.Tensor:
+        frames.append(encode_frame(*given))
+        return frames[-1]
+
+    monkeypatch.setattr(codec_profiling, "encode_frame", framed)
+    trained = {"weight": torch.nn.Parameter(torch.zeros(4, 8))}
+
+    found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
+
+    assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
 
 
 def test_without_a_plan_the_config_stays() -> None:
