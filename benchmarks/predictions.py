@@ -25,7 +25,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ from xcloud.run.planning import Planner
 BLOCKS, BATCH, EVERY = 6, 8, 4
 WARM_UP, TIMED = 4, 12  # steps; TIMED is a multiple of EVERY
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
+SCHEDULES = ((None, None), (2, None), (3, None), (3, 3))  # in flight, in memory: GPipe, 1F1B, ZB
 LINES = {
     "1 Gbit/s": LinkProfile(1e9), "100 Mbit/s": LinkProfile(1e8), "30 Mbit/s": LinkProfile(3e7),
     "10 Mbit/s": LinkProfile(1e7), "100 Mbit/s, 50 ms": LinkProfile(1e8, 0.025),
@@ -57,7 +58,8 @@ BASE = (
     "+exp=lora_clm", "plan=show", "tracker=none", "model.lora=null", "model.own.num_texts=2000",
     "model.own.hidden=256", f"model.own.num_layers={BLOCKS}", "model.own.num_heads=8",
     "model.own.num_kv_heads=4", "model.own.feed_forward=512", "model.own.pretraining.steps=0",
-    "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8", f"training.batch_size={BATCH}",
+    "task.max_length=64", "task.num_train=400",
+    "task.num_dev=8", "task.num_test=8", f"training.batch_size={BATCH}",
     f"training.max_steps={WARM_UP + TIMED}", "training.checkpoint.every_steps=0",
     "training.checkpoint.every_minutes=0",
 )  # fmt: skip
@@ -69,10 +71,10 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        strategy, ends, m, in_flight, compression = self.plan
+        plan, ends = self.plan, self.plan.ends
         cut = "whole" if len(ends) == 1 else f"{ends[0]}|{ends[1] - ends[0]}"
-        schedule = "gpipe" if in_flight is None else f"1f1b {in_flight}"
-        return f"{strategy} {cut} m={m} {schedule} {compression}, {self.line}"
+        settings = f"m={plan.micro_batches} {plan.schedule_label} {plan.compression}"
+        return f"{plan.strategy} {cut} {settings}, {self.line}"
 
     @property
     def half(self) -> str:
@@ -117,11 +119,9 @@ class Bench:
         config.plan = None
         config.cluster.wan.bandwidth_bits_per_s = line.bandwidth_bits_per_s
         config.cluster.wan.latency_s = line.latency_s
-        config.schedule = {"_target_": "xcloud.parallel.schedule.GPipe",
-                           "num_micro_batches": plan.micro_batches}  # fmt: skip
-        if plan.in_flight is not None:
-            config.schedule._target_ = "xcloud.parallel.schedule.OneForwardOneBackward"
-            config.schedule.num_in_flight = plan.in_flight
+        kind = type(plan.schedule)
+        target = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        config.schedule = target | asdict(plan.schedule)  # type: ignore[call-overload]
         if len(plan.ends) > 1:
             config.model.blocks_per_stage = [plan.ends[0]]
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -139,9 +139,9 @@ class Bench:
 def all_points() -> list[Point]:
     """In an order drawn once for all. Every fifth is without a pipeline."""
     pipelines = [
-        Point(line, Plan("pipeline", (cut, BLOCKS), m, in_flight, compression))
-        for line, cut, m, in_flight, compression in product(
-            LINES, (2, 3, 4), (1, 2, 4, 8), (None, 2, 3), COMPRESSORS
+        Point(line, Plan("pipeline", (cut, BLOCKS), m, in_flight, compression, in_memory))
+        for line, cut, m, (in_flight, in_memory), compression in product(
+            LINES, (2, 3, 4), (1, 2, 4, 8), SCHEDULES, COMPRESSORS
         )
         if in_flight is None or in_flight < m
     ]

@@ -200,7 +200,9 @@ def _space(
             f"{layout.min_micro_batches()} to batch_size on"
         )
     own = Plan(name, splits[0], counts[0], None, compressors[0])
-    return _Space(own, {name: splits}, counts, compressors, ("split", "compression"), fewest), ""
+    return _Space(
+        own, {name: splits}, counts, compressors, ("split", "compression"), lanes=fewest
+    ), ""
 
 
 def _too_large(pricer: Pricer, space: Space, arranged: Mapping[str, Arranged]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError
-from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
+from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
@@ -24,7 +24,7 @@ def read_timeline(path: Path) -> Timeline:
         raise ConfigError(f"{path} does not exist; name the folder of a run that has ended")
     if path.suffix == ".json":
         return _from_trace(path)
-    found = timeline_of(one_timeline(EventReader(path).poll()))
+    found = timeline_of(recorded_timeline(path))
     if found is None:
         raise ConfigError(f"{path} holds no recorded step: the run ended before its last step")
     return found
@@ -56,7 +56,7 @@ def _from_trace(path: Path) -> Timeline:
         direction = ""
         if "stage" in arguments:
             letter = entry["name"].split()[-1][0]
-            direction = {"F": "forward", "B": "backward"}[letter]
+            direction = {"F": "forward", "B": "backward", "W": "weights"}[letter]
         place = arguments.get("stage", -1), arguments.get("micro_batch", -1)
         lane = processes[entry["pid"]], entry["tid"]
         boxes.setdefault(lane, []).append(Box(entry["cat"], direction, *place, since_us, until_us))
