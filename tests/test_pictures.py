@@ -100,6 +100,21 @@ def test_waiting_takes_the_room_in_the_timeline_that_it_took_in_time(tmp_path: P
     assert light / forward == pytest.approx(3, rel=0.1)
 
 
+def test_a_predicted_step_stands_above_the_measured_one_at_the_same_scale(tmp_path: Path) -> None:
+    measured, predicted = (
+        Timeline(1, (Lane(0, "a", 0, us, (Box("forward", "forward", 0, 0, 0, us),)),), {}, "clock")
+        for us in (2_000_000, 1_000_000)
+    )
+
+    write_timeline(tmp_path / "both.png", measured, TITLE, predicted)
+
+    pixels = np.round(255 * imread(tmp_path / "both.png")[:, :, :3]).astype(int)
+    wide = (pixels == [0, 0x72, 0xB2]).all(axis=2).sum(axis=1)
+    (above,), (below,) = np.unique(wide[wide > 100][:5]), np.unique(wide[wide > 100][-5:])
+    assert COLOURS["forward"] == "#0072B2"
+    assert below / above == pytest.approx(2, rel=0.02)
+
+
 def test_the_step_time_bars_are_as_long_as_the_times(tmp_path: Path) -> None:
     write_step_time(tmp_path / "s.png", curves_of(step_events(40)), TITLE)
 

@@ -14,7 +14,7 @@ from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan import formulas
-from xcloud.plan.plans import Arranged, Plan
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
     AveragingCodec,
@@ -29,7 +29,6 @@ from xcloud.plan.profile import (
     write_profile,
 )
 from xcloud.plan.search import (
-    NO_COMPRESSION,
     Space,
     crossings,
     over_micro_batches,
@@ -208,6 +207,18 @@ def test_averaging_costs_bytes_over_bandwidth_and_rarely_where_rarely_done() -> 
     assert rarely.step_s == pytest.approx(alone_s + (0.5 + wire_s) / 100)
     assert rarely.bytes_per_step == pytest.approx(2 * 10**6 / 100)
     assert priced.price(plan).bound == "averaging over link a-b"
+
+
+def test_where_a_cloud_may_be_lost_two_clouds_ask_and_answer() -> None:
+    big = {NO_COMPRESSION: CompressorCosts("none", [codec(1e6)], AveragingCodec(10**6, 0.3, 0.2))}
+    elastic = LocalUpdates(every=1, leave="go_on")
+    priced = pricer(
+        replace(EIGHT, compressors=big), far=Strategy("local_updates", None, elastic),
+        near=Strategy("local_updates", None, LocalUpdates(every=1)),
+    )  # fmt: skip
+    far, near = (priced.step_s(Plan(n, (8,), 4, None, NO_COMPRESSION)) for n in ("far", "near"))
+
+    assert far - near == pytest.approx(0.3 + 0.2 + 0.01 + TWO.wan.line_s(10**6))  # type: ignore[union-attr]
 
 
 def test_more_in_flight_is_more_memory() -> None:

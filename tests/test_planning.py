@@ -3,24 +3,30 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.configs import composed
 from tests.test_planner import COMPRESSORS, piece
 from tests.toy import ToyStage, toy_config
+from xcloud.cluster.frame import encode_frame
 from xcloud.comm.border import Message
+from xcloud.comm.phases import Compression
 from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
+from xcloud.run import codec_profiling
 from xcloud.run.local import run
 from xcloud.run.planning import Planner, planned
 from xcloud.run.profiling import BUDGET_S
-from xcloud.run.stopwatch import MOST_TIMES
+from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
@@ -85,6 +91,10 @@ def test_apply_keeps_what_touches_quality_and_changes_the_rest(tmp_path: Path) -
     chosen = configs.job_from_config(planned(config, tmp_path / "run"))
 
     table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    foreseen = read_timeline(tmp_path / "run" / PREDICTED_FILE)
+    # A rank ends its step while the other one's last message is under way.
+    assert foreseen.clocks == "predicted"
+    assert 1e-6 * foreseen.until_us >= table["predicted_step_time_s"] - 1e-5
     assert chosen.plan is None
     assert chosen.compression.label == "int8+int8" and chosen.strategy.name == "pipeline"
     assert chosen.schedule.num_micro_batches == table["chosen"]["micro_batches"]
@@ -150,6 +160,23 @@ def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> Non
     found = Planner(forbidden, forbidden.plan, forbidden.cluster)
     assert not found.splits_backward
     assert "puts off" in found.not_planned["schedule=zero_bubble"]
+
+
+def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames = list[torch.Tensor]()
+
+    def framed(*given: Any) -> torch.Tensor:
+        frames.append(encode_frame(*given))
+        return frames[-1]
+
+    monkeypatch.setattr(codec_profiling, "encode_frame", framed)
+    trained = {"weight": torch.nn.Parameter(torch.zeros(4, 8))}
+
+    found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
+
+    assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
 
 
 def test_without_a_plan_the_config_stays() -> None:

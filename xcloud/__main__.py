@@ -37,6 +37,11 @@ COMMANDS = {
         "translate lines with a trained run",
         'translate outputs/DATE/TIME "El gato duerme."',
     ),
+    "plan": Command(
+        "xcloud.run.paper",
+        "plan a job on paper: what it would take and cost on clouds that a file describes",
+        "plan docs/plans/eight_clouds.yaml",
+    ),
     "worker": Command(
         "xcloud.run.worker",
         "one rank of a run over several machines; torchrun starts it in each cloud",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar
 
 from xcloud.checks import check_int
@@ -93,6 +94,18 @@ class Layout(Generic[CloudT]):
     def num_ranks(self) -> int:
         return sum(cloud.num_ranks for cloud in self.clouds.values())
 
+    @cached_property
+    def _ranks_in(self) -> dict[str, tuple[int, ...]]:
+        found, first = dict[str, tuple[int, ...]](), 0
+        for name, cloud in self.clouds.items():
+            found[name] = tuple(range(first, first + cloud.num_ranks))
+            first += cloud.num_ranks
+        return found
+
+    @cached_property
+    def _cloud_of(self) -> list[str]:
+        return [name for name, ranks in self._ranks_in.items() for _ in ranks]
+
     @property
     def ranks_meet_in_the_end(self) -> bool:
         """No rank may be lost on the way, so that all take part in what the end asks for."""
@@ -103,19 +116,14 @@ class Layout(Generic[CloudT]):
         return len(self.clouds) > 1
 
     def ranks_in(self, cloud: str) -> tuple[int, ...]:
-        first = 0
-        for name, found in self.clouds.items():
-            if name == cloud:
-                return tuple(range(first, first + found.num_ranks))
-            first += found.num_ranks
-        raise ConfigError(f"there is no cloud {cloud!r} among {', '.join(self.clouds)}")
+        if cloud not in self._ranks_in:
+            raise ConfigError(f"there is no cloud {cloud!r} among {', '.join(self.clouds)}")
+        return self._ranks_in[cloud]
 
     def cloud_of(self, rank: int) -> str:
-        if 0 <= rank < self.num_ranks:
-            for name in self.clouds:
-                if rank in self.ranks_in(name):
-                    return name
-        raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
+        return self._cloud_of[rank]
 
     def placement(self, rank: int) -> AnyPlacement:
         raise NotImplementedError

@@ -11,8 +11,10 @@ micro-batch i belongs to replica i mod R, and there to lane (i // R) mod n.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.clouds import Layout, num_ranks_in_words
@@ -114,13 +116,20 @@ class ClusterLayout(Layout[Cloud]):
         stages = tuple(cloud.stages or ())
         if cloud.one_stage_per_rank:
             per_stage = cloud.num_ranks // len(stages)
-            stages = (stages[ranks.index(rank) // per_stage],)
+            stages = (stages[(rank - ranks[0]) // per_stage],)
         return Placement(rank, name, stages, cloud.replica)
 
     def ranks_of(self, stage: int, replica: int = 0) -> tuple[int, ...]:
         """Ranks that hold this stage in one replica, by lane."""
-        places = (self.placement(rank) for rank in range(self.num_ranks))
-        return tuple(p.rank for p in places if stage in p.stages and p.replica == replica)
+        return self._ranks_of.get((stage, replica), ())
+
+    @cached_property
+    def _ranks_of(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place in map(self.placement, range(self.num_ranks)):
+            for stage in place.stages:
+                found[stage, place.replica].append(place.rank)
+        return {key: tuple(ranks) for key, ranks in found.items()}
 
     def replicas_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold this stage, by replica and lane: all of them train the same weights."""

@@ -18,6 +18,7 @@ from hydra.errors import HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from xcloud.errors import ConfigError, DataError
 from xcloud.job.job import Job
@@ -113,6 +114,29 @@ def check_keys(node: Any, path: str) -> None:
 def built(config: DictConfig, key: str) -> Any:
     """One part of a config that job_from_config has checked, such as its cluster as written."""
     return instantiate(OmegaConf.select(config, key), _convert_="all")
+
+
+def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
+    """Options of conf/compression, by name. Raises ConfigError, naming those that there are."""
+    there = {path.stem: path for path in sorted((conf_dir / "compression").glob("*.yaml"))}
+    for name in names:
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"there is no compression {name!r}{hint} There are {', '.join(there)}"
+            )
+    return {name: instantiate(OmegaConf.load(there[name]), _convert_="all") for name in names}
+
+
+def read_plain(path: Path) -> Any:
+    """A YAML file as plain containers. Raises ConfigError."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {' '.join(_lines(error))}") from None
 
 
 def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:

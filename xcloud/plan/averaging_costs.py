@@ -2,14 +2,18 @@
 
 Two replicas send each other everything, B bytes: encode + B/bandwidth + latency + decode. From
 R = 3 on each merges a part and hands it back (parallel/averaging.py): two rounds of B/R to each
-other replica, each over a line of its own. Where a cloud may be late or gone the first cloud
-merges for all: two rounds of B. A cloud's ranks share codecs evenly, and their line.
+other replica, each over the line of these two clouds; a part is back with the last replica once
+the slowest contribution to it has come and the slowest answer has gone. Where a cloud may be late
+or gone the first cloud merges for all: two rounds of B. A cloud's ranks share codecs evenly, and
+their line. Replicas are taken to begin at once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.local_updates import LocalUpdates
@@ -21,11 +25,12 @@ from xcloud.plan.profile import AveragingCodec
 @dataclass(frozen=True)
 class Exchange:
     """One exchange, of which there are `per_step` in a step. hides_s: how long it may go on beside
-    other work, in steps: 0 = ranks wait for it. where: its slowest line."""
+    other work, in steps: 0 = ranks wait for it. where: its slowest line. num_bytes: by "a-b",
+    that leave cloud a for b."""
 
     codec_s: float = 0.0
     wire_s: float = 0.0
-    num_bytes: float = 0.0
+    num_bytes: Mapping[str, float] = field(default_factory=dict)
     per_step: float = 0.0
     hides_steps: float = 0.0
     where: str = ""
@@ -40,8 +45,8 @@ class Exchange:
         return self.per_step * self.codec_s
 
     @property
-    def bytes_per_step(self) -> float:
-        return self.per_step * self.num_bytes
+    def bytes_per_step(self) -> dict[str, float]:
+        return {pair: self.per_step * size for pair, size in self.num_bytes.items()}
 
 
 def exchange_of(
@@ -60,39 +65,48 @@ def exchange_of(
         per_step, is_elastic = fragments / averaging.every, averaging.is_elastic
     elif averaging.delay:
         hides = 1.0
-    slowest = Exchange()
-    total_bytes = 0.0
-    for stage, share in enumerate(shares):
-        clouds = [layout.stage_cloud(stage, replica) for replica in range(num_replicas)]
-        lanes = min(len(layout.ranks_of(stage, replica)) for replica in range(num_replicas))
-        whole = costs.num_bytes * share / fragments
-        encode_s = costs.encode_s * share / fragments / lanes
-        decode_s = costs.decode_s * share / fragments / lanes
-        others = num_replicas - 1
-        if num_replicas == 2:
-            rounds, size, pairs = 1, whole, _pairs(clouds)
-            codec_s = encode_s + decode_s
-            total_bytes += 2 * whole
-        elif is_elastic:
-            rounds, size, pairs = 2, whole, _pairs(clouds, hub=True)
-            codec_s = 2 * encode_s + (1 + others) * decode_s
-            total_bytes += 2 * others * whole
+    slowest, num_bytes = Exchange(), defaultdict[str, float](float)
+    for clouds, stages in _together(layout, len(shares)).items():
+        lanes = min(
+            len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
+            for replica in range(num_replicas)
+        )
+        share = sum(shares[stage] for stage in stages) / fragments
+        whole = costs.num_bytes * share
+        encode_s, decode_s = costs.encode_s * share / lanes, costs.decode_s * share / lanes
+        if is_elastic:
+            size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
+        elif num_replicas == 2:
+            size, codec_s, mergers = whole, encode_s + decode_s, clouds[:0]
         else:
-            rounds, size, pairs = 2, whole / num_replicas, _pairs(clouds)
-            codec_s = encode_s * (1 + 1 / num_replicas)
-            codec_s += 2 * decode_s * others / num_replicas
-            total_bytes += 2 * others * whole
-        took = {pair: rounds * (lines[pair].line_s(round(size)) + lines[pair].latency_s)
-                for pair in pairs}  # fmt: skip
+            # Of its own part a replica hands back the result in place of sending a contribution.
+            size, mergers = whole / num_replicas, clouds
+            codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
+        took = {}
+        for a, b in permutations(clouds, 2):
+            if not mergers or a in mergers or b in mergers:
+                line = lines[f"{a}-{b}"]
+                took[f"{a}-{b}"] = line.line_s(round(size)) + line.latency_s
         where = max(took, key=lambda pair: took[pair])
-        if codec_s + took[where] >= slowest.codec_s + slowest.wire_s:
-            slowest = Exchange(codec_s, took[where], 0.0, per_step, hides, where)
-    return Exchange(
-        slowest.codec_s, slowest.wire_s, total_bytes, per_step, hides, slowest.where
-    )  # fmt: skip
+        wire_s = took[where]
+        if mergers:
+            wire_s = max(
+                max(took[f"{a}-{m}"] for a in clouds if a != m)
+                + max(took[f"{m}-{b}"] for b in clouds if b != m)
+                for m in mergers
+            )
+        # Each way once, and where all merge once more.
+        for pair in took:
+            num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
+        if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
+            slowest = Exchange(codec_s, wire_s, {}, per_step, hides, where)
+    return replace(slowest, num_bytes=dict(num_bytes))
 
 
-def _pairs(clouds: Sequence[str], hub: bool = False) -> list[str]:
-    return [
-        f"{a}-{b}" for a in clouds for b in clouds if a != b and (not hub or clouds[0] in (a, b))
-    ]
+def _together(layout: ClusterLayout, num_shares: int) -> dict[tuple[str, ...], list[int]]:
+    """Stages whose replicas stand in the same clouds, so that they share lines."""
+    found = defaultdict[tuple[str, ...], list[int]](list)
+    for stage in range(num_shares):
+        clouds = tuple(layout.stage_cloud(stage, r) for r in range(layout.num_replicas))
+        found[clouds].append(stage)
+    return found

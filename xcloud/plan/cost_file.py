@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,10 @@ def build(name: str, kind: type[T], table: object) -> T:
     for key in given:
         if key not in allowed:
             raise ConfigError(f"{name} has no key {key!r}; allowed are {', '.join(allowed)}")
+    for entry in fields(kind):  # type: ignore[arg-type]
+        has_default = entry.default is not MISSING or entry.default_factory is not MISSING
+        if entry.name not in given and not has_default:
+            raise ConfigError(f"{name}.{entry.name} is missing")
     try:
         return kind(**given)
     except TypeError as error:

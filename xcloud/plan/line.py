@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 from xcloud.checks import check_int, check_number
+from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 
@@ -65,3 +68,30 @@ class Line:
 
 
 FREE = Line()
+
+
+def lines_of(
+    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
+) -> dict[str, Line]:
+    """Between every two clouds, by "a-b", and inside one, by "a-a", where it is given.
+    given: by pair, or "*" for all between clouds; comes before the layout's own.
+    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
+    found = {}
+    for here, there in permutations(layout.clouds, 2):
+        pair, turned = f"{here}-{there}", f"{there}-{here}"
+        own = layout.links.get(pair, layout.links.get(turned, layout.wan))
+        profile = given.get(pair, given.get(turned, given.get("*", own)))
+        if profile == "real":
+            raise ConfigError(
+                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
+                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
+                'names "*" or this pair'
+            )
+        line = profile if isinstance(profile, LinkProfile) else None
+        if bandwidth is not None:
+            if line is None:
+                line = LinkProfile(bandwidth)
+            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
+        found[pair] = FREE if line is None else Line(line)
+    inside = {f"{name}-{name}" for name in layout.clouds} & set(given)
+    return found | {pair: Line(given[pair]) for pair in inside}

@@ -12,6 +12,8 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 
+NO_COMPRESSION = "none"
+
 
 class Plan(NamedTuple):
     """ends: the piece behind each stage's last; one where each rank holds the whole model.
@@ -38,19 +40,33 @@ class Plan(NamedTuple):
             return OneForwardOneBackward(own, in_flight)
         return ZeroBubble(own, in_flight, math.ceil(self.in_memory / num_replicas))
 
+    @property
+    def schedule_label(self) -> str:
+        if self.in_flight is None:
+            return "gpipe"
+        if self.in_memory is None:
+            return f"1f1b, {self.in_flight} in flight"
+        kept = "" if self.in_memory == self.in_flight else f", {self.in_memory} in memory"
+        return f"zero bubble, {self.in_flight} in flight{kept}"
+
 
 @dataclass(frozen=True)
 class Priced:
-    """bytes_per_step: that leave clouds, mean over steps. memory: bytes of the fullest rank, by
-    cloud. spent_s: seconds of the step by what they go into, largest first, as
-    Prediction.critical_s; bound is the first of them."""
+    """bytes_between: that leave a cloud for another, by "a-b", mean over steps. memory: bytes of
+    the fullest rank, by cloud. spent_s: seconds of the step by what they go into, largest first,
+    as Prediction.critical_s; bound is the first of them. compute_s: over all ranks."""
 
     plan: Plan
     step_s: float
     bubble_ratio: float
-    bytes_per_step: float
+    bytes_between: Mapping[str, float]
     memory: Mapping[str, int]
     spent_s: Mapping[str, float]
+    compute_s: float
+
+    @property
+    def bytes_per_step(self) -> float:
+        return sum(self.bytes_between.values())
 
     @property
     def bound(self) -> str:

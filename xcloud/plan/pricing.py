@@ -1,40 +1,41 @@
 """What a plan costs: step time, bubble, bytes, memory, and a fast bound from below.
 
 A pipeline is simulated (simulator.py); what replicas average is a formula (averaging_costs.py). A
-replica that lies in one cloud computes one micro-batch after the other.
+replica that lies in one cloud computes one micro-batch after the other. Where the profile names a
+line inside a cloud, ranks of a stage sum their gradients over it in a ring.
 
-Not modelled: all-reduces inside a cloud, ranks that slow each other down on one machine.
+Not modelled: ranks that slow each other down on one machine.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, pairwise, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule, most_kept
+from xcloud.parallel.schedule import GPipe, Schedule, most_kept
 from xcloud.parallel.strategy import GradientAveraging
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
-from xcloud.plan.line import FREE, Line
-from xcloud.plan.plans import Arranged, Plan, Priced
+from xcloud.plan.line import Line, lines_of
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.profile import BorderCodec, Profile, Way
 from xcloud.plan.simulator import Simulator
 
-STEPS = 2  # a step in the wake of another one
-
 
 class Pricer:
     """batch_size: samples of an update. passes: accumulation passes. arranged: by strategy.
-    bandwidth: of every line between clouds, in place of its own; for crossings."""
+    bandwidth: of every line between clouds, in place of its own; for crossings. memory_bytes: what
+    a rank of a cloud has; a cloud that is not named has enough. steps: simulated; from 2 on a step
+    stands in the wake of another one."""
 
     def __init__(
         self,
@@ -43,9 +44,12 @@ class Pricer:
         batch_size: int,
         passes: int = 1,
         bandwidth: float | None = None,
+        memory_bytes: Mapping[str, float] | None = None,
+        steps: int = 2,
     ) -> None:
         self.profile, self.arranged = profile, arranged
         self.batch_size, self.passes, self.bandwidth = batch_size, passes, bandwidth
+        self.memory_bytes, self.steps = memory_bytes or {}, steps
         self._replicas = {name: found.replicas for name, found in arranged.items()}
         self._simulators: dict[object, Simulator] = {}
         self._sums = lru_cache(maxsize=256)(self._sums_at)
@@ -54,9 +58,11 @@ class Pricer:
             name: lines_of(found.layout, profile.lines, bandwidth)
             for name, found in arranged.items()
         }
+        # Of replicas that do not differ the first stands for all.
+        self._alike = {name: self._alike_of(name) for name in arranged}
         self._shapes = {
-            name: [self._shape(name, layout) for layout in replicas]
-            for name, replicas in self._replicas.items()
+            name: [self._shape(name, self._replicas[name][number]) for number in alike]
+            for name, alike in self._alike.items()
         }
         self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
 
@@ -67,13 +73,31 @@ class Pricer:
         return _Shape(
             [layout.clouds[cloud].slowdown for cloud in clouds],
             [len(layout.ranks_of(stage)) for stage in stages],
-            [lines.get(f"{here}-{there}") for here, there in behind],
-            [lines.get(f"{there}-{here}") for here, there in behind],
+            [lines[f"{here}-{there}"] if here != there else None for here, there in behind],
+            [lines[f"{there}-{here}"] if here != there else None for here, there in behind],
         )
+
+    def _alike_of(self, strategy: str) -> dict[int, list[int]]:
+        """Numbers of replicas, by the first of those like them: as many ranks and stages,
+        computing as fast, over the same lines."""
+        firsts, found = dict[object, int](), dict[int, list[int]]()
+        lines = self._lines[strategy]
+        for number, layout in enumerate(self._replicas[strategy]):
+            clouds, wires = tuple(layout.clouds.values()), tuple(
+                lines[f"{a}-{b}"] if f"{a}-{b}" in lines else None
+                for a, b in product(layout.clouds, repeat=2)
+            )  # fmt: skip
+            found.setdefault(firsts.setdefault((repr(clouds), repr(wires)), number), []).append(
+                number
+            )
+        return found
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
-        found = Pricer(self.profile, self.arranged, self.batch_size, self.passes, bandwidth)
+        found = Pricer(
+            self.profile, self.arranged, self.batch_size, self.passes, bandwidth,
+            self.memory_bytes, self.steps,
+        )  # fmt: skip
         found._simulators = self._simulators  # they know no costs
         return found
 
@@ -86,14 +110,16 @@ class Pricer:
     # Prices.
 
     def step_s(self, plan: Plan) -> float:
-        own_s = [self._own_s(plan, replica) for replica in self._numbers(plan)]
+        own_s = [self._own_s(plan, replica) for replica in self._alike[plan.strategy]]
         return self._exchange(plan).step_s(max(own_s))
 
     def price(self, plan: Plan) -> Priced:
         """Everything about a plan; step_s is the same as that of `step_s`."""
-        arranged, exchange = self.arranged[plan.strategy], self._exchange(plan)
-        parts = [self._part(plan, replica) for replica in self._numbers(plan)]
-        slowest = max(parts, key=lambda part: part.step_s)
+        exchange = self._exchange(plan)
+        alike = self._alike[plan.strategy]
+        by_number = {replica: self._part(plan, replica) for replica in alike}
+        parts = [(by_number[first], number) for first in alike for number in alike[first]]
+        slowest = max(by_number.values(), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
         spent = dict(slowest.spent_s)
         if exchange.codec_s_per_step > 0:
@@ -101,17 +127,30 @@ class Pricer:
         waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
         if waits_s > 1e-12:
             spent[f"averaging over link {exchange.where}"] = waits_s
-        compute_s = sum(part.compute_s for part in parts)
+        compute_s = sum(part.compute_s for part, _ in parts)
         behind_s = step_s - exchange.codec_s_per_step
-        idle_s = sum(part.idle_s + part.num_ranks * (behind_s - part.step_s) for part in parts)
+        idle_s = sum(part.idle_s + part.num_ranks * (behind_s - part.step_s) for part, _ in parts)
+        num_bytes = defaultdict[str, float](float, exchange.bytes_per_step)
+        for part, number in parts:
+            names = list(self._replicas[plan.strategy][number].clouds)
+            for (here, there), size in part.num_bytes.items():
+                num_bytes[f"{names[here]}-{names[there]}"] += size
         return Priced(
             plan,
             step_s,
             idle_s / compute_s if compute_s else 0.0,
-            sum(part.num_bytes for part in parts) + exchange.bytes_per_step,
-            self._memory(plan, arranged),
+            num_bytes,
+            self.memory(plan),
             dict(sorted(spent.items(), key=lambda entry: -entry[1])),
+            compute_s,
         )
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the ranks of all clouds have the memory."""
+        if not self.memory_bytes:
+            return True
+        needed = self.memory(plan)
+        return all(size <= self.memory_bytes.get(name, size) for name, size in needed.items())
 
     def bound_s(self, plan: Plan) -> float:
         """No step of this plan takes less, whatever the schedule."""
@@ -167,10 +206,10 @@ class Pricer:
             if self._codec(plan.compression, end).backward is None
         )  # fmt: skip
         schedule = plan.schedule_in(arranged.layout.num_replicas)
-        key = plan.strategy, replica, schedule, silent, self.passes
+        key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
-                schedule, layout, agrees=True, num_passes=self.passes, num_steps=STEPS,
+                schedule, layout, agrees=True, num_passes=self.passes, num_steps=self.steps,
                 without_gradient=silent,
             )  # fmt: skip
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
@@ -187,7 +226,10 @@ class Pricer:
             lanes = len(layout.ranks_of(stage))
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / lanes
             pieces = self.profile.pieces[start:end]
-            updates.append(Update(fetch_s, optimizer_s=sum(p.optimizer_s for p in pieces)))
+            trained = sum(piece.trained_bytes for piece in pieces)
+            average_s = self._ring_s(layout.stage_cloud(stage), lanes, trained)
+            optimizer_s = sum(piece.optimizer_s for piece in pieces)
+            updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
         forward_s, backward_s, weights_s = (
             [of[end] - of[start] for start, end in pairs]
             for of in (sums.forward, sums.backward, sums.weights)
@@ -209,9 +251,6 @@ class Pricer:
             list(map(min, weights_s, backward_s)),  # differences of long sums
         )
 
-    def _numbers(self, plan: Plan) -> range:
-        return range(len(self._replicas[plan.strategy]))
-
     def _own_s(self, plan: Plan, replica: int) -> float:
         """A replica's step, by itself."""
         if self.arranged[plan.strategy].is_whole:
@@ -226,19 +265,22 @@ class Pricer:
             spent["update"] = update_s
             whole_s = compute_s * layout.num_ranks
             return _Part(compute_s + update_s, layout.num_ranks, spent, whole_s)
-        found = self.predict(plan, replica)
+        found, names = self.predict(plan, replica), list(layout.clouds)
         return _Part(
             found.step_s,
             layout.num_ranks,
             found.critical_s,
             sum(use.compute_s for use in found.ranks),
             sum(use.idle_s for use in found.ranks),
-            sum(use.num_bytes for use in found.links),
+            {
+                (names.index(use.here), names.index(use.there)): use.num_bytes
+                for use in found.links
+            },
         )
 
     def _whole(self, plan: Plan, replica: int) -> tuple[float, float]:
         """Seconds of computing and of the rest, where each rank holds the whole model."""
-        (cloud,) = self._replicas[plan.strategy][replica].clouds.values()
+        ((name, cloud),) = self._replicas[plan.strategy][replica].clouds.items()
         b = self.samples(plan)
         sums = self._sums(b)
         own = plan.micro_batches // self.arranged[plan.strategy].layout.num_replicas
@@ -246,7 +288,15 @@ class Pricer:
         update_s = turns * self.profile.fetch_s.at(b)
         update_s += sum(piece.optimizer_s for piece in self.profile.pieces)
         compute_s = turns * (sums.forward[-1] + sums.backward[-1])
-        return cloud.slowdown * compute_s, cloud.slowdown * update_s
+        ring_s = self._ring_s(name, cloud.num_ranks, self.profile.trained_bytes)
+        return cloud.slowdown * compute_s, cloud.slowdown * update_s + ring_s
+
+    def _ring_s(self, cloud: str, num_ranks: int, num_bytes: int) -> float:
+        """A sum over ranks of one cloud: n - 1 messages of 1/n around, and again to tell it."""
+        inside = self.profile.lines.get(f"{cloud}-{cloud}")
+        if inside is None or num_ranks == 1:
+            return 0.0
+        return 2 * (num_ranks - 1) * inside.transfer_s(math.ceil(num_bytes / num_ranks))
 
     def _exchange(self, plan: Plan) -> Exchange:
         key = plan.strategy, plan.ends, plan.compression
@@ -277,13 +327,17 @@ class Pricer:
     # What crosses.
 
     def _borders(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
-        b, nothing = self.samples(plan), Direction()
-        return tuple(
-            self._ways(plan.compression, end, b)
-            if layout.stage_cloud(stage) != layout.stage_cloud(stage + 1)
-            else (nothing, nothing)
-            for stage, end in enumerate(plan.ends[:-1])
-        )
+        b, found = self.samples(plan), []
+        for stage, end in enumerate(plan.ends[:-1]):
+            here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
+            if here != there:
+                found.append(self._ways(plan.compression, end, b))
+            elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
+                ways = self._ways(NO_COMPRESSION, end, b)
+                found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
+            else:
+                found.append((Direction(), Direction()))
+        return tuple(found)
 
     def _directions_at(self, compression: str, end: int, b: float) -> tuple[Direction, Direction]:
         codec = self._codec(compression, end)
@@ -308,7 +362,9 @@ class Pricer:
 
     # Memory.
 
-    def _memory(self, plan: Plan, arranged: Arranged) -> dict[str, int]:
+    def memory(self, plan: Plan) -> dict[str, int]:
+        """Bytes of the fullest rank, by cloud."""
+        arranged = self.arranged[plan.strategy]
         sums = self._sums(self.samples(plan))
         layout, found = arranged.layout, dict[str, int]()
         copies = 2 if isinstance(arranged.strategy.averaging, LocalUpdates) else 0
@@ -327,12 +383,21 @@ class Pricer:
         end = plan.ends[stage]
         pieces = self.profile.pieces[start:end]
         trained = sum(piece.trained_bytes for piece in pieces)
-        actions = plan.schedule.actions(stage, len(plan.ends))
         lanes = len(layout.ranks_of(stage)) * layout.num_replicas
         activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
-        held = most_kept(actions, lanes, activations, put_off)
+        held = _most_kept(plan.schedule, stage, len(plan.ends), lanes, activations, put_off)
         # Gradients and two moments beside the weights.
         return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+
+
+@lru_cache(maxsize=65536)
+def _most_kept(
+    schedule: Schedule, stage: int, num_stages: int, lanes: int, activations: float, put_off: float
+) -> float:
+    """Bytes that a rank keeps for backwards to come."""
+    if isinstance(schedule, GPipe):
+        return math.ceil(schedule.num_micro_batches / lanes) * activations
+    return most_kept(schedule.actions(stage, num_stages), lanes, activations, put_off)
 
 
 class _Sums(NamedTuple):
@@ -360,39 +425,15 @@ class _Shape(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A replica's step by itself; seconds of computing and idling over its ranks."""
+    """A replica's step by itself; seconds of computing and idling over its ranks; bytes by the
+    positions of sending and receiving cloud in it."""
 
     step_s: float
     num_ranks: int
     spent_s: Mapping[str, float]
     compute_s: float
     idle_s: float = 0.0
-    num_bytes: float = 0.0
-
-
-def lines_of(
-    layout: ClusterLayout, given: Mapping[str, LinkProfile], bandwidth: float | None = None
-) -> dict[str, Line]:
-    """Between every two clouds, by "a-b". given: by pair, or "*"; comes before the layout's own.
-    bandwidth: in place of theirs. Raises ConfigError for a line that nobody describes."""
-    found = {}
-    for here, there in permutations(layout.clouds, 2):
-        pair, turned = f"{here}-{there}", f"{there}-{here}"
-        own = layout.links.get(pair, layout.links.get(turned, layout.wan))
-        profile = given.get(pair, given.get(turned, given.get("*", own)))
-        if profile == "real":
-            raise ConfigError(
-                f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
-                "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
-                'names "*" or this pair'
-            )
-        line = profile if isinstance(profile, LinkProfile) else None
-        if bandwidth is not None:
-            if line is None:
-                line = LinkProfile(bandwidth)
-            line = replace(line, bandwidth_bits_per_s=bandwidth, trace=(), trace_period_s=0.0)
-        found[pair] = FREE if line is None else Line(line)
-    return found
+    num_bytes: Mapping[tuple[int, int], float] = MappingProxyType({})
 
 
 def _direction(way: Way | None, b: float) -> Direction:

@@ -11,6 +11,8 @@ from xcloud.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 
+PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
+
 
 def read_timeline(path: Path) -> Timeline:
     """The recorded step of a run: from its folder, its events.jsonl or its timeline.json. Raises
@@ -54,7 +56,7 @@ def _from_trace(path: Path) -> Timeline:
         direction = ""
         if "stage" in arguments:
             letter = entry["name"].split()[-1][0]
-            direction = {"F": "forward", "B": "backward"}[letter]
+            direction = {"F": "forward", "B": "backward", "W": "weights"}[letter]
         place = arguments.get("stage", -1), arguments.get("micro_batch", -1)
         lane = processes[entry["pid"]], entry["tid"]
         boxes.setdefault(lane, []).append(Box(entry["cat"], direction, *place, since_us, until_us))

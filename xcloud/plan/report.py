@@ -19,7 +19,8 @@ PLAN_FILE = "plan.json"
 @dataclass(frozen=True)
 class Report:
     """Everything that is shown of a search. search_s: what the search took. stale: why the profile
-    may not hold. not_planned: strategies, and why. curves: by compressor, bandwidth and step."""
+    may not hold. not_planned: strategies, and why. curves: by compressor, bandwidth and step.
+    pipeline: the plan of over_micro_batches."""
 
     pricer: Pricer
     ranked: Ranked
@@ -27,6 +28,7 @@ class Report:
     crossings: Sequence[Crossing]
     over_micro_batches: Sequence[AtCount]
     curves: Mapping[str, Sequence[tuple[float, float]]]
+    pipeline: Plan | None = None
     stale: Sequence[str] = ()
     not_planned: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,21 +47,13 @@ class Report:
                  for a, b in zip(starts, plan.ends, strict=True)]  # fmt: skip
         return found if all(piece.blocks for piece in pieces) else []
 
-    def schedule(self, plan: Plan) -> str:
-        if plan.in_flight is None:
-            return "gpipe"
-        if plan.in_memory is None:
-            return f"1f1b, {plan.in_flight} in flight"
-        kept = "" if plan.in_memory == plan.in_flight else f", {plan.in_memory} in memory"
-        return f"zero bubble, {plan.in_flight} in flight{kept}"
-
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan
         return {
             "strategy": plan.strategy,
             "split": self.split(plan),
             "micro_batches": plan.micro_batches,
-            "schedule": self.schedule(plan),
+            "schedule": plan.schedule_label,
             "compression": plan.compression,
             "predicted_step_time_s": priced.step_s,
             "bubble_ratio": priced.bubble_ratio,
@@ -112,7 +106,7 @@ def write_plan(folder: Path, report: Report, chosen: Priced | None) -> Path:
     return path
 
 
-def predicted(run_dir: Path) -> dict[str, Any]:
+def predicted_of(run_dir: Path) -> dict[str, Any]:
     """For the summary of a run: what its plan predicted; empty for a run without one."""
     try:
         found = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ Also where compressors begin to pay, and the paper's formulas beside the simulat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,13 +14,12 @@ from typing import NamedTuple
 
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.plan import formulas
-from xcloud.plan.plans import Arranged, Plan, Priced
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
-NO_COMPRESSION = "none"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ class Space:
             found += [plan._replace(in_flight=k, in_memory=k) for k in (*counts, m)]
         return found
 
+    def worth_pricing(self, plan: Plan, fits: Callable[[Plan], bool]) -> list[Plan]:
+        """Of its schedules."""
+        return list(filter(fits, self.schedules(plan)))
+
     def _or(self, dimension: str, all_of_them: Sequence[str], own: str) -> Sequence[str]:
         return all_of_them if dimension in self.varies else [own]
 
@@ -98,16 +102,20 @@ class Ranked:
         return _remedy(self.own.bound)
 
 
-def splits_of(pieces: Sequence[Piece], num_stages: int) -> list[tuple[int, ...]]:
-    """Where a model can be cut into so many stages. Of more than MOST_SPLITS ways only the one
-    whose slowest stage is fastest, and those beside it."""
+def splits_of(
+    pieces: Sequence[Piece], num_stages: int, most: int = MOST_SPLITS,
+    slowness: Sequence[float] = (),
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """Where a model can be cut into so many stages. Of more than `most` ways only the one whose
+    slowest stage is fastest, and those beside it. slowness: how many times longer each stage
+    computes the same work; equal if empty."""
     last = len(pieces)
     if num_stages == 1:
         return [(last,)]
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.border is not None]
-    if math.comb(len(cuts), num_stages - 1) <= MOST_SPLITS:
+    if math.comb(len(cuts), num_stages - 1) <= most:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
-    even = _even_split(pieces, cuts, num_stages)
+    even = _even_split(pieces, cuts, slowness or [1.0] * num_stages)
     found = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
@@ -118,56 +126,86 @@ def splits_of(pieces: Sequence[Piece], num_stages: int) -> list[tuple[int, ...]]
 
 
 def _even_split(
-    pieces: Sequence[Piece], cuts: Sequence[int], num_stages: int
+    pieces: Sequence[Piece], cuts: Sequence[int], slowness: Sequence[float]
 ) -> tuple[int, ...]:  # fmt: skip
     """The cuts whose slowest stage is fastest, at one sample: by dynamic programming."""
     work = [0.0]
     for piece in pieces:
         work.append(work[-1] + piece.forward_s.at(1.0) + piece.backward_s.at(1.0))
     ends = [*cuts, len(pieces)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (work[end], ()) for end in ends}
-    for _ in range(num_stages - 1):
+    best = {end: (slowness[0] * work[end], -1) for end in ends}  # slowest stage, cut before it
+    chosen = []
+    for slower in slowness[1:]:
         best = {
             end: min(
-                (max(slowest, work[end] - work[cut]), (*chosen, cut))
-                for cut, (slowest, chosen) in best.items()
+                (max(slowest, slower * (work[end] - work[cut])), cut)
+                for cut, (slowest, _) in best.items()
                 if cut < end
             )
             for end in ends
             if any(cut < end for cut in best)
         }
-    return best[len(pieces)][1]
+        chosen.append({end: cut for end, (_, cut) in best.items()})
+    found = [len(pieces)]
+    for cut_before in reversed(chosen):
+        found.append(cut_before[found[-1]])
+    return tuple(reversed(found[1:]))
 
 
-def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
-    """The fastest plans; exact, as a plan is left out only where its bound is slower. Where
-    strategy or compression vary, the best one of each pair of them."""
+@dataclass(frozen=True)
+class Fastest:
+    """best: the fastest first. num_plans: in the space; num_simulated: of these priced exactly."""
+
+    best: list[Plan]
+    num_plans: int
+    num_simulated: int
+
+
+def fastest(
+    pricer: Pricer, space: Space, keep: int, tolerance: float = 0.0, tries: float = math.inf
+) -> Fastest:
+    """Of the plans that fit into memory. Where strategy or compression vary, the best one of each
+    pair of them. Exact, as a plan is left out only where its bound is slower.
+
+    tolerance: 0.02 = what is found may take 2 % longer. tries: for each pair at most so many, of
+    the least bounds, are priced with all their schedules.
+    """
     groups = list(space.groups(pricer.arranged))
     bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
     varied = {(plan.strategy, plan.compression) for plan in groups}
     keep = min(keep, len(varied) if len(varied) > 1 else len(groups))
     found: dict[object, tuple[float, tuple[int, int, int, str], Plan]] = {}
-    num_simulated, worst_s = 0, math.inf
+    tried, num_simulated, worst_s = Counter[object](), 0, math.inf
     for bound_s, number in bounds:
+        group = groups[number]
+        key = (group.strategy, group.compression) if len(varied) > 1 else group
         if bound_s > worst_s:
             break
-        group = groups[number]
-        options = space.schedules(group)
+        if tried[key] >= tries or (key in found and bound_s > (1 - tolerance) * found[key][0]):
+            continue
+        options = space.worth_pricing(group, pricer.fits)
+        tried[key] += bool(options)
         num_simulated += len(options)
-        best = min((pricer.step_s(plan), _order(plan), plan) for plan in options)
-        key = (group.strategy, group.compression) if len(varied) > 1 else group
-        found[key] = min(best, found.get(key, best))
+        for plan in options:
+            mine = pricer.step_s(plan), _order(plan), plan
+            found[key] = min(mine, found.get(key, mine))
         if len(found) >= keep:
             worst_s = sorted(found.values())[keep - 1][0]
     num_plans = sum(len(space.schedules(plan)) for plan in groups)
-    near = [plan for plan in groups if len(_changes(space.own, plan)) == 1]
+    return Fastest([plan for *_, plan in sorted(found.values())[:keep]], num_plans, num_simulated)
+
+
+def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
+    """The fastest plans, and the job's own among them."""
+    found = fastest(pricer, space, keep)
+    near = [plan for plan in space.groups(pricer.arranged) if len(_changes(space.own, plan)) == 1]
     steps = [(pricer.step_s(plan), plan) for plan in near]
     return Ranked(
-        [pricer.price(plan) for _, _, plan in sorted(found.values())[:keep]],
+        [pricer.price(plan) for plan in found.best],
         pricer.price(space.own),
         min(steps, default=None),
-        num_plans,
-        num_simulated,
+        found.num_plans,
+        found.num_simulated,
     )
 
 

@@ -31,12 +31,16 @@ _MAX_POINTS = 2000
 
 
 def write_pictures(
-    run_dir: Path, curves: RunCurves, timeline: Timeline | None, title: str
+    run_dir: Path,
+    curves: RunCurves,
+    timeline: Timeline | None,
+    title: str,
+    predicted: Timeline | None = None,
 ) -> list[Path]:
-    """Draw what there is to draw; returns the files."""
+    """Draw what there is to draw; returns the files. predicted: by the plan that is run."""
     written = []
     if timeline is not None:
-        write_timeline(run_dir / TIMELINE_PICTURE, timeline, title)
+        write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted)
         written.append(run_dir / TIMELINE_PICTURE)
     if write_loss(run_dir / LOSS_PICTURE, curves, title):
         written.append(run_dir / LOSS_PICTURE)

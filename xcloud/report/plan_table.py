@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcloud.plan.report import Report
@@ -95,38 +94,3 @@ def best_m(counted: Sequence[AtCount]) -> str:
         f"{best.free:.3f} by (1), {best.blocking:.3f} by (2), {best.overlapped:.3f} by (2'); "
         f"step by m, with the best pipeline's other settings: {others}"
     )
-
-
-def write_plan_picture(path: Path, report: Report) -> Path:
-    """Step time over bandwidth, a line for each compressor; a mark where it begins to pay."""
-    from matplotlib.figure import Figure
-
-    from xcloud.report.picture_style import DPI, INK, LINES, TITLE_POINTS, wrapped
-
-    figure = Figure(figsize=(8, 4.6), dpi=DPI, layout="constrained")
-    best = report.ranked.best[0].plan
-    title = (
-        f"predicted step time over bandwidth: {best.strategy}, {report.split(best)}, "
-        f"m = {best.micro_batches}, {report.schedule(best)}"
-    )
-    figure.suptitle(wrapped(title, 8), fontsize=TITLE_POINTS)
-    axes = figure.subplots()
-    pays = {crossing.compression: crossing.pays_below for crossing in report.crossings}
-    for number, (name, points) in enumerate(report.curves.items()):
-        colour = LINES[number % len(LINES)]
-        label, at = name, pays.get(name, 0.0)
-        if at:
-            label += f", pays below {bandwidth_text(Crossing(name, at))}"
-        axes.plot(*zip(*points, strict=True), color=colour, label=label)
-        if at and points[0][0] < at < points[-1][0]:
-            there = report.pricer.at_bandwidth(at)
-            axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("bandwidth between clouds (bit/s)")
-    axes.set_ylabel("step (s)")
-    axes.grid(True, which="major", color="#E3E3E3", linewidth=0.5)
-    axes.tick_params(colors=INK)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    return path

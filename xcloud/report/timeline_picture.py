@@ -42,40 +42,58 @@ _CHARACTER_IN = 0.075  # at 8 points, generously
 _NARROW_IN = 0.03
 
 
-def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
-    bubble = timeline.bubble_ratio
-    title = (
-        wrapped(title, _WIDTH_IN) + f"\nstep {timeline.step}: {1e-3 * timeline.until_us:.4g} ms"
-    )
-    lanes = list(_lanes(timeline))
-    if bubble is not None:
-        title += f", bubble ratio {bubble:.2f} (waiting / computing, averaging left out)"
+def write_timeline(
+    path: Path, timeline: Timeline, title: str, predicted: Timeline | None = None
+) -> None:
+    """predicted: a step that a plan foresaw, drawn above at the same scale."""
+    shown = [timeline] if predicted is None else [predicted, timeline]
+    lanes = [list(_lanes(one)) for one in shown]
+    longest_us = max(one.until_us for one in shown)
+    per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
     figure = Figure(
-        figsize=(_WIDTH_IN, _MARGIN_IN + _LANE_IN * len(lanes)), dpi=DPI, layout="constrained"
-    )
-    figure.suptitle(title, fontsize=TITLE_POINTS)
-    axes = figure.subplots()
-    per_us, unit = (1e-3, "ms") if timeline.until_us < 2e7 else (1e-6, "s")
-    painter = _Painter(axes, per_us, 0.85 * _WIDTH_IN / max(per_us * timeline.until_us, 1e-9))
-    for y, (_, content) in enumerate(lanes):
-        if isinstance(content, Lane):
-            painter.rank(y, content)
-        else:
-            painter.link(y, content)
-    axes.set_yticks(range(len(lanes)), [label for label, _ in lanes])
-    axes.set_ylim(len(lanes) - 0.45, -0.55)
-    axes.set_xlim(0, per_us * timeline.until_us)
-    axes.set_xlabel(f"{unit} since the step began ({timeline.clocks})")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    axes.grid(axis="x", color="#F2F2F2")
-    axes.set_axisbelow(True)
-    handles = list(painter.legend(timeline))
+        figsize=(_WIDTH_IN, _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)),
+        dpi=DPI, layout="constrained",
+    )  # fmt: skip
+    figure.suptitle(wrapped(title, _WIDTH_IN), fontsize=TITLE_POINTS)
+    drawn = figure.subplots(
+        len(shown),
+        1,
+        sharex=True,
+        squeeze=False,
+        height_ratios=[len(rows) + 0.7 for rows in lanes],
+    )[:, 0]
+    for axes, one, rows in zip(drawn, shown, lanes, strict=True):
+        painter = _Painter(axes, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
+        for y, (_, content) in enumerate(rows):
+            if isinstance(content, Lane):
+                painter.rank(y, content)
+            else:
+                painter.link(y, content)
+        axes.set_title(_headed(one, one is predicted), fontsize=TITLE_POINTS, loc="left")
+        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.set_xlim(0, per_us * longest_us)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(left=False)
+        axes.grid(axis="x", color="#F2F2F2")
+        axes.set_axisbelow(True)
+    drawn[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
+    handles = {handle.get_label(): handle for one in shown for handle in _legend(one)}
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / 2),
-        frameon=False, fontsize=8,
+        handles=list(handles.values()), loc="outside lower center",
+        ncols=math.ceil(len(handles) / 2), frameon=False, fontsize=8,
     )  # fmt: skip
     figure.savefig(path)
+
+
+def _headed(timeline: Timeline, is_predicted: bool) -> str:
+    took = f"{1e-3 * timeline.until_us:.4g} ms"
+    text = f"predicted: {took}" if is_predicted else f"step {timeline.step}: {took}"
+    bubble = timeline.bubble_ratio
+    if bubble is None:
+        return text
+    more = "" if is_predicted else " (waiting / computing, averaging left out)"
+    return f"{text}, bubble ratio {bubble:.2f}{more}"
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
@@ -96,6 +114,20 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
                 elif flights:
                     minor.append((f"{here} → {there}", flights))
     yield from minor
+
+
+def _legend(timeline: Timeline) -> Iterator[Patch]:
+    used = {box.what for lane in timeline.lanes for box in lane.boxes}
+    named = dict.fromkeys(entry for what, entry in KINDS.items() if what in used)
+    for colour, label in named:
+        yield Patch(facecolor=colour, edgecolor=FAINT, linewidth=0.5, label=label)
+    yield Patch(facecolor="white", edgecolor=FAINT, linewidth=0.5, label="none of these")
+    kinds = {flight.kind for flights in timeline.flights.values() for flight in flights}
+    for kind, colour in FLIGHTS.items():
+        if kind in kinds:
+            yield Patch(facecolor=colour, label=f"{kind} on the link")
+    if kinds - FLIGHTS.keys():
+        yield Patch(facecolor=OTHER_FLIGHT, label=", ".join(sorted(kinds - FLIGHTS.keys())))
 
 
 class _Painter:
@@ -139,19 +171,6 @@ class _Painter:
                 for flight in row:
                     if flight.kind in FLIGHTS:
                         self._number(middle, flight, str(flight.micro_batch), INK)
-
-    def legend(self, timeline: Timeline) -> Iterator[Patch]:
-        used = {box.what for lane in timeline.lanes for box in lane.boxes}
-        named = dict.fromkeys(entry for what, entry in KINDS.items() if what in used)
-        for colour, label in named:
-            yield Patch(facecolor=colour, edgecolor=FAINT, linewidth=0.5, label=label)
-        yield Patch(facecolor="white", edgecolor=FAINT, linewidth=0.5, label="none of these")
-        kinds = {flight.kind for flights in timeline.flights.values() for flight in flights}
-        for kind, colour in FLIGHTS.items():
-            if kind in kinds:
-                yield Patch(facecolor=colour, label=f"{kind} on the link")
-        if kinds - FLIGHTS.keys():
-            yield Patch(facecolor=OTHER_FLIGHT, label=", ".join(sorted(kinds - FLIGHTS.keys())))
 
     def _boxes(
         self, y: float, height: float, entries: Sequence[Box | Flight], colour: str, edge: str

@@ -27,6 +27,7 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
+from xcloud.parallel.merging import Contribution, weighted_sum
 from xcloud.plan.profile import AveragingCodec, BorderCodec, Curve, Way
 from xcloud.run.stopwatch import Stopwatch
 
@@ -105,7 +106,8 @@ def _way(
 def averaging_codec(
     trained: Mapping[str, nn.Parameter], compression: Compression | Phased, watch: Stopwatch
 ) -> AveragingCodec | None:
-    """Of all values of `trained`. None for a compressor that replicas cannot average with."""
+    """Of all values of `trained`: encoding with framing; decoding and adding it to one's own. None
+    for a compressor that replicas cannot average with."""
     if not trained:
         return AveragingCodec(0)
     first = next(iter(trained.values()))
@@ -118,9 +120,14 @@ def averaging_codec(
     tensors = [
         1e-3 * torch.randn(p.shape, generator=generator, device=p.device) for p in trained.values()
     ]
-    parts, _ = codec.encode(tensors)
+    parts, own = codec.encode(tensors)
+    key = MessageKey(Kind.AVERAGING)
+
+    def merge() -> None:
+        weighted_sum([Contribution(own, 1.0), Contribution(codec.decode(parts), 1.0)])
+
     return AveragingCodec(
         frame_bytes(codec.wire_specs),
-        watch.median_s(lambda: codec.encode(tensors)),
-        watch.median_s(lambda: codec.decode(parts)),
+        watch.median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0)),
+        watch.median_s(merge),
     )

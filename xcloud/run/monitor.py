@@ -23,7 +23,8 @@ from xcloud.errors import XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
-from xcloud.plan.report import PLAN_FILE, predicted
+from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
+from xcloud.plan.report import PLAN_FILE, predicted_of
 from xcloud.project import MODEL_DIR, commit
 from xcloud.record.curves import read_curves
 from xcloud.record.events import (
@@ -195,7 +196,7 @@ class Monitor:
             summary["strategy"] = experiment.strategy_in_force
         summary["link"] = experiment.cluster.describe()
         summary["defences"] = experiment.defences_in_force
-        summary |= predicted(self.run_dir)
+        summary |= predicted_of(self.run_dir)
         summary["lost_event_lines"] = self.lost_lines() + self._num_malformed
         summary |= self._audit_wire()
         if cause is None:
@@ -205,7 +206,7 @@ class Monitor:
             write_summary(summary_path, summary)
         except OSError as error:
             log.error("%s could not be written: %s", summary_path, error)
-        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE)
+        files = (SUMMARY_FILE, SAMPLES_FILE, AUDIT_FILE, PLAN_FILE, PREDICTED_FILE)
         kept = [self.run_dir / name for name in files] + pictures
         for path in kept:
             if path.exists():
@@ -261,7 +262,9 @@ class Monitor:
 
             title = f"{experiment.name} seed {experiment.seed}, {facts['schedule']}, "
             title += f"link: {facts['link']}, compression: {facts['compression']}"
-            written += write_pictures(self.run_dir, curves, timeline, title)
+            foreseen = self.run_dir / PREDICTED_FILE
+            predicted = read_timeline(foreseen) if foreseen.exists() else None
+            written += write_pictures(self.run_dir, curves, timeline, title, predicted)
         except Exception as error:
             self._statistics.lost_files.append("pictures")
             log.warning("%s is without all its pictures: %r", self.run_dir, error)

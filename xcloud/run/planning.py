@@ -17,12 +17,13 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.plans import Arranged, Plan, Priced
-from xcloud.plan.pricing import Pricer, lines_of
+from xcloud.plan.line import lines_of
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.recorded import PREDICTED_FILE
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
-    NO_COMPRESSION,
     Space,
     best_pipeline,
     crossings,
@@ -34,7 +35,9 @@ from xcloud.plan.search import (
 )
 from xcloud.plan.settings import Planning
 from xcloud.project import in_project
-from xcloud.report.plan_table import print_plans, write_plan_picture
+from xcloud.record.timeline import write_trace
+from xcloud.report.plan_picture import write_plan_picture
+from xcloud.report.plan_table import print_plans
 from xcloud.run import profile_key, profiling
 
 PICTURE = "plan.png"
@@ -55,11 +58,16 @@ def planned(config: Any, run_dir: Path) -> Any:
     print_plans(report)
     chosen = report.ranked.best[0] if job.plan.mode == "apply" else None
     write_plan(run_dir, report, chosen)
-    if report.curves:
-        write_plan_picture(run_dir / PICTURE, report)
-    print(run_dir / PICTURE if report.curves else run_dir, flush=True)
+    is_drawn = write_plan_picture(run_dir / PICTURE, report)
+    print(run_dir / PICTURE if is_drawn else run_dir, flush=True)
     if chosen is None:
         return None
+    if (
+        len(chosen.plan.ends) > 1
+        and planner.arranged[chosen.plan.strategy].layout.num_replicas == 1
+    ):
+        foreseen = report.pricer.predict(chosen.plan).timeline
+        write_trace(run_dir / PREDICTED_FILE, foreseen, {"plan": chosen.plan.strategy})
     given = configs.plain_settings(config, without=("hydra",))
     return configs.changed(config, planner.settings(chosen, report, given))
 
@@ -90,7 +98,7 @@ class Planner:
         self.arranged = self._arranged()
 
     def report(self) -> Report:
-        profile, stale = self._profile()
+        profile, stale = self.profile()
         started_s = time.perf_counter()
         pricer = Pricer(
             profile, self.arranged, self.job.training.batch_size,
@@ -134,6 +142,7 @@ class Planner:
             crossings(step_s, names) if crosses else [],
             [] if pipeline is None else over_micro_batches(pricer, pipeline, counted),
             over_bandwidth(step_s, names) if crosses else {},
+            pipeline,
             stale,
             self.not_planned,
         )
@@ -235,7 +244,7 @@ class Planner:
         fewest, replicas = layout.min_micro_batches(), layout.num_replicas
         return [m for m in self.counts if m >= fewest and m % replicas == 0]
 
-    def _profile(self) -> tuple[Profile, list[str]]:
+    def profile(self) -> tuple[Profile, list[str]]:
         """Measured before, now, or read from a file; and why it may not hold."""
         job, plan = self._measured_job(), self.plan
         sizes = profile_key.sizes_of(self.batch_size, self.counts)

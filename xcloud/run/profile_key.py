@@ -18,6 +18,7 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.job.experiment import Experiment
 
 PROFILES_DIR = "profiles"
+METHOD = "2"  # another one where the same work is measured in another way
 Candidates = Mapping[str, Compression | Phased]
 
 
@@ -37,6 +38,7 @@ def what_is_measured(
         "task": f"{job.task.describe()}, at most {job.task.max_length} tokens",
         "stages": f"{job.cluster.num_stages}, weights' gradients apart",
         "micro-batches": f"{', '.join(map(str, sizes))} samples, {job.training.precision}",
+        "method": METHOD,
         "compressors": hashlib.sha256(compressors.encode()).hexdigest()[:8],
     }
 

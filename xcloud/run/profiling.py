@@ -25,6 +25,7 @@ from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.deferred_weights import DeferredWeights, can_wait
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile
@@ -294,12 +295,14 @@ class _Measuring:
         # A rate of 0 leaves the weights as they are.
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
+        buffer = FlatBuffer(trained)
 
         def update() -> None:
+            """As the trainer makes it."""
+            buffer.zero()
             if settings.clip_norm:
-                torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+                buffer.squared_norm()
+                buffer.scale(1.0)
             optimizer.step()
 
         took_s = self.watch.median_s(update)
