@@ -43,7 +43,7 @@ from xcloud.record.summary import read_summary
 
 FORMS = {"launcher": 6, "machines": 5, "torchrun": 1}  # how often each is drawn
 PHASES = ("start", "step", "step", "step", "checkpoint", "evaluation")
-STEPS_FOR_A_FAULT = 11
+STEPS_FOR_A_FAULT = 12
 TMPFS_BYTES = 6 << 20
 KINDS = sorted({kind for faults in FAULTS.values() for kind in faults})
 

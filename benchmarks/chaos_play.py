@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.chaos_faults import FAULTS, NotInjected, Repair, Target
 from benchmarks.chaos_record import Fault, Outcome
-from benchmarks.chaos_runs import Machines, Run
+from benchmarks.chaos_runs import Run
 from xcloud.project import MODEL_DIR
 from xcloud.record.events import EVENTS_FILE
 from xcloud.run.launch import EXIT_START_AGAIN
@@ -130,6 +130,7 @@ class Disturbed:
         target.length_s, self._faulted_s = 0.0, time.monotonic()
         self._victim = None if "line" in fault.kind else target.rank
         self._said_before = len(self.run.said())
+        self.run.failed.clear()
         try:
             repair = FAULTS[self.outcome.form][fault.kind](target)
         except NotInjected as why:
@@ -147,7 +148,7 @@ class Disturbed:
                 fault.noticed_s = round(time.monotonic() - self._faulted_s, 2)
         if code is None:
             return
-        if left := self._left_behind(code):
+        if left := self._left_behind():
             raise Defect("orphans", f"processes {left}, exit code {code}")
         if self._repair is not None:
             self._repair()
@@ -170,9 +171,7 @@ class Disturbed:
         self._said_before = len(self.run.said())
         self.run.start()
 
-    def _left_behind(self, code: int) -> list[int]:
-        if isinstance(self.run, Machines) and code != 0:
-            return []  # a monitor may still write its record, and nobody waits for that
+    def _left_behind(self) -> list[int]:
         until_s = time.monotonic() + ORPHANS_WITHIN_S
         while (left := self.run.alive()) and time.monotonic() < until_s:
             time.sleep(0.05)
