@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,231 +29,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import namespaces
-from benchmarks.chaos_faults import FAULTS, WEIGHTS, NotInjected, Repair, Target
+from benchmarks.chaos_faults import FAULTS, WEIGHTS, Target
+from benchmarks.chaos_play import Defect, Disturbed, causes
+from benchmarks.chaos_record import GOOD, Fault, Outcome, print_table, read_record
 from benchmarks.chaos_runs import IMPORTED, Launched, Machines, Run, Torchrun
-from xcloud.project import MODEL_DIR, commit
-from xcloud.record.events import EVENTS_FILE
+from xcloud.project import commit
 from xcloud.record.summary import read_summary
-from xcloud.run.launch import EXIT_START_AGAIN
 
 FORMS = {"launcher": 6, "machines": 5, "torchrun": 1}  # how often each is drawn
 PHASES = ("start", "step", "step", "step", "checkpoint", "evaluation")
 STEPS_FOR_A_FAULT = 12
 TMPFS_BYTES = 6 << 20
-MOST_ATTEMPTS = 8  # after one fault
-_ENDED_BY_SIGNAL = (EXIT_START_AGAIN, 130, 128 + signal.SIGTERM)  # asked to once, twice
-ORPHANS_WITHIN_S = 6.0  # launch.END_WITHIN_S, and some
 KINDS = sorted({kind for faults in FAULTS.values() for kind in faults})
-
-
-@dataclass
-class Fault:
-    """verdict: recovered, refused (an error named the cause), missed (not injected), or the defect
-    that came after it: hang, orphans, unexplained. length_s: of one that lasts. steps_lost: done
-    twice because of it, restarts: from a checkpoint (both also of the faults just before it, if
-    the run had not got over them yet)."""
-
-    kind: str
-    phase: str
-    verdict: str = "missed"
-    detail: str = ""
-    noticed_s: float | None = None
-    steps_lost: int | None = None
-    restarts: int = 0
-    length_s: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """Of a run. verdict: equal, different, skipped, or what its last fault led to."""
-
-    seed: int
-    number: int
-    job: str
-    form: str
-    faults: list[Fault]
-    verdict: str = ""
-    detail: str = ""
-    wall_s: float = 0.0
-    commit: str = ""
-    folder: str = ""
-    said: list[str] = field(default_factory=list)
-
-
-GOOD = ("equal", "skipped")
-
-
-class Defect(Exception):
-    """verdict: hang, orphans or unexplained."""
-
-    def __init__(self, verdict: str, detail: str):
-        super().__init__(detail)
-        self.verdict = verdict
-
-
-class Disturbed:
-    """One run, its faults one after the other. deadline_s: within which it must go on."""
-
-    def __init__(
-        self, run: Run, outcome: Outcome, target: Target, deadline_s: float, every: int
-    ) -> None:
-        self.run, self.outcome, self.target = run, outcome, target
-        self.deadline_s, self.every = deadline_s, every
-        self.fault: Fault | None = None  # the last one that was injected
-        self.is_over = False
-        self._faulted_s = 0.0
-        self._victim: int | None = None
-        self._base_step = self._num_attempts = self._num_evaluations = self._said_before = 0
-        self._repair: Repair = None
-        self._resumes_before = self._lost_before = 0
-
-    def play(self) -> None:
-        """Raises Defect."""
-        self.run.start()
-        for fault in self.outcome.faults:
-            self.target.is_last = fault is self.outcome.faults[-1]
-            if not self._await_moment(fault):
-                break
-            self._inject(fault)
-        self._until(lambda: self.is_over)
-        self._count()
-
-    # --- when
-
-    def _await_moment(self, fault: Fault) -> bool:
-        """Whether the run still goes on when the moment for this fault has come."""
-        dice = self.target.dice
-        if fault.phase == "start":  # of the ranks, also of those that the fault before has ended
-            self._until(lambda: self.is_over or self._is_settled() or self._is_noticed())
-            self._pause(1.5 * dice.random())
-        else:
-            self._until(lambda: self.is_over or self._is_settled())
-            self._count()
-            if fault.phase == "step":
-                self._pause(0.5 * dice.random())
-            self._until(self._coming(fault.phase), every_s=0.0005)
-        return not self.is_over
-
-    def _coming(self, phase: str) -> Callable[[], bool]:
-        """Whether a phase has come."""
-        if phase == "checkpoint":
-            until_s = time.monotonic() + 5  # each may be written between two looks
-            return lambda: self.is_over or self._is_writing() or time.monotonic() > until_s
-        if phase == "evaluation":
-            before = self._evaluations()
-            return lambda: self.is_over or self._evaluations() > before
-        if phase == "end":
-            return lambda: self.is_over or (self.run.first / MODEL_DIR).exists()
-        return lambda: True
-
-    def _is_writing(self) -> bool:
-        with contextlib.suppress(OSError):  # a folder was deleted meanwhile
-            return any(self.run.first.glob("checkpoints/*/.rank*"))
-        return False
-
-    def _evaluations(self) -> int:
-        with contextlib.suppress(OSError):
-            return (self.run.first / EVENTS_FILE).read_text().count('"event":"quality"')
-        return 0
-
-    def _is_noticed(self) -> bool:
-        return self.fault is not None and self.fault.noticed_s is not None
-
-    def _is_settled(self) -> bool:
-        """It has saved twice since the last fault: once may have been under way already."""
-        if self.target.undo:
-            return False
-        newest = (*self.run.agreed_steps(), 0)[0]
-        return newest >= self._base_step + (2 if self.fault else 1) * self.every
-
-    def _pause(self, seconds: float) -> None:
-        until_s = time.monotonic() + seconds
-        self._until(lambda: self.is_over or time.monotonic() > until_s)
-
-    def _until(self, is_so: Callable[[], bool], every_s: float = 0.01) -> None:
-        until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
-        while not is_so():
-            if attempts != self._num_attempts or self.target.undo:  # counts from the last change
-                until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
-            if time.monotonic() > until_s:
-                raise Defect("hang", f"{self.deadline_s:g} s, at {self._where()}")
-            self.target.undo_due(time.monotonic())
-            if not self.is_over:
-                self._look()
-            time.sleep(every_s)
-
-    def _where(self) -> str:
-        return f"agreed step {self.run.agreed_steps()[:1]}, processes {self.run.alive()}"
-
-    # --- what
-
-    def _inject(self, fault: Fault) -> None:
-        target, self._base_step = self.target, (*self.run.agreed_steps(), 0)[0]
-        target.rank = target.dice.randrange(self.run.num_ranks)
-        target.length_s, self._faulted_s = 0.0, time.monotonic()
-        self._victim = None if "line" in fault.kind else target.rank
-        self._said_before = len(self.run.said())
-        try:
-            repair = FAULTS[self.outcome.form][fault.kind](target)
-        except NotInjected as why:
-            fault.detail = str(why)
-            return
-        fault.verdict, fault.length_s = "recovered", round(target.length_s, 1)
-        self.fault, self._repair, self._num_attempts = fault, repair, 0
-
-    def _look(self) -> None:
-        """Go on with a run that has ended; see what has become of the fault."""
-        code, fault = self.run.poll(), self.fault
-        new = self.run.said()[self._said_before :] if fault is not None else ""
-        if fault is not None and fault.noticed_s is None:
-            if self.run.has_noticed(self._victim, new):
-                fault.noticed_s = round(time.monotonic() - self._faulted_s, 2)
-        if code is None:
-            return
-        if left := self._left_behind(code):
-            raise Defect("orphans", f"processes {left}, exit code {code}")
-        if self._repair is not None:
-            self._repair()
-            self._repair = None
-        if code == 0:
-            self.is_over = True
-            return
-        if fault is None:
-            raise Defect("unexplained", f"exit code {code} before any fault")
-        last = _causes(new)[-1:] or [""]
-        if "no checkpoint that every rank can go on from" in last[0]:
-            fault.verdict, fault.detail = "refused", last[0]
-            self.run.begin_anew()
-            self._base_step = 0
-        elif code not in _ENDED_BY_SIGNAL and code > 0 and not last[0]:
-            raise Defect("unexplained", f"exit code {code} without a cause")
-        if self._num_attempts == MOST_ATTEMPTS:
-            raise Defect("unexplained", f"{MOST_ATTEMPTS} attempts after {fault.kind}: {last[0]}")
-        self._num_attempts += 1
-        self._said_before = len(self.run.said())
-        self.run.start()
-
-    def _left_behind(self, code: int) -> list[int]:
-        if isinstance(self.run, Machines) and code != 0:
-            return []  # a monitor may still write its record, and nobody waits for that
-        until_s = time.monotonic() + ORPHANS_WITHIN_S
-        while (left := self.run.alive()) and time.monotonic() < until_s:
-            time.sleep(0.05)
-        return left
-
-    def _count(self) -> None:
-        if self.fault is None or self.fault.steps_lost is not None:
-            return
-        jobs = importlib.import_module("benchmarks.chaos_jobs")
-        resumes, lost = jobs.resumes_of(self.run.first)
-        self.fault.restarts = max(0, resumes - self._resumes_before)
-        self.fault.steps_lost = max(0, lost - self._lost_before)
-        self._resumes_before, self._lost_before = resumes, lost
 
 
 class Lane:
@@ -289,7 +80,7 @@ class Lane:
                 process.wait(5)
             outcome.wall_s = round(time.monotonic() - started_s, 1)
             if outcome.verdict not in GOOD:
-                outcome.said = _causes(run.said())[-12:]
+                outcome.said = causes(run.said())[-12:]
                 injected = [fault for fault in outcome.faults if fault.verdict != "missed"]
                 if injected and outcome.verdict != "different":
                     injected[-1].verdict, injected[-1].detail = outcome.verdict, outcome.detail
@@ -340,12 +131,6 @@ class Lane:
             outcome.detail = f"losses missing of {sorted(missing)}"
         else:
             outcome.verdict = "equal"
-
-
-def _causes(said: str) -> list[str]:
-    """Lines that name a cause."""
-    signs = ("xcloud:", "start again", "Error:", "Exception:", "LinkClosed:", "LinkTimeout:")
-    return [line[:400] for line in said.splitlines() if any(sign in line for sign in signs)]
 
 
 @contextlib.contextmanager
@@ -406,50 +191,6 @@ def draw(
                 fault.phase = "step"
         drawn.append(Outcome(seed, number, job, form, faults))
     return drawn
-
-
-def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """By kind: what faults led to. Of runs: what they came to."""
-    kinds: dict[str, Any] = {}
-    told = [(one.form, fault) for one in outcomes for fault in one.faults]
-    injected = [(form, fault) for form, fault in told if fault.verdict != "missed"]
-    for kind, form in sorted({(fault.kind, form) for form, fault in injected}):
-        ours = [fault for where, fault in injected if (fault.kind, where) == (kind, form)]
-        noticed = sorted(one.noticed_s for one in ours if one.noticed_s is not None)
-        lost = [one.steps_lost for one in ours if one.steps_lost is not None]
-        kinds[f"{kind} ({form})"] = {
-            "faults": len(ours),
-            **Counter(one.verdict for one in ours),
-            "went_on_without_restart": sum(not one.restarts for one in ours),
-            "noticed_s_median": statistics.median(noticed) if noticed else None,
-            "noticed_s_most": noticed[-1] if noticed else None,
-            "steps_lost_mean": round(statistics.mean(lost), 1) if lost else None,
-        }
-    runs = dict(Counter(one.verdict for one in outcomes))
-    faults = dict(Counter(fault.verdict for _, fault in injected))
-    return {"faults": len(injected), "verdicts": faults, "runs": runs, "kinds": kinds}
-
-
-def read_record(files: Sequence[Path]) -> list[Outcome]:
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [Outcome(**{**line, "faults": [Fault(**f) for f in line["faults"]]}) for line in lines]
-
-
-def print_table(outcomes: Sequence[Outcome]) -> None:
-    """In Markdown."""
-    found = report(outcomes)
-    print(
-        f"{found['faults']} faults: {found['verdicts']}; {len(outcomes)} runs: {found['runs']}\n"
-    )
-    print("| fault | injected | recovered | refused | without restart | seconds to notice, median "
-          "and most | steps lost, mean |\n|---|---|---|---|---|---|---|")  # fmt: skip
-    for kind, row in found["kinds"].items():
-        noticed = "–"
-        if row["noticed_s_median"] is not None:
-            noticed = f"{row['noticed_s_median']:.1f}, {row['noticed_s_most']:.1f}"
-        cells = [kind, row["faults"], row.get("recovered", 0), row.get("refused", 0),
-                 row["went_on_without_restart"], noticed, row["steps_lost_mean"]]  # fmt: skip
-        print(f"| {' | '.join(map(str, cells))} |")
 
 
 def main(words: list[str] | None = None) -> int:

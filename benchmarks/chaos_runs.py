@@ -61,6 +61,7 @@ class Run:
         self.folders, self.config, self.num_ranks = folders, config, num_ranks
         self.first = folders[0]
         self.processes: list[Child] = []
+        self.failed: set[int] = set()  # ranks that poll() has seen fail
 
     def start(self) -> None:
         """A new run, or the rest of one."""
@@ -140,8 +141,8 @@ class Torchrun(Run):
 
 
 class Machines(Run):
-    """The first cloud's ranks in one namespace, all others' in the other. What torchrun would
-    start: a supervisor on each machine starts all ranks again once all have ended."""
+    """The first cloud's ranks in one namespace, all others' in the other, as torchrun would start
+    them. Each machine's are started again by themselves once all of them have ended."""
 
     def __init__(
         self, folders: list[Path], config: dict[str, Any], num_ranks: int,
@@ -149,12 +150,33 @@ class Machines(Run):
     ) -> None:  # fmt: skip
         super().__init__(folders, config, num_ranks)
         self.hosts, self.num_on_first = hosts, num_on_first
+        self._ranks = range(num_on_first), range(num_on_first, num_ranks)
+        self._num_starts = [1, 1]
+        self._seen_at_end: dict[int, int] = {}  # of machines that are done: the other's starts
 
     def start(self) -> None:
-        file = _experiment_file(self.first.parent, self.config)
-        self.processes = [self._start(rank, file) for rank in range(self.num_ranks)]
+        self.processes = [self._start(rank) for rank in range(self.num_ranks)]
 
-    def _start(self, rank: int, file: Path) -> Child:
+    def poll(self) -> int | None:
+        codes = [process.poll() for process in self.processes]
+        self.failed |= {rank for rank, code in enumerate(codes) if code}
+        if not any(code != 0 for code in codes):
+            return 0
+        for place, ranks in enumerate(self._ranks):
+            ours = [codes[rank] for rank in ranks]
+            if None in ours:
+                continue
+            # One whose ranks have ended well is needed again if the other has begun again since.
+            seen = self._num_starts[1 - place]
+            if any(ours) or self._seen_at_end.setdefault(place, seen) < seen:
+                self._seen_at_end.pop(place, None)
+                self._num_starts[place] += 1
+                for rank in ranks:
+                    self.processes[rank] = self._start(rank)
+        return None
+
+    def _start(self, rank: int) -> Child:
+        file = _experiment_file(self.first.parent, self.config)
         place = int(rank >= self.num_on_first)
         folder, host = self.folders[place], self.hosts[place]
 
@@ -175,8 +197,7 @@ class Machines(Run):
         return fork(be_rank, folder / LOG, environment)
 
     def has_noticed(self, victim: int | None, said: str) -> bool:
-        codes = [p.poll() for rank, p in enumerate(self.processes) if rank != victim]
-        return any(code not in (None, 0) for code in codes)
+        return bool(self.failed - {victim})
 
     def pid_of_rank(self, rank: int) -> int | None:
         process = self.processes[rank]
