@@ -1,9 +1,10 @@
 """A long run of a toy: python -m benchmarks.soak [--steps N] [--minutes M] [--out FILE]
 
 Two ranks, INT4 with delta memories, checkpoints, MLflow; asked to stop after M minutes. Says of
-the memory of each process and of the time of a step whether they stay flat: the slope of a line
-through the samples after the first fifth, with its standard error. Also the size of what was
-written. Linux.
+the memory of each process whether it stays flat (the slope of a line through the samples after the
+first fifth, with its standard error), and of the time of a step: by the processor's clock, which
+hardly sees what else the machine does, and by the wall's. Also the size of what was written. Less
+than 10,000 steps say nothing of memory: imports and caches are still filling. Linux.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from xcloud.run.launch import EXIT_START_AGAIN
 RANKS = 2
 WARM_UP = 0.2  # of the steps: imports, the first checkpoint, caches
 PARTS = 10
+MIN_STEPS = 10_000
 MOST_MB = 8.0  # of growth in 100,000 steps that still counts as flat
-MOST_SLOWER = 0.1  # last part of the run over the first
-Sample = tuple[int, float]  # step, MB
+MOST_SLOWER = 0.1  # second half over the first, in the processor's time
+Sample = tuple[int, float, float]  # step, MB, seconds of the processor
 
 
 def config_of(steps: int, store: Path) -> dict[str, Any]:
@@ -62,6 +64,11 @@ def memory_mb(pid: int) -> float | None:
     return sum(int(words[1]) for words in found) / 1024
 
 
+def cpu_s(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def step_of(run_dir: Path) -> int | None:
     try:
         state = json.loads((run_dir / "rank0.state.json").read_text())
@@ -81,25 +88,25 @@ def watch(run: Launched, every_s: float, until_s: float) -> dict[str, list[Sampl
         pids = {f"rank {rank}": run.pid_of_rank(rank) for rank in range(RANKS)}
         for name, pid in {"launcher and monitor": launcher.pid, **pids}.items():
             step, mb = step_of(run.first), None if pid is None else memory_mb(pid)
-            if step is not None and mb is not None:
-                samples.setdefault(name, []).append((step, mb))
+            if step is not None and pid is not None and mb is not None:
+                samples.setdefault(name, []).append((step, mb, cpu_s(pid)))
     return samples
 
 
-def line_through(samples: list[Sample]) -> tuple[float, float]:
-    """Slope and its standard error, per step."""
-    x, y = zip(*samples, strict=True)
+def line_through(x: list[int], y: list[float]) -> tuple[float, float]:
+    """Slope and its standard error."""
     slope, start = statistics.linear_regression(x, y)
-    residual = sum((b - start - slope * a) ** 2 for a, b in samples) / max(1, len(x) - 2)
+    points = zip(x, y, strict=True)
+    residual = sum((b - start - slope * a) ** 2 for a, b in points) / max(1, len(x) - 2)
     spread = sum((a - statistics.mean(x)) ** 2 for a in x)
     return slope, (residual / spread) ** 0.5
 
 
 def growth(samples: list[Sample], steps: int) -> dict[str, Any]:
     late = [one for one in samples if one[0] > WARM_UP * steps]
-    if len({step for step, _ in late}) < 3:
+    if steps < MIN_STEPS or len({one[0] for one in late}) < 3:
         return {"flat": None, "samples": len(late)}
-    slope, error = line_through(late)
+    slope, error = line_through([one[0] for one in late], [one[1] for one in late])
     return {
         "mb_first": round(late[0][1], 1), "mb_last": round(late[-1][1], 1),
         "mb_per_100000_steps": round(1e5 * slope, 2), "standard_error": round(1e5 * error, 2),
@@ -107,20 +114,30 @@ def growth(samples: list[Sample], steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step_times(run_dir: Path, steps: int) -> dict[str, Any]:
-    """Median of rank 0 in each part of the run."""
-    parts: list[list[float]] = [[] for _ in range(PARTS)]
+def step_times(run_dir: Path, samples: list[Sample], steps: int) -> dict[str, Any]:
+    """Of rank 0 in each part of the run: median by the wall's clock, mean by the processor's."""
+    walls: list[list[float]] = [[] for _ in range(PARTS)]
     for event in recorded_timeline(run_dir / EVENTS_FILE):
         if event["event"] == "step" and event["rank"] == 0:
-            parts[(event["step"] - 1) * PARTS // steps].append(event["step_s"])
-    medians = [1e3 * statistics.median(part) for part in parts]
-    half = PARTS // 2
-    early, late = statistics.median(medians[1:half]), statistics.median(medians[half:])
-    return {
-        "ms_by_tenth": [round(value, 2) for value in medians],
-        "later_over_earlier": round(late / early, 3),
-        "flat": late / early <= 1 + MOST_SLOWER,
+            walls[(event["step"] - 1) * PARTS // steps].append(event["step_s"])
+    parts: list[list[Sample]] = [[] for _ in range(PARTS)]
+    for sample in samples:
+        parts[min(PARTS - 1, sample[0] * PARTS // steps)].append(sample)
+    cpu = [
+        1e3 * (part[-1][2] - part[0][2]) / (part[-1][0] - part[0][0])
+        for part in parts
+        if part and part[-1][0] > part[0][0]
+    ]
+    half = len(cpu) // 2
+    found: dict[str, Any] = {
+        "wall_ms_by_tenth": [round(1e3 * statistics.median(part), 2) for part in walls],
+        "cpu_ms_by_tenth": [round(value, 2) for value in cpu],
+        "flat": None,
     }
+    if half > 1:  # the first tenth has the start in it
+        ratio = statistics.mean(cpu[half:]) / statistics.mean(cpu[1:half])
+        found |= {"later_over_earlier": round(ratio, 3), "flat": ratio <= 1 + MOST_SLOWER}
+    return found
 
 
 def sizes(run_dir: Path, store: Path) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def main(words: list[str] | None = None) -> int:
         "wall_s": round(time.monotonic() - started_s),
         "load": [round(value, 1) for value in os.getloadavg()],
         "memory": {name: growth(one, steps) for name, one in samples.items()},
-        "step_time": step_times(run_dir, steps),
+        "step_time": step_times(run_dir, samples["rank 0"], steps),
         "written": sizes(run_dir, store),
     }
     print(json.dumps(found, indent=1))
