@@ -66,7 +66,7 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
         ({"slowdown": {"a": 2}}, "ranks by number, got 'a'"),
         ({"lines": {"a-b": {"window": 0}}}, "line.window must be"),
         ({"lines": {"a-b": {"profile": {"bandwidth_bits_per_s": 0}}}}, "bandwidth_bits_per_s"),
-        ({"lines": {"a-b": {"profile": {}}}}, "lines.a-b.profile: .*bandwidth_bits_per_s"),
+        ({"lines": {"a-b": {"profile": {}}}}, "lines.a-b.profile.bandwidth_bits_per_s is missing"),
     ],
 )
 def test_a_bad_table_is_refused_by_name(

@@ -12,19 +12,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from functools import lru_cache, partial
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe, Schedule, most_kept
-from xcloud.parallel.strategy import GradientAveraging
+from xcloud.parallel.schedule import Schedule
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import Line, lines_of
+from xcloud.plan.plan_memory import Sums, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.profile import BorderCodec, Profile, Way
@@ -52,7 +51,7 @@ class Pricer:
         self.memory_bytes, self.steps = memory_bytes or {}, steps
         self._replicas = {name: found.replicas for name, found in arranged.items()}
         self._simulators: dict[object, Simulator] = {}
-        self._sums = lru_cache(maxsize=256)(self._sums_at)
+        self._sums = lru_cache(maxsize=256)(partial(Sums.of, profile))
         self._ways = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
             name: lines_of(found.layout, profile.lines, bandwidth)
@@ -348,67 +347,10 @@ class Pricer:
         assert border is not None, f"no cut behind piece {end - 1}"
         return self.profile.compressors[compression].borders[border]
 
-    def _sums_at(self, b: float) -> _Sums:
-        pieces = self.profile.pieces
-        # What was measured of a block may be a difference, and more than its whole.
-        late_s = [min(piece.weights_s.at(b), piece.backward_s.at(b)) for piece in pieces]
-        return _Sums(
-            [0.0, *accumulate(piece.forward_s.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.backward_s.at(b) for piece in pieces)],
-            [0.0, *accumulate(late_s)],
-            [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
-            [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
-        )
-
-    # Memory.
-
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes of the fullest rank, by cloud."""
-        arranged = self.arranged[plan.strategy]
         sums = self._sums(self.samples(plan))
-        layout, found = arranged.layout, dict[str, int]()
-        copies = 2 if isinstance(arranged.strategy.averaging, LocalUpdates) else 0
-        copies += 1 if isinstance(arranged.strategy.averaging, GradientAveraging) else 0
-        starts = (0, *plan.ends[:-1])
-        for name, cloud in layout.clouds.items():
-            held = [0] if arranged.is_whole else list(cloud.stages or ())
-            each = [self._stage_bytes(plan, layout, stage, sums, starts[stage], copies)
-                    for stage in held]  # fmt: skip
-            found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
-        return found
-
-    def _stage_bytes(
-        self, plan: Plan, layout: ClusterLayout, stage: int, sums: _Sums, start: int, copies: int,
-    ) -> float:  # fmt: skip
-        end = plan.ends[stage]
-        pieces = self.profile.pieces[start:end]
-        trained = sum(piece.trained_bytes for piece in pieces)
-        lanes = len(layout.ranks_of(stage)) * layout.num_replicas
-        activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
-        held = _most_kept(plan.schedule, stage, len(plan.ends), lanes, activations, put_off)
-        # Gradients and two moments beside the weights.
-        return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
-
-
-@lru_cache(maxsize=65536)
-def _most_kept(
-    schedule: Schedule, stage: int, num_stages: int, lanes: int, activations: float, put_off: float
-) -> float:
-    """Bytes that a rank keeps for backwards to come."""
-    if isinstance(schedule, GPipe):
-        return math.ceil(schedule.num_micro_batches / lanes) * activations
-    return most_kept(schedule.actions(stage, num_stages), lanes, activations, put_off)
-
-
-class _Sums(NamedTuple):
-    """Of the pieces in front of each: seconds of forward, backward and the part of it that may be
-    put off; bytes of activations, and of what is kept for that part."""
-
-    forward: list[float]
-    backward: list[float]
-    weights: list[float]
-    activations: list[float]
-    put_off: list[float]
+        return memory_of(plan, self.arranged[plan.strategy], self.profile, sums)
 
 
 Ways = tuple[tuple[Direction, Direction], ...]
