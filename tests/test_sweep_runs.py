@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import completed
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 TOY = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy", "tracker=none"]
@@ -20,9 +22,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
+    return completed(command(folder, *overrides), folder.with_suffix(".log"))
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ def test_a_bad_point_refuses_the_sweep(tmp_path: Path) -> None:
 def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_path: Path) -> None:
     words = [word for word in command(tmp_path / "bad", "compression=int8,int9") if word != "-m"]
     words.insert(words.index("+exp=toy") + 1, "-m")
-    refused = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    refused = completed(words, tmp_path / "log")
 
     assert refused.returncode == 2, refused.stderr
     assert "Could not find 'compression/int9'; there are: bf16, " in refused.stderr

@@ -130,8 +130,9 @@ class GlooOutLink(SendingEnd):
                     now_s = time.monotonic()
                     settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
                 _isend(self._group, frame, self._peer, sequence % _TAGS).wait()
-                # It has taken it.
-                settings.life.note(slot.deliver_at_s if slot is not None else None)
+                # It has taken it, or only its machine has: no word of a peer that gives its own.
+                if not settings.life.beats:
+                    settings.life.note(slot.deliver_at_s if slot is not None else None)
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 

@@ -18,7 +18,7 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
@@ -133,12 +133,24 @@ class Experiment(Job):
             if not cloud.shard:
                 continue
             what = f"cluster.clouds.{name}"
-            if self.strategy.averaging is not None or self.ties_ends:
+            if self.ties_ends or isinstance(self.strategy.averaging, LocalUpdates):
                 other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
                 raise ConfigError(
                     f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
                     "with other clouds: leave one of the two out"
                 )
+            for stage in cloud.stages or ():
+                dealt = {
+                    name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                    for name, other in layout.clouds.items()
+                    if stage in (other.stages or ())
+                }
+                if len(set(dealt.values())) > 1:
+                    raise ConfigError(
+                        f"{what}.shard: each rank averages what it holds with one that holds the "
+                        f"same, but stage {stage} is held as (shard, ranks) {dealt}; give these "
+                        "clouds the same num_ranks and shard"
+                    )
             if self.security.privacy is not None:
                 raise ConfigError(
                     f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
@@ -228,6 +240,13 @@ class Experiment(Job):
                 "without that noise, so its epsilon would not hold there. Keep each replica in "
                 "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
             )
+        stages = range(layout.num_stages)
+        if any(put_off(self.schedule.actions(stage, layout.num_stages)) for stage in stages):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient before the next one's is "
+                f"computed, but {self.schedule.label} puts off those of weights; choose "
+                "schedule=one_forward_one_backward or gpipe"
+            )
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         if self.training.batch_size != pieces:
             raise ConfigError(
@@ -300,11 +319,9 @@ class Experiment(Job):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """Replicas save by the number of the step, which all of them know; none are made where a
-        cloud may leave and come back."""
-        if self.is_elastic:
-            return Checkpoints(every_steps=0, every_minutes=0)
-        if self.cluster.num_replicas > 1:
+        """Replicas save by the number of the step, which all of them know; where one of them saves
+        for all, it may go by the clock."""
+        if self.cluster.num_replicas > 1 and not self.is_elastic:
             return replace(self.training.checkpoint, every_minutes=0)
         return self.training.checkpoint
 
@@ -317,6 +334,13 @@ class Experiment(Job):
         local = self.strategy.averaging
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
             return super().essential_ranks
+        return self.saving_ranks
+
+    @property
+    def saving_ranks(self) -> frozenset[int]:
+        """Where clouds may leave and come back those of the first, which merges for all."""
+        if not self.is_elastic:
+            return super().saving_ranks
         return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
 
     @property

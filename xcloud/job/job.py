@@ -141,6 +141,11 @@ class Job(ABC):
         return frozenset(range(self.cluster.num_ranks))
 
     @property
+    def saving_ranks(self) -> frozenset[int]:
+        """Those that save what the run can go on from; the others begin with what these tell."""
+        return frozenset(range(self.cluster.num_ranks))
+
+    @property
     def is_elastic(self) -> bool:
         """Whether ranks may begin at any time, also again."""
         return False

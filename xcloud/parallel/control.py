@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -177,8 +177,9 @@ class Control:
             theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
             compare_facts(facts, theirs, 0)
 
-    def meet(self) -> None:
-        """Return when every rank of the job has come here. Every rank calls it.
+    def meet(self, ranks: Collection[int] | None = None) -> None:
+        """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
+        and rank 0 is one of them.
 
         A rank is waited for as long as it gives signs of life. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
@@ -187,12 +188,13 @@ class Control:
         key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
-        missing = sorted(self.incoming)
+        peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
+        missing = peers
         while missing:  # in turn, so that the end of any of them is seen at once
             missing = [peer for peer in missing if not self._has_come(peer, key, started_s)]
         if self.rank == 0:
-            for out in self.out.values():
-                out.send(key, ())
+            for peer in peers:
+                self.out[peer].send(key, ())
 
     def _has_come(self, peer: int, key: MessageKey, started_s: float) -> bool:
         try:

@@ -18,7 +18,7 @@ MAX_VALUE_CHARACTERS = 6000
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
-    """The curves of training: `tracker.log(step_metrics(totals), totals.step)`."""
+    """The values of one step for the curves of training."""
     metrics: dict[str, float] = {"train/step_s": totals.step_s}
     for name in ("loss", "learning_rate", "grad_norm"):
         if (value := getattr(totals, name)) is not None:
@@ -31,12 +31,17 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for kind, num_bytes in totals.sent.items():
         if num_bytes:
             metrics[f"wan/bytes_{kind}"] = num_bytes
-    return metrics
+    return _legal(metrics)
 
 
 def quality_metrics(event: Event) -> dict[str, float]:
     """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
-    return {f"{event['split']}/{name}": value for name, value in event["values"].items()}
+    return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
+
+
+def is_score(key: str) -> bool:
+    """Whether a curve is one of quality_metrics."""
+    return "/" in key and not key.startswith(("train/", "wan/"))
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -73,7 +78,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
             metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
     for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
-    return {name: value for name, value in metrics.items() if value is not None}
+    return _legal({name: value for name, value in metrics.items() if value is not None})
 
 
 def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -100,6 +105,10 @@ def legal_name(name: str) -> str:
     legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
     legal = re.sub(r"^\.+", "_", legal)  # "." and ".." would be folders
     return legal[:MAX_KEY_CHARACTERS].rstrip("/ ") or "_"
+
+
+def _legal(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {legal_name(name): float(value) for name, value in metrics.items()}
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from xcloud.comm.switched import Switched
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer, lines_of
@@ -86,6 +86,7 @@ class Planner:
         assert not isinstance(job.compression, Switched), "refused with a plan"
         self.own_compression, self.candidates = self._candidates(job.compression)
         self.not_planned: dict[str, str] = {}
+        self.splits_backward = self._splits_backward()
         self.arranged = self._arranged()
 
     def report(self) -> Report:
@@ -115,7 +116,7 @@ class Planner:
             if self.own_compression in missing or NO_COMPRESSION in missing:
                 raise ConfigError(f"plan.profile: {why}")
         own = self._own(profile)
-        space = Space(own, splits, self.counts, names, self.plan.search)
+        space = Space(own, splits, self.counts, names, self.plan.search, self.splits_backward)
         ranked = search(pricer, space, self.plan.rows)
         if not ranked.best:
             raise ConfigError(
@@ -140,16 +141,14 @@ class Planner:
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""
         plan = chosen.plan
-        found: dict[str, Any] = {"plan": None, "schedule": {
-            "_target_": "xcloud.parallel.schedule.GPipe",
-            "num_micro_batches": plan.micro_batches,
-        }}  # fmt: skip
-        if plan.in_flight is not None:
-            found["schedule"] = {
-                "_target_": "xcloud.parallel.schedule.OneForwardOneBackward",
-                "num_micro_batches": plan.micro_batches,
-                "num_in_flight": plan.in_flight,
-            }
+        schedule = plan.schedule
+        found: dict[str, Any] = {
+            "plan": None,
+            "schedule": {
+                "_target_": f"{type(schedule).__module__}.{type(schedule).__qualname__}",
+                **asdict(schedule),  # type: ignore[call-overload]
+            },
+        }
         if plan.compression != self.own_compression:
             found["compression"] = given["plan"]["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
@@ -169,6 +168,16 @@ class Planner:
             if repr(other) == repr(own) or (own.is_identity and name == NO_COMPRESSION):
                 return name, found
         return own.label, found | {own.label: own}
+
+    def _splits_backward(self) -> bool:
+        """Whether the job may put off gradients of weights."""
+        try:
+            schedule = ZeroBubble(self.job.schedule.num_micro_batches)
+            replace(self.job, schedule=schedule, plan=None)
+        except ConfigError as error:
+            self.not_planned["schedule=zero_bubble"] = str(error)
+            return False
+        return True
 
     def _arranged(self) -> dict[str, Arranged]:
         """Every strategy that the cluster, the task and who may see what allow."""
@@ -211,12 +220,14 @@ class Planner:
             for count in counts:
                 behind += count
                 ends = (*ends, behind)
-        in_flight = None
+        in_flight = in_memory = None
         if isinstance(job.schedule, OneForwardOneBackward):
             in_flight = job.schedule.num_in_flight or len(ends)
+        if isinstance(job.schedule, ZeroBubble):
+            in_memory = job.schedule.num_in_memory or in_flight
         return Plan(
             job.strategy.name, ends, job.schedule.num_micro_batches, in_flight,
-            self.own_compression,
+            self.own_compression, in_memory,
         )  # fmt: skip
 
     def _counts_for(self, plan: Plan) -> list[int]:

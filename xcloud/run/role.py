@@ -22,6 +22,7 @@ from xcloud.run.agreement import Verdict
 from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
 from xcloud.run.resume import Holder
 from xcloud.run.turns import Turns
+from xcloud.training.settings import Checkpoints
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -81,6 +82,9 @@ class Role(ABC, Generic[JobT]):
         """Of all that this rank goes on from, which takes over its state if the ranks have agreed
         on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
         context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
+        if self.rank not in self.job.saving_ranks:
+            never = Checkpoints(every_steps=0, every_minutes=0)
+            return Checkpointer(never, holder.folder, self.rank, None, {}, {}, self.reporter)
         own = holder.own_step(step)
         if own < step:
             since = f"goes on from its own of step {own}" if own else "begins anew"

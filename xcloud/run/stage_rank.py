@@ -22,9 +22,9 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import return_freed_memory, shard, whole
+from xcloud.parallel.sharding import is_sharded, return_freed_memory, shard, whole
 from xcloud.run.autopilot import RunPilot
-from xcloud.run.checkpointing import Checkpointer
+from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
@@ -152,6 +152,7 @@ class StageRank(Role[Experiment]):
             replica, job.strategy.is_apart, local.is_idle,
             tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
             privacy=privacy,
+            early=[stage for stage, module in stages.items() if not is_sharded(module)],
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
@@ -167,9 +168,13 @@ class StageRank(Role[Experiment]):
             )
             if rank == 0:
                 pilot.prepare(job, device)
-        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
-        is_one = layout.num_replicas == 1
-        trainer.decide = checkpoints.decide if is_one else checkpoints.decide_by_step
+        post: Post | None = self.wiring.control
+        if post is not None and job.is_elastic:
+            post = PostWithin(post, job.saving_ranks)
+        checkpoints = self.checkpoints(parts, post, facts)
+        # Rank 0 has a word in every step with all that save, or they go by the step alone.
+        is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
+        trainer.decide = checkpoints.decide if is_told else checkpoints.decide_by_step
         if trainer.num_updates:  # another cloud may load longer than a message may take
             self.wiring.meet()
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
@@ -179,11 +184,12 @@ class StageRank(Role[Experiment]):
         transport = self.context.transport
         if transport is not None and rank not in job.essential_ranks:
             ready_file(run_dir, rank).touch()
-        if transport is not None and transport.is_newcomer:
-            trainer.num_updates = local.rejoin()
-        self.context.asked.is_armed = is_one and job.checkpoint.are_made
-        if rank == 0 and job.is_elastic and job.training.checkpoint.are_made:
-            self.reporter.note("no checkpoints: clouds of this run may leave and come back")
+        if transport is not None and (transport.is_newcomer or self.context.verdict.from_step):
+            if rank in job.saving_ranks:
+                local.welcome(trainer.num_updates)
+            else:
+                trainer.num_updates = local.rejoin()
+        self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             self.context.turns.take()
             with memory.first_step():

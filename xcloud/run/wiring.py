@@ -118,9 +118,19 @@ class Wiring:
                 life.beats = True
 
     def meet(self) -> None:
-        """Wait until every rank has come here; see Control.meet."""
-        if self.control is not None and not self.is_elastic:
+        """Wait until every rank has come here, see Control.meet; where clouds may leave, every
+        one of the first cloud."""
+        if self.control is None:
+            return
+        if not self.is_elastic:
             self.control.meet()
+        elif self.ends.rank in self.first_cloud:
+            self.control.meet(self.first_cloud)
+
+    @property
+    def first_cloud(self) -> tuple[int, ...]:
+        """Ranks of the cloud that rank 0 is in."""
+        return self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""

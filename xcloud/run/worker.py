@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -35,11 +34,12 @@ from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
-from xcloud.run.launch import EXIT_START_AGAIN, error_file
+from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
 from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
@@ -69,7 +69,7 @@ def live(
     """
     layout = job.cluster
     cloud = layout.cloud_of(rank)
-    is_resumed = (run_dir / EVENTS_FILE).exists()
+    is_resumed = has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     # The role is there before anything is reported.
     reporter = Reporter(
@@ -162,11 +162,9 @@ def _tie_to_parent(parent: int) -> None:
     """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the parent is gone")
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("the parent is gone")
 
 
 def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
@@ -210,6 +208,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("start me with torchrun, or use run.py")
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
 
     file = arguments.experiment
     file = file / EXPERIMENT_FILE if file.is_dir() else file
@@ -231,7 +231,7 @@ def main(words: Sequence[str] | None = None) -> None:
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if job.is_elastic:
-            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+            transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
             _join(job, rank, run_dir, under_torchrun)
             agreed = agree(job, settings, rank, holder.table())

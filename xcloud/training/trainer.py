@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_nu
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
 from xcloud.parallel.control import NO_CHOICE, Answer, Pilot, StageSums, Word
+from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
@@ -62,7 +63,8 @@ class Trainer:
     its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
     matrix. privacy: with SamplePrivacy every micro-batch is one sample, whose gradient is clipped.
     With either kind replicas keep their losses to themselves; the loss that replica 0 tells is an
-    estimate from one rank's samples."""
+    estimate from one rank's samples. early: stages whose exchanges begin with the sum over
+    `lanes`, which the last backward may then start; never with SamplePrivacy."""
 
     rank: int
     pipeline: Pipeline
@@ -80,6 +82,7 @@ class Trainer:
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
     tied: TiedGradients | None = None
     privacy: Privacy | None = None
+    early: Collection[int] = ()
     decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
     pilot: Pilot | None = None  # in every rank of a run that has one
     num_updates: int = 0  # made or skipped so far
@@ -87,6 +90,7 @@ class Trainer:
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
     _private: PrivateGradients | None = None
+    _early: EarlySums | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -102,6 +106,9 @@ class Trainer:
                 self.privacy, self._buffers, self.pipeline.num_stages, leads
             )
             self.pipeline.on_backward = self._private.take
+        elif self.early:
+            self._early = self._early_sums()
+            self.pipeline.on_backward = self._early.end_backward
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
@@ -120,6 +127,8 @@ class Trainer:
         self.work = Work(len(update_from), weight)
         if self._private is not None:
             self._private.begin(len(update_from))
+        if self._early is not None:
+            self._early.begin()
         loss = torch.zeros((), device=self.pipeline.device)
         num_own = 0
         for number in range(num_passes):
@@ -162,6 +171,15 @@ class Trainer:
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
             word,
+        )
+
+    def _early_sums(self) -> EarlySums:
+        m, passes = self.schedule.num_micro_batches, self.training.accumulate_steps
+        turns = self.pipeline.turns
+        return EarlySums(
+            {stage: self._buffers[stage] for stage in self.early},
+            self.lanes,
+            {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()},
         )
 
     def _leave_out(self, step: int) -> StepReport:

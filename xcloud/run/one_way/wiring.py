@@ -123,13 +123,14 @@ class ConsumerWiring:
     rank_of: dict[Source, int] = field(default_factory=dict)
     _listener: Callable[[int, int, int], None] | None = None
     agreed_step: int = 0  # first rank: what the others of the consumer have not been told yet
+    lost: set[int] = field(default_factory=set)  # producers that are gone, as the plan knows
 
     @property
     def peers(self) -> list[int]:
-        """First rank: the others of the consumer, and of the producers that are not gone."""
+        """First rank: the others of the consumer, and of the producers that the plan counts on."""
         if self.peers_out:
             return [0]
-        fed = [r for s, r in self.rank_of.items() if not self.inbox.ended(s.producer)]
+        fed = [rank for source, rank in self.rank_of.items() if source.producer not in self.lost]
         return [*range(1, self.cloud.num_lanes), *fed]
 
     def tell(self, peer: int, step: int, code: int) -> None:
@@ -246,13 +247,14 @@ class OneWayWirer:
         self.rank, self.layout = transport.rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._ends = Ends(transport, layout, run_dir)
+        self.lives = self._ends.lives
         groups = [self._ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
         (self._own,) = (group for group in groups if group is not None)
         for line in ("batches", "orders", "inside"):
             self._ends.line(line, range(layout.num_ranks))
 
     def producer(self) -> ProducerWiring:
-        orders = OrderBook()
+        orders = OrderBook(self.lives[0])
         outs = [
             self._out("batches", peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
@@ -271,7 +273,8 @@ class OneWayWirer:
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
-        inbox = Inbox(list(sources), self.max_payload_bytes)
+        lives = {source: self.lives[rank] for source, rank in sources.items()}
+        inbox = Inbox(list(sources), self.max_payload_bytes, lives)
         wiring = ConsumerWiring(self._own, inbox, self._ends.records, rank_of=sources)
         for source, rank in sources.items():
             if self.layout.crosses_clouds:
