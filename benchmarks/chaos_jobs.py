@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,38 +16,60 @@ from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.comm.border import Message
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage, StageOutput
-from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
 
-STEPS, EVERY = 24, 3
+EVERY = 3  # steps from a checkpoint to the next
+LOST_AFTER_S = 5.0
 _COMMON = [
-    f"training.max_steps={STEPS}", f"training.checkpoint.every_steps={EVERY}",
-    "training.evaluate_every=8",
-    "cluster.liveness.interval_s=1", "cluster.liveness.lost_after_s=5",
+    f"training.checkpoint.every_steps={EVERY}", "training.evaluate_every=16",
+    "cluster.liveness.interval_s=1", f"cluster.liveness.lost_after_s={LOST_AFTER_S:g}",
+    "launch.max_restarts=1000",
 ]  # fmt: skip
 BAD_SAMPLE = 13
 
 
 @dataclass(frozen=True)
-class ModelWithABadSample(ToyModel):
-    """The loss of every batch with BAD_SAMPLE is NaN."""
+class ModelInTrouble(ToyModel):
+    """The loss of a batch is NaN if it has the sample `bad_sample`. Whoever makes the file `nan`
+    in `trouble` makes one more NaN, and with `memory.PID` that process needs a GB more."""
+
+    bad_sample: int | None = None
+    trouble: str = ""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 * context.seed + stage)
-            return StageWithABadSample(self, stage, num_stages)
+            return StageInTrouble(self, stage, num_stages)
 
 
-class StageWithABadSample(ToyStage):
+class StageInTrouble(ToyStage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        output = super().forward(received, batch)
-        if output.loss is not None and BAD_SAMPLE in batch["ids"]:
+        output, model = super().forward(received, batch), self.model
+        assert isinstance(model, ModelInTrouble)
+        if _take(model, f"memory.{os.getpid()}"):
+            torch.empty(1 << 30, dtype=torch.uint8)
+        if output.loss is None:
+            return output
+        is_bad = model.bad_sample is not None and bool((batch["ids"] == model.bad_sample).any())
+        if is_bad or _take(model, "nan"):
             return StageOutput(loss=output.loss * torch.nan)
         return output
 
 
+def _take(model: ModelInTrouble, name: str) -> bool:
+    """Whether somebody has made that file, which is then gone."""
+    file = Path(model.trouble) / name
+    if not model.trouble or not file.exists():
+        return False
+    file.unlink(missing_ok=True)
+    return True
+
+
 def _pipeline(cluster: str, *overrides: str) -> dict[str, Any]:
     config: dict[str, Any] = toy_config(cluster, [*_COMMON, *overrides])
-    config["model"] |= {"step_s": 0.01}
+    config["model"] |= {
+        "_target_": "benchmarks.chaos_jobs.ModelInTrouble", "step_s": 0.01,
+    }  # fmt: skip
     return config
 
 
@@ -58,24 +81,31 @@ def _svd() -> dict[str, Any]:
 
 def _nan() -> dict[str, Any]:
     config = _pipeline("two_clouds", "training.on_divergence=skip")
-    config["model"]["_target_"] = "benchmarks.chaos_jobs.ModelWithABadSample"
+    config["model"]["bad_sample"] = BAD_SAMPLE
     return config
 
 
 def _one_way() -> dict[str, Any]:
     clouds = {"disc": cloud(1), "one": cloud(1, 2.0), "two": cloud(1, 1.0)}
     training = {
-        "max_steps": STEPS,
         "checkpoint": {
             "_target_": "xcloud.training.settings.Checkpoints",
             "every_steps": EVERY, "every_minutes": 10, "keep": 2,
         },
     }  # fmt: skip
     config = feed_config(
-        clouds, model={"step_s": 0.04}, feed={"on_dead": "stop"}, training=training
+        clouds,
+        model={"step_s": 0.04},
+        feed={"on_dead": "stop"},
+        training=training,
+        more={"launch": {"_target_": "xcloud.job.job.Launch", "max_restarts": 1000}},
     )
     liveness = {"_target_": "xcloud.cluster.liveness.Liveness"}
-    config["cluster"]["liveness"] = {**liveness, "interval_s": 1.0, "lost_after_s": 5.0}  # type: ignore[index]
+    config["cluster"]["liveness"] = {
+        **liveness,
+        "interval_s": 1.0,
+        "lost_after_s": LOST_AFTER_S,
+    }  # type: ignore[index]
     return config
 
 
@@ -100,15 +130,26 @@ JOBS = {
 }
 
 
-def config_of(name: str, mlflow: Path | None = None) -> dict[str, Any]:
-    """mlflow: the folder of its store; None: untracked."""
+def config_of(
+    name: str,
+    steps: int,
+    mlflow: Path | None = None,
+    trouble: Path | None = None,
+    on_machines: bool = False,
+) -> dict[str, Any]:
+    """mlflow: the folder of its store; None: untracked. on_machines: over real links."""
     config = JOBS[name]()
+    config["training"]["max_steps"] = steps
     if mlflow is not None:
         config["tracker"] = {
             "_target_": "xcloud.record.tracking.MlflowTracker",
             "root": str(mlflow), "experiment": "chaos", "uri": None, "flush_s": 0.2,
             "finish_timeout_s": 10.0,
         }  # fmt: skip
+    if trouble is not None and name != "one-way":
+        config["model"]["trouble"] = str(trouble)
+    if on_machines:
+        config["cluster"]["wan"] = "real"
     return config
 
 
@@ -116,20 +157,42 @@ def num_ranks(name: str) -> int:
     return {"2x2 lanes, accumulated": 4, "one-way": 3}.get(name, 2)
 
 
-def result_of(name: str, run_dir: Path) -> dict[str, str]:
-    """Digests of what a run has come to: equal bits, equal result."""
+def num_on_first(name: str) -> int:
+    """Ranks of the first cloud."""
+    return 2 if name == "2x2 lanes, accumulated" else 1
+
+
+def fits(job: str, kind: str, phase: str = "step") -> bool:
+    """Whether a job can meet a fault, in that phase."""
+    if job == "one-way":  # its model makes no trouble, and it evaluates at its end only
+        return kind not in ("NaN", "out of memory") and phase != "evaluation"
+    return kind != "NaN" or job != "nan batch skipped"
+
+
+def weights_of(name: str, folders: list[Path]) -> str:
+    """A digest of the trained model, of all clouds' folders: equal bits, equal digest."""
     digest = hashlib.sha256()
-    for key, value in sorted(weights(run_dir).items()):
+    found = {key: value for folder in folders for key, value in weights(folder).items()}
+    for key, value in sorted(found.items()):
         # A producer runs ahead as far as the timing of the end lets it.
         if name != "one-way" or key.startswith("consumer"):
             digest.update(key.encode())
             digest.update(value.contiguous().numpy().tobytes())
-    told = EventReader(run_dir / EVENTS_FILE, warn=False).poll()
-    steps = [e for e in told if e["event"] == "step" and "loss" in e]
-    losses = {(e["step"], e["rank"]): e["loss"] for e in steps}
-    curve = sorted(losses.items())
-    return {
-        "weights": digest.hexdigest()[:16],
-        "losses": hashlib.sha256(repr(curve).encode()).hexdigest()[:16],
-        "num_losses": str(len(curve)),
-    }
+    return digest.hexdigest()[:16]
+
+
+def losses_of(run_dir: Path) -> dict[str, list[str]]:
+    """Everything that was told of a loss, by step and rank; of steps done twice, too."""
+    losses: dict[str, set[str]] = {}
+    for event in EventReader(run_dir / EVENTS_FILE, warn=False).poll():
+        if event["event"] == "step" and "loss" in event:
+            key = f"step {event['step']}, rank {event['rank']}"
+            losses.setdefault(key, set()).add(repr(event["loss"]))
+    return {key: sorted(told) for key, told in losses.items()}
+
+
+def resumes_of(run_dir: Path) -> tuple[int, int]:
+    """How often the run went on from a checkpoint, and how many steps were done twice by that."""
+    told = one_timeline(EventReader(run_dir / EVENTS_FILE, warn=False).poll())
+    again = [event["steps_again"] for event in told if event["event"] == "resume"]
+    return len(again), sum(again)

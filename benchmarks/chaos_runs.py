@@ -1,29 +1,34 @@
-"""Launchers for benchmarks/chaos.py: real processes, forked from one that has imported torch.
+"""Runs for benchmarks/chaos.py: real processes, forked from one that has imported torch.
 
-A run's launcher and its ranks are processes of their own, with the signals, parents and exit
-codes of `python run.py`; only the seconds of importing are saved. Linux only.
+Launcher, ranks and monitor are processes of their own, with the signals, parents and exit codes of
+`python run.py`, of torchrun, or of ranks on two machines (network namespaces) that a supervisor
+starts again; only the seconds of importing are saved. Linux only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
+from benchmarks.namespaces import ADDRESSES, INTERFACE
+from tests.forks import Child, become
 from xcloud.errors import XcloudError
+from xcloud.record.checkpoints import CHECKPOINTS_DIR, CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
 from xcloud.run import launch, local
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER_LOG = "launcher.log"
+LOG = "chaos.log"  # in each run folder: what launcher, torchrun or a machine's ranks print
+PORT = "29500"
 IMPORTED = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
@@ -31,101 +36,165 @@ IMPORTED = (
     "xcloud.report.pictures",
     "benchmarks.chaos_jobs",
 )
+_CLONE_NEWNET = 0x40000000
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Forked:
-    """What launch.py uses of a Popen, for a child of this process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        until_s = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if until_s is not None and time.monotonic() >= until_s:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def fork(body: Callable[[], object], log: Path, environment: dict[str, str]) -> Forked:
-    if pid := os.fork():
-        return Forked(pid)
-    code = 1
-    try:
-        os.setsid()
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        for there, here in ((os.open(os.devnull, os.O_RDONLY), 0), (file, 1), (file, 2)):
-            os.dup2(there, here)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+def fork(body: Callable[[], object], log: Path, environment: dict[str, str]) -> Child:
+    def begin() -> None:
+        for number in _SIGNALS:
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
         os.environ.update(environment)
+        os.chdir(ROOT)
         body()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-        print(ended, file=sys.stderr)
-    except BaseException:
-        import traceback
 
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if pid := os.fork():
+        return Child(pid)
+    become(begin, log)
 
 
-def _start_rank(command: list[str], environment: dict[str, str], log: Path) -> Forked:
+class Run:
+    """Processes of one run, however they are started. folders: of the clouds; the first has the
+    events."""
+
+    def __init__(self, folders: list[Path], config: dict[str, Any], num_ranks: int) -> None:
+        self.folders, self.config, self.num_ranks = folders, config, num_ranks
+        self.first = folders[0]
+        self.processes: list[Child] = []
+
+    def start(self) -> None:
+        """A new run, or the rest of one."""
+        raise NotImplementedError
+
+    def poll(self) -> int | None:
+        """None while any process goes on; then 0, or how the first that failed ended."""
+        codes = [process.poll() for process in self.processes]
+        return None if None in codes else next(filter(None, codes), 0)
+
+    def has_noticed(self, victim: int | None, said: str) -> bool:
+        """Whether somebody else than the rank that was disturbed has ended or begun again because
+        of it. said: what the logs hold since then."""
+        return self.poll() not in (None, 0) or "start again" in said
+
+    def send(self, number: int) -> None:
+        """A signal to whoever starts the ranks."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        """The newest process of a rank."""
+        log = str(self.first / f"rank{rank}.log")
+        found = [pid for pid in self.alive() if _link(f"/proc/{pid}/fd/1") == log]
+        return found[-1] if found else None
+
+    def alive(self) -> list[int]:
+        """Processes that write into the run folders' logs or name one in their command."""
+        return sorted({pid for folder in self.folders for pid in _processes_of(folder)})
+
+    def said(self) -> str:
+        logs = [folder / LOG for folder in self.folders]
+        return "".join(log.read_text(errors="replace") for log in logs if log.exists())
+
+    def begin_anew(self) -> None:
+        """What the refusal of damaged checkpoints advises."""
+        for folder in self.folders:
+            shutil.rmtree(folder / CHECKPOINTS_DIR)
+
+    def agreed_steps(self) -> list[int]:
+        """Newest first."""
+        return CheckpointFolder(self.first).agreed_steps()
+
+
+class Launched(Run):
+    """`python run.py`, then `resume=RUN_DIR`."""
+
+    def start(self) -> None:
+        def be_launcher() -> NoReturn:
+            launch.start_process = _start_rank  # type: ignore[assignment]
+            sys.exit(_launch(self.first, self.config))
+
+        log = self.first / LOG
+        self.processes = [fork(be_launcher, log, {"OMP_NUM_THREADS": "1"})]
+
+
+class Torchrun(Run):
+    """Cold: the real command."""
+
+    def start(self) -> None:
+        file = _experiment_file(self.first, self.config)
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                 "--max-restarts", "50", "--monitor-interval", "0.1",
+                 "--nproc-per-node", str(self.num_ranks),
+                 "-m", "xcloud", "worker", str(file)]  # fmt: skip
+        environment = {
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        launcher = fork(lambda: os.execv(words[0], words), self.first / LOG, environment)
+        self.processes = [launcher]
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        workers = [pid for pid in self.alive() if b"\0worker\0" in _read(f"/proc/{pid}/cmdline")]
+        wanted = f"RANK={rank}".encode()
+        of_rank = [p for p in workers if wanted in _read(f"/proc/{p}/environ").split(b"\0")]
+        return of_rank[-1] if of_rank else None
+
+
+class Machines(Run):
+    """The first cloud's ranks in one namespace, all others' in the other. What torchrun would
+    start: a supervisor on each machine starts all ranks again once all have ended."""
+
+    def __init__(
+        self, folders: list[Path], config: dict[str, Any], num_ranks: int,
+        hosts: tuple[str, str], num_on_first: int,
+    ) -> None:  # fmt: skip
+        super().__init__(folders, config, num_ranks)
+        self.hosts, self.num_on_first = hosts, num_on_first
+
+    def start(self) -> None:
+        file = _experiment_file(self.first.parent, self.config)
+        self.processes = [self._start(rank, file) for rank in range(self.num_ranks)]
+
+    def _start(self, rank: int, file: Path) -> Child:
+        place = int(rank >= self.num_on_first)
+        folder, host = self.folders[place], self.hosts[place]
+
+        def be_rank() -> None:
+            with open(f"/run/netns/{host}") as namespace:
+                if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(f"cannot enter namespace {host}")
+            if rank == 0:
+                worker = importlib.import_module("xcloud.run.worker")
+                worker._start_monitor = _standing_by(2, self.first / LOG)
+            words = ["worker", str(file), "--run-dir", str(folder)]
+            importlib.import_module("xcloud.__main__").main(words)
+
+        environment = {
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_ranks), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT,
+        }  # fmt: skip
+        return fork(be_rank, folder / LOG, environment)
+
+    def has_noticed(self, victim: int | None, said: str) -> bool:
+        codes = [p.poll() for rank, p in enumerate(self.processes) if rank != victim]
+        return any(code not in (None, 0) for code in codes)
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        process = self.processes[rank]
+        return process.pid if process.poll() is None else None
+
+
+def pid_of_monitor(run: Run) -> int | None:
+    for pid in run.alive():
+        is_one = b"\0monitor\0" in _read(f"/proc/{pid}/cmdline")
+        if is_one or _read(f"/proc/{pid}/comm") == b"monitor\n":
+            return pid
+    return None
+
+
+def _start_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:
     """In place of launch.start_process."""
     words = command[3:]  # python -m xcloud
-
-    def be_rank() -> None:
-        importlib.import_module("xcloud.__main__").main(words)
-
-    return fork(be_rank, log, environment)
-
-
-def start_launcher(run_dir: Path, config: dict[str, Any]) -> Forked:
-    """What a user does: the run's command if there is no run yet, else resume=RUN_DIR."""
-
-    def be_launcher() -> NoReturn:
-        os.chdir(ROOT)
-        launch.start_process = _start_rank  # type: ignore[assignment]
-        sys.exit(_launch(run_dir, config))
-
-    return fork(be_launcher, run_dir / LAUNCHER_LOG, {"OMP_NUM_THREADS": "1"})
-
-
-def start_torchrun(run_dir: Path, config: dict[str, Any], num_ranks: int) -> Forked:
-    """The same command for a new run and for the rest of one; cold."""
-    file = run_dir / "experiment.yaml"
-    if not file.exists():
-        file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2",
-             "--nproc-per-node", str(num_ranks), "-m", "xcloud", "worker", str(file)]  # fmt: skip
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-
-    def be_torchrun() -> NoReturn:
-        os.chdir(ROOT)
-        os.execv(sys.executable, words)
-
-    return fork(be_torchrun, run_dir / LAUNCHER_LOG, environment)
+    return fork(lambda: importlib.import_module("xcloud.__main__").main(words), log, environment)
 
 
 def _launch(run_dir: Path, config: dict[str, Any]) -> int:
@@ -148,39 +217,59 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
     return 0
 
 
-def processes_of(run_dir: Path) -> list[int]:
-    """Those that write into the run folder's logs or name it in their command."""
+def _standing_by(count: int, log: Path) -> Callable[..., Child]:
+    """In place of worker._start_monitor: processes forked before the rank has any thread, each of
+    which becomes a monitor once it is told to and ends with the rank."""
+    ready = []
+    for _ in range(count):
+        its_end, end = os.pipe()
+        parent = os.getpid()
+
+        def stand_by(its_end: int = its_end, end: int = end, parent: int = parent) -> None:
+            os.close(end)
+            words = os.read(its_end, 4096).decode()
+            if words:
+                ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
+                main = importlib.import_module("xcloud.run.monitor").main
+                sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
+
+        ready.append((end, fork(stand_by, log, {})))
+
+    def start_monitor(run_dir: Path, file: Path, *more: str) -> Child:
+        end, child = ready.pop()
+        os.write(end, "\n".join([str(run_dir), "--experiment", str(file), *more]).encode())
+        return child
+
+    return start_monitor
+
+
+def _experiment_file(folder: Path, config: dict[str, Any]) -> Path:
+    file = folder / "experiment.yaml"
+    if not file.exists():
+        file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    return file
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _processes_of(run_dir: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                continue
-            target = os.readlink(process / "fd" / "1")
-            words = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if target.startswith(f"{run_dir}/") or any(
-            f"{run_dir}{end}" in words for end in ("/", "\0")
-        ):
+        state = _read(f"{process}/stat").rpartition(b")")[2].split()[:1]
+        words = _read(f"{process}/cmdline").decode(errors="replace")
+        named = any(f"{run_dir}{end}" in words for end in ("/", "\0"))
+        if state != [b"Z"] and (named or _link(f"{process}/fd/1").startswith(f"{run_dir}/")):
             found.append(int(process.name))
-    return sorted(found)
-
-
-def pid_of_rank(run_dir: Path, rank: int) -> int | None:
-    """The newest process of a rank."""
-    found = [p for p in processes_of(run_dir) if _writes_to(p, run_dir / f"rank{rank}.log")]
-    return found[-1] if found else None
-
-
-def pid_of_monitor(run_dir: Path) -> int | None:
-    for pid in processes_of(run_dir):
-        if b"\0monitor\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    return None
-
-
-def _writes_to(pid: int, log: Path) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1") == str(log)
-    except OSError:
-        return False
+    return found

@@ -111,11 +111,33 @@ def _start_delay_line(
     return line
 
 
+_LOST = ("pref", "50", "iif", INTERFACE, "blackhole")
+
+
+def cut(hosts: Sequence[str]) -> None:
+    """Lose every packet between the hosts, without telling them."""
+    for host in hosts:
+        for setting in ("ip_early_demux", "tcp_early_demux"):  # else connections skip the rules
+            _run(*inside(host), "sh", "-c", f"echo 0 > /proc/sys/net/ipv4/{setting}")
+        if _run(*inside(host), "ip", "rule").startswith("0:"):
+            # Packets for this host itself are looked up after all other rules.
+            _run(*inside(host), "ip", "rule", "add", "pref", "100", "lookup", "local")
+            _run(*inside(host), "ip", "rule", "del", "pref", "0")
+        _run(*inside(host), "ip", "rule", "add", *_LOST)
+
+
+def join(hosts: Sequence[str]) -> None:
+    """End what `cut` began."""
+    for host in hosts:
+        _run(*inside(host), "ip", "rule", "del", *_LOST)
+
+
 def inside(name: str) -> Sequence[str]:
     return ("ip", "netns", "exec", name)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -16,6 +16,7 @@ a run that nothing disturbed. --forked: start again without the seconds of impor
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -30,15 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_jobs import result_of
-from benchmarks.chaos_runs import (
-    IMPORTED,
-    LAUNCHER_LOG,
-    ROOT,
-    Forked,
-    processes_of,
-    start_launcher,
-)
+from benchmarks.chaos_jobs import losses_of, weights_of
+from benchmarks.chaos_runs import IMPORTED, LOG, ROOT, Launched
+from tests.forks import Child
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
 from xcloud.run.launch import EXIT_START_AGAIN
@@ -46,8 +41,9 @@ from xcloud.run.launch import EXIT_START_AGAIN
 STEP_S = 0.05  # of each of two stages
 STEPS_PER_S = 6.0  # about, to plan the run
 JOB = "int4, delta memory"
+RANKS = 2
 REAL_EVERY_S, REAL_CHECKPOINT_S = 1200.0, 600.0
-Running = Forked | subprocess.Popen[bytes]
+Running = Child | subprocess.Popen[bytes]
 
 
 def config_of(steps: int, every_steps: int) -> dict[str, Any]:
@@ -61,24 +57,25 @@ def config_of(steps: int, every_steps: int) -> dict[str, Any]:
     return config
 
 
-def start_again(run_dir: Path, config: dict[str, Any], forked: bool) -> Running:
+def start_again(run: Launched, forked: bool) -> Running:
     if forked:
-        return start_launcher(run_dir, config)
-    with open(run_dir / LAUNCHER_LOG, "ab") as log:
+        run.start()
+        return run.processes[0]
+    with open(run.first / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "run.py", f"resume={run_dir}"], cwd=ROOT, stdout=log, stderr=log,
+            [sys.executable, "run.py", f"resume={run.first}"], cwd=ROOT, stdout=log, stderr=log,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
 
-def take_away(run_dir: Path, running: Running, kind: str) -> None:
+def take_away(run: Launched, running: Running, kind: str) -> None:
     """Returns when all its processes are gone."""
     running.send_signal(signal.SIGTERM if kind == "notice" else signal.SIGKILL)
     code = running.wait(120)
     # The notice may come when all steps are done, and end the command while it draws pictures.
     if code not in (0, EXIT_START_AGAIN, -signal.SIGTERM, -signal.SIGKILL):
-        sys.exit(f"exit code {code}: {(run_dir / LAUNCHER_LOG).read_text()[-2000:]}")
-    while processes_of(run_dir):
+        sys.exit(f"exit code {code}: {run.said()[-2000:]}")
+    while run.alive():
         time.sleep(0.01)
 
 
@@ -86,7 +83,8 @@ def day(kind: str, run_dir: Path, config: dict[str, Any], asked: argparse.Namesp
     run_dir.mkdir()
     dice = random.Random(asked.seed)
     starts, leaves, checkpoints = [time.time()], [], CheckpointFolder(run_dir)
-    running: Running = start_launcher(run_dir, config)
+    run = Launched([run_dir], config, RANKS)
+    running = start_again(run, forked=True)
     while True:
         due_s = starts[-1] + asked.every * dice.uniform(0.75, 1.25)
         agreed = checkpoints.agreed_steps()[:1]
@@ -98,12 +96,12 @@ def day(kind: str, run_dir: Path, config: dict[str, Any], asked: argparse.Namesp
         if running.poll() is not None:
             break
         taken_s = time.time()
-        take_away(run_dir, running, kind)
+        take_away(run, running, kind)
         leaves.append(time.time() - taken_s)
         starts.append(time.time())
-        running = start_again(run_dir, config, asked.forked)
+        running = start_again(run, asked.forked)
     if running.wait():
-        sys.exit(f"the run failed: {(run_dir / LAUNCHER_LOG).read_text()[-2000:]}")
+        sys.exit(f"the run failed: {run.said()[-2000:]}")
     return measured(kind, run_dir, starts, leaves, asked.checkpoint)
 
 
@@ -124,7 +122,8 @@ def measured(
         "wall_s": round(wall_s, 1), "steps": len(counted), "pre_emptions": len(leaves),
         "steps_done_twice": len(first) - len(counted),
         "step_ms": round(1e3 * useful_s / len(counted), 1), "goodput": round(useful_s / wall_s, 4),
-        **result_of(JOB, run_dir),
+        "weights": weights_of(JOB, [run_dir]),
+        "losses": hashlib.sha256(repr(losses_of(run_dir)).encode()).hexdigest()[:16],
     }  # fmt: skip
     if restarts:
         restart_s, leave_s = statistics.mean(restarts), statistics.mean(leaves)

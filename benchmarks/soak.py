@@ -25,7 +25,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_runs import IMPORTED, LAUNCHER_LOG, Forked, pid_of_rank, start_launcher
+from benchmarks.chaos_runs import IMPORTED, Launched
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.summary import read_summary
 from xcloud.run.launch import EXIT_START_AGAIN
@@ -77,18 +77,17 @@ def step_of(run_dir: Path) -> int | None:
     return state.get("step") if state["phase"] == "training" else None
 
 
-def watch(
-    run_dir: Path, launcher: Forked, every_s: float, until_s: float
-) -> dict[str, list[Sample]]:
+def watch(run: Launched, every_s: float, until_s: float) -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
-    while launcher.poll() is None:
+    (launcher,) = run.processes
+    while run.poll() is None:
         time.sleep(every_s)
         if time.monotonic() > until_s:
-            launcher.send_signal(signal.SIGTERM)
+            run.send(signal.SIGTERM)
             until_s = math.inf
-        pids = {f"rank {rank}": pid_of_rank(run_dir, rank) for rank in range(RANKS)}
+        pids = {f"rank {rank}": run.pid_of_rank(rank) for rank in range(RANKS)}
         for name, pid in {"launcher and monitor": launcher.pid, **pids}.items():
-            step, mb = step_of(run_dir), None if pid is None else memory_mb(pid)
+            step, mb = step_of(run.first), None if pid is None else memory_mb(pid)
             if step is not None and pid is not None and mb is not None:
                 samples.setdefault(name, []).append((step, mb, cpu_s(pid)))
     return samples
@@ -170,10 +169,11 @@ def main(words: list[str] | None = None) -> int:
     run_dir, store = folder / "run", folder / "store"
     run_dir.mkdir()
     started_s = time.monotonic()
-    launcher = start_launcher(run_dir, config_of(asked.steps, store))
-    samples = watch(run_dir, launcher, asked.every, started_s + 60 * asked.minutes)
-    if launcher.wait() not in (0, EXIT_START_AGAIN):
-        sys.exit(f"the run failed: {(run_dir / LAUNCHER_LOG).read_text()[-2000:]}")
+    run = Launched([run_dir], config_of(asked.steps, store), RANKS)
+    run.start()
+    samples = watch(run, asked.every, started_s + 60 * asked.minutes)
+    if run.poll() not in (0, EXIT_START_AGAIN):
+        sys.exit(f"the run failed: {run.said()[-2000:]}")
     steps = read_summary(run_dir)["num_steps"]
     found = {
         "steps": steps,

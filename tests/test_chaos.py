@@ -4,40 +4,62 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import Outcome, draw, report
+from benchmarks.chaos import Fault, Outcome, draw, print_table, read_record, report
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_faults_of_a_seed_are_always_the_same_and_are_counted_by_kind() -> None:
-    kinds = ["kill rank", "truncated checkpoint"]
-    drawn = draw(20, 5, ["a", "b"], kinds)
-    assert drawn == draw(20, 5, ["a", "b"], kinds) != draw(20, 6, ["a", "b"], kinds)
-    assert {one.kind for one in drawn} == set(kinds) and drawn[3].job == "b"
+def test_the_faults_of_a_seed_are_always_the_same() -> None:
+    jobs = ["u-shape", "one-way"]
+    drawn = draw(20, 3, 5, jobs)
+    assert drawn == draw(20, 3, 5, jobs) != draw(20, 3, 6, jobs)
+    assert drawn[3].job == "one-way" and all(len(one.faults) == 3 for one in drawn)
 
-    told = report([
-        Outcome(0, "kill rank", "a", "step", "recovered", noticed_s=2.0, steps_lost=3),
-        Outcome(1, "kill rank", "b", "step", "missed"),
-        Outcome(2, "kill rank", "a", "end", "hang", noticed_s=4.0),
-    ])  # fmt: skip
+    few = draw(20, 2, 5, jobs, ["kill rank", "NaN"], ["launcher"])
+    assert {one.form for one in few} == {"launcher"}
+    assert {fault.kind for one in few[::2] for fault in one.faults} == {"kill rank", "NaN"}
+    assert {fault.kind for one in few[1::2] for fault in one.faults} == {"kill rank"}
+
+
+def test_faults_that_were_injected_are_counted_by_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [
+        Fault("kill rank", "step", "recovered", noticed_s=2.0, steps_lost=3, restarts=1),
+        Fault("kill rank", "step", "missed"),
+        Fault("kill rank", "end", "hang", noticed_s=4.0),
+    ]
+    outcome = Outcome(1, 0, "a", "launcher", faults, "hang")
+
+    told = report([outcome])
+
     assert told["faults"] == 2
-    assert told["kinds"]["kill rank"] == {
-        "recovered": 1, "missed": 1, "hang": 1,
+    assert told["runs"] == {"hang": 1}
+    assert told["kinds"]["kill rank (launcher)"] == {
+        "faults": 2, "recovered": 1, "hang": 1, "went_on_without_restart": 1,
         "noticed_s_median": 3.0, "noticed_s_most": 4.0, "steps_lost_mean": 3,
     }  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    record.write_text(json.dumps(asdict(outcome)) + "\n")
+    assert read_record([record]) == [outcome]
+    print_table([outcome])
+    assert "| kill rank (launcher) | 2 | 1 | 0 | 1 | 3.0, 4.0 | 3 |" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its ranks, reads /proc")
 def test_runs_with_a_fault_come_to_the_same_weights_or_say_why_not(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
     words = [
-        "--faults", "10", "--seed", "4", "--deadline", "120", "--out", str(tmp_path / "out"),
-        "--jobs", "int4, delta memory", "one-way", "--kinds", "kill rank", "kill launcher",
-        "pause rank", "SIGTERM", "truncated checkpoint", "all checkpoints damaged",
+        "--runs", "2", "--each", "20", "--seed", "4", "--at-once", "2", "--forms", "launcher",
+        "--jobs", "int4, delta memory", "one-way", "--kinds", "kill rank", "kill all ranks",
+        "kill launcher", "SIGTERM", "truncated checkpoint", "all checkpoints damaged",
+        "--record", str(record),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     ran = subprocess.run(
@@ -45,5 +67,6 @@ def test_runs_with_a_fault_come_to_the_same_weights_or_say_why_not(tmp_path: Pat
         capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    verdicts = json.loads((tmp_path / "out").read_text())["verdicts"]
-    assert verdicts["recovered"] >= 6
+    told = report(read_record([record]))
+    assert told["runs"] == {"equal": 2}
+    assert told["faults"] >= 30

@@ -19,7 +19,7 @@ from tests.trainers import Rank
 from xcloud.comm.memory import load_states, states_of
 from xcloud.errors import ConfigError, DataError
 from xcloud.parallel.control import Word
-from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import judge
 from xcloud.run.checkpointing import Checkpointer, StopSignal
@@ -186,6 +186,16 @@ def test_one_that_never_was_agreed_is_no_loss(tmp_path: Path) -> None:
     assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 0
 
 
+def test_one_that_all_have_written_counts_only_with_word_of_rank_0(tmp_path: Path) -> None:
+    # Before that word reports of the last steps may still have been on a line that then broke.
+    shape = SHAPES["two clouds, GPipe"]
+    first = Attempt(tmp_path, job(shape, CODECS["plain"]))
+    first.train(4)
+    (first.folder.step_dir(4) / AGREED_FILE).unlink()
+    assert first.folder.ranks(4) == [0, 1]
+    assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 2
+
+
 def test_parts_of_different_attempts_are_never_mixed(tmp_path: Path) -> None:
     shape = SHAPES["two clouds, GPipe"]
     first = Attempt(tmp_path, job(shape, CODECS["plain"]))
@@ -195,6 +205,7 @@ def test_parts_of_different_attempts_are_never_mixed(tmp_path: Path) -> None:
     for path, data in kept.items():  # from a copy of the folder, say
         path.write_bytes(data)
     assert first.folder.ranks(4) == [0, 1]
+    first.folder.mark_agreed(4, 0, {})
     assert Attempt(tmp_path, job(shape, CODECS["plain"])).from_step == 2
 
 

@@ -149,3 +149,14 @@ def test_a_step_of_which_a_report_was_lost_is_not_remembered_for_ever() -> None:
     found = [collector.feed(event) for event in steps]
     assert found[-1] is not None and found[-1].step == 99
     assert not collector._reports
+
+
+def test_a_run_that_goes_on_has_the_steps_that_a_lost_rank_did_not_tell() -> None:
+    """Rank 1, gone in step 2, was back in 3 and was lost with the rank that it tells. After that
+    it begins with the others."""
+    collector = StepCollector(2)
+    events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
+    events += [step_event(0, 3), {"event": "resume", "step": 3}, step_event(0, 4)]
+    found = [collector.feed(event) for event in (*events, step_event(1, 4), {"event": "note"})]
+    told = [(totals.step, sum(totals.num_ranks.values())) for totals in found if totals]
+    assert told == [(1, 1), (2, 1), (3, 1), (4, 2)]

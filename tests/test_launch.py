@@ -158,3 +158,17 @@ def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_no
     with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b': was stopped .* more than 1 s"):
         ranks_of("kill -STOP $$; sleep 1000").wait(lambda: True)
     ranks_of("(sleep 0.4; kill -CONT $$) & kill -STOP $$").wait(lambda: True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
+    rank = (
+        "from xcloud.run.launch import end_with_parent; end_with_parent(); "
+        "import os, time; os.write(1, b'up'); time.sleep(20); os.write(1, b'late')"
+    )
+    starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.read(2) == b"up"
+        parent.kill()
+        assert parent.stdout.read() == b""  # closed at both ends

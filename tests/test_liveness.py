@@ -9,9 +9,10 @@ import torch
 
 from tests.pipelines import in_threads
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
-from xcloud.cluster.link_end import InSettings, ReceivingEnd
+from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
@@ -148,3 +149,27 @@ def test_a_record_that_takes_long_to_write_is_waited_for(
 
     assert monitor.returncode == 0
     assert f"process {monitor.pid} still writes its record" in capsys.readouterr().out
+
+
+class Taker:
+    """In place of a link between two ranks: takes everything at once."""
+
+    def isend(self, frame: torch.Tensor, tag: int) -> "Taker":
+        return self
+
+    def irecv(self, buffer: torch.Tensor, tag: int) -> "Taker":
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(beats: bool) -> None:
+    # Its machine takes as much as it has announced, with the line cut or the peer stopped.
+    life = PeerLife()
+    life.beats = beats
+    link = GlooOutLink(Taker(), 1, OutSettings("rank 1", 4096, life=life))  # type: ignore[arg-type]
+    link.say_alive()
+    link.close(5.0)
+    assert (life.silent_s == float("inf")) == beats

@@ -1,14 +1,16 @@
 """The monitor of a run that torchrun started, which may begin after the ranks have."""
 
 import json
+import signal
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
-from xcloud.run.monitor import Monitor
+from xcloud.run.monitor import Monitor, main
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -31,3 +33,16 @@ def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:
     monitor = monitor_after([("stop", 0), ("stop", 1)], tmp_path)
     assert monitor.finished_ranks == set() and not monitor.is_stopped
+
+
+def test_a_monitor_outlives_the_signals_that_torchrun_sends_to_rank_0_and_its_children(
+    tmp_path: Path,
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit, match="missing"):
+            main([str(tmp_path), "--experiment", str(tmp_path / "missing"), "--parent", "1"])
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -105,6 +105,17 @@ def test_the_consumer_takes_leave_before_it_waits_and_names_who_did_not() -> Non
     assert closed == ["to 0", "to 1", "from 0", "from 1"]
 
 
+def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -> None:
+    """Else the plan goes on from it counting on batches that nobody makes again."""
+    one, two = Source(0, 0), Source(1, 0)
+    inbox = Inbox([one, two], 100)
+    wiring = ConsumerWiring(RankGroup.alone(), inbox, rank_of={one: 1, two: 2})
+    inbox.set_ended(two, "killed")
+    assert wiring.peers == [1, 2]
+    wiring.lost.add(1)
+    assert wiring.peers == [1]
+
+
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
     event = {

@@ -93,7 +93,7 @@ def test_a_reader_keeps_up_with_a_writer_that_does_not_wait_for_it(tmp_path: Pat
         is_done.set()
         thread.join()
     assert found == list(range(2000))
-    assert len(names(tmp_path)) > 2
+    assert len(names(tmp_path)) >= 2
 
 
 def killed_before_a_new_log(path: Path) -> None:

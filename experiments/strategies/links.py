@@ -5,12 +5,12 @@ DiLoCo, and xcloud's strategies, one after the other.
         [--steps 300] [--batch-size 8] [--rounds 1] [--only NAME ...]
 
 BASE, DATA: as study.py takes them. Two network namespaces, a rank of one thread in each, joined by
-a delaying line (benchmarks/delay_line.c): root, iproute2, gcc and /dev/net/tun; torchft rows need
-`pip install torchft`. All rows train the same model (this project's, whole in each rank or cut),
-from the same weights, on the same samples in the same order, with the same AdamW; peers.py is the
-loop of those that are not xcloud's. A line of JSON for each row: seconds a step, bytes that left
-both hosts (the kernel's counters, start and end of the run included), perplexity at the end, and
-the curve of (seconds since the first step began, training loss).
+a delaying line (benchmarks/delay_line.c; --mbit 0 --rtt-ms 0: a free one): root, iproute2, gcc and
+/dev/net/tun; torchft rows need `pip install torchft`. All rows train the same model (this
+project's, whole in each rank or cut), from the same weights, on the same samples in one order,
+with the same AdamW; peers.py is the loop of those that are not xcloud's. A line of JSON for each
+row: seconds a step, bytes that left both hosts (the kernel's counters, start and end of the run
+included), perplexity at the end, and the curve of (seconds since the first step began, loss).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside,
 
 PEERS = Path(__file__).with_name("peers.py")
 FEDAVG = "strategy=fedavg"
-ROWS: dict[str, list[str]] = {  # peers: no overrides, the name says what they do
+ROWS: dict[str, list[str]] = {  # without overrides: peers, whose name says what they do
     "torch DDP FP32": [],
     "torch DDP FP16 hook": [],
     "torch DDP PowerSGD 4": [],
@@ -41,7 +41,11 @@ ROWS: dict[str, list[str]] = {  # peers: no overrides, the name says what they d
     "xcloud data parallel PowerSGD 4": ["strategy=data_parallel", "compression=powersgd"],
     "xcloud pipeline INT4": ["strategy=pipeline", "compression=int4"],
     "xcloud FedAvg 15 INT4": [FEDAVG, "strategy.averaging.every=15", "compression=int4"],
-}
+    "xcloud FedAvg 60 INT4": [FEDAVG, "strategy.averaging.every=60", "compression=int4"],
+    "xcloud streaming 16 INT4": [
+        "strategy=streaming", "strategy.averaging.every=16", "compression=int4",
+    ],
+}  # fmt: skip
 
 
 def main() -> None:
@@ -88,7 +92,7 @@ def measure(name: str, mbit: float, given: argparse.Namespace) -> dict[str, Any]
         ]  # fmt: skip
         file.write_text(subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout)
         tcp = {"tcp_slow_start_after_idle": "0"}
-        with two_hosts(mbit * 1e6, given.rtt_ms / 1e3, tcp) as hosts:
+        with two_hosts(mbit * 1e6 or None, given.rtt_ms / 1e3 or None, tcp) as hosts:
             ranks = [
                 start_rank(name, rank, host, file, folder / f"cloud_{'ab'[rank]}")
                 for rank, host in enumerate(hosts)

@@ -74,8 +74,8 @@ class GlooOutLink(SendingEnd):
         self._group, self._peer = group, peer
         self._failure: LinkError | None = None
         clock, window = settings.clock, settings.window
-        latency_s = clock.profile.latency_s if clock is not None else 0.0
-        self._posted = PostedReceives(window.num_posted, latency_s)
+        latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
+        self._posted = PostedReceives(window.num_posted, latency_at)
         self._queue: ByteQueue[Outgoing | None] = ByteQueue(window.max_queued_bytes)
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
@@ -130,8 +130,9 @@ class GlooOutLink(SendingEnd):
                     now_s = time.monotonic()
                     settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
                 _isend(self._group, frame, self._peer, sequence % _TAGS).wait()
-                # It has taken it.
-                settings.life.note(slot.deliver_at_s if slot is not None else None)
+                # It has taken it, or only its machine has: no word of a peer that gives its own.
+                if not settings.life.beats:
+                    settings.life.note(slot.deliver_at_s if slot is not None else None)
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
 

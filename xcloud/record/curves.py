@@ -36,6 +36,7 @@ class RunCurves:
         self._first_rank: dict[str, int] = {}  # of each cloud
         self.dev_quality: dict[str, list[tuple[int, float]]] = {}  # metric -> (step, value)
         self.timeline: list[Event] = []
+        self.switches: list[tuple[int, str]] = []  # (step, compression after it)
 
     @property
     def clouds(self) -> list[str]:
@@ -48,6 +49,8 @@ class RunCurves:
             self._first_rank[cloud] = min(rank, self._first_rank.get(cloud, rank))
             self.own_step.setdefault(cloud, array("q")).append(event["step"])
             self.own_step_s.setdefault(cloud, array("d")).append(event["step_s"])
+        elif event["event"] == "autopilot":
+            self.switches.append((event["step"], str(event["choice"])))
         elif event["event"] == "timeline":
             self.timeline.append(event)
         elif event["event"] == "quality" and event["split"] == "dev":

@@ -3,11 +3,11 @@ summary.py.
 
 `events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
 object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish;
-checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a cloud may be
-late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks (reporter.py), the
-parent follows. A step is complete when every rank has reported it, but those of clouds that are
-gone.
+start, note, phase, step, skipped_update, autopilot, lost_file, memory, privacy, timeline, quality,
+finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a
+cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks
+(reporter.py), the parent follows. A step is complete when every rank has reported it, but those of
+clouds that are gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
 before of later steps is superseded (`Attempts.one_timeline`).
@@ -250,8 +250,8 @@ class StepTotals:
 class StepCollector:
     """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
 
-    Ranks of a cloud that is gone are not waited for. The steps that this completes come one by one
-    with the next events.
+    Ranks of a cloud that is gone are not waited for, nor, once a run goes on, those that have not
+    told of the steps before. What this completes comes one by one with the next events.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -265,8 +265,12 @@ class StepCollector:
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # from a step before those that were done
+            for step in sorted(self._reports):
+                if step <= event["step"]:  # of a rank that was lost before it could tell
+                    self._complete.append(StepTotals.of(step, self._reports[step]))
             self._reports.clear()
             self._done = min(self._done, event["step"])
+            self._gone_until = {r: min(u, event["step"]) for r, u in self._gone_until.items()}
         if event["event"] == "absence":
             self._note_absence(event)
         if event["event"] == "step":

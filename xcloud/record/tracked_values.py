@@ -60,6 +60,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
         metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics |= ratio_metrics(summary)
     metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
     metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
@@ -78,6 +79,13 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
     return _legal({name: value for name, value in metrics.items() if value is not None})
+
+
+def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Of a point that was timed together with others of its sweep; else empty."""
+    found = summary.get("step_time_ratio") or {}
+    names = {"ratio": "", "low": "_low", "high": "_high"}
+    return {f"step_time_ratio{names[key]}": found[key] for key in names if key in found}
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:

@@ -6,6 +6,7 @@ no orphans (each child asks the kernel to end it with its parent).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -68,6 +69,13 @@ def start_process(
             env=environment,
             start_new_session=True,  # Ctrl+C reaches the parent alone
         )
+
+
+def end_with_parent() -> None:
+    """In a rank: the kernel ends it with the process that has started it. Linux only."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class LocalRanks:

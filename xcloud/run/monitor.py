@@ -290,7 +290,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun ends rank 0, and this follows
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
+        signal.signal(number, signal.SIG_IGN)
     try:
         monitor = monitor_of(arguments.run_dir, arguments.experiment)
     except XcloudError as error:

@@ -2,8 +2,9 @@
 rank takes over. Sends nothing: the ranks compare what they hold with everything else that they
 compare before the start (agreement.py).
 
-The newest step of which every rank has a good part is taken. If none is left although one was
-agreed on, the run is refused: it would silently begin anew.
+The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
+agreement is enough. If none is left although one was agreed on, the run is refused: it would
+silently begin anew.
 """
 
 from __future__ import annotations
@@ -229,11 +230,12 @@ def newest_common(
         had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
         if had_part:
             lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
+        if all(line.split()[1:2] != ["agreed"] for line in lines.values()):
+            continue  # what ranks reported of its steps may not have come to rank 0
         wrong = _wrong(lines, name_of)
         if not wrong:
             return step, _note(passed, step)
-        if any(line.split()[1:2] == ["agreed"] for line in lines.values()):
-            passed.append(f"step {step}: {'; '.join(wrong)}")
+        passed.append(f"step {step}: {'; '.join(wrong)}")
     if passed:
         raise ConfigError(
             f"there is no checkpoint that every rank can go on from. {'. '.join(passed)}. Put the "
@@ -261,7 +263,6 @@ def _note(passed: Sequence[str], step: int) -> str:
 
 def check_can_go_on(job: Job, run_dir: Path, settings: Mapping[str, Any]) -> None:
     """Before any rank starts, where one folder has the parts of all. Raises ConfigError."""
-    ranks = range(job.cluster.num_ranks)
-    holders = {rank: Holder.of(job, rank, run_dir, settings) for rank in ranks}
+    holders = {rank: Holder.of(job, rank, run_dir, settings) for rank in job.saving_ranks}
     held = {rank: held_in(holder.table(is_thorough=False)) for rank, holder in holders.items()}
     newest_common(held, lambda rank: f"rank {rank}")

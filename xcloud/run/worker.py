@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -40,11 +39,12 @@ from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
 from xcloud.run.checkpointing import StopSignal
-from xcloud.run.launch import EXIT_START_AGAIN, error_file
+from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
 from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
+from xcloud.run.turns import join_turns
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 
 EXIT_FAILED = 1
@@ -78,7 +78,7 @@ def live(
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
-        holder, asked, is_resumed, transport,
+        holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     if state is not None:
@@ -100,6 +100,7 @@ def live(
             time.sleep(LAST_WORDS_S)
         raise
     finally:
+        context.turns.close()
         if events is not None:
             events.close()
         records = [*agreed.records, *role.records]
@@ -161,11 +162,9 @@ def _tie_to_parent(parent: int) -> None:
     """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG. A rank that is stopped (SIGSTOP) would keep SIGTERM pending for ever.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the parent is gone")
+    end_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("the parent is gone")
 
 
 def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
@@ -209,6 +208,8 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("start me with torchrun, or use run.py")
     if arguments.parent is not None:
         _tie_to_parent(arguments.parent)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would go on without it
+        end_with_parent()
 
     file = arguments.experiment
     file = file / EXPERIMENT_FILE if file.is_dir() else file
@@ -230,7 +231,7 @@ def main(words: Sequence[str] | None = None) -> None:
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if job.is_elastic:
-            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+            transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
             _join(job, rank, run_dir, under_torchrun)
             agreed = agree(job, settings, rank, holder.table())

@@ -342,6 +342,7 @@ class ConsumerRun:
 
     def _lose(self, p: int, before: State) -> None:
         reason = self._why_gone(p)
+        self._feeding.lost.add(p)
         expected = self._inbox.was_refused(p) or self._inbox.was_ready(p)
         if self._leads and self._checkpoints is not None:
             for rank in self.layout.ranks_in(self._names[p]):

@@ -18,6 +18,8 @@ class Feeding(Protocol):
     inbox: Inbox
     agreed_step: int
     """First rank: a checkpoint that the others of the consumer have not heard of yet."""
+    lost: set[int]
+    """Producers that are gone, once the plan knows: until then a checkpoint needs their parts."""
 
     @property
     def other_bytes(self) -> int: ...
@@ -37,6 +39,7 @@ class LocalFeeding:
         self.cloud = RankGroup.alone()
         self.inbox = Inbox(sources, max_payload_bytes)
         self.other_bytes = self.agreed_step = 0  # nothing crosses
+        self.lost: set[int] = set()
         self._producers = producers
         for source in sources:
             self.inbox.set_ready(source)

@@ -123,13 +123,14 @@ class ConsumerWiring:
     rank_of: dict[Source, int] = field(default_factory=dict)
     _listener: Callable[[int, int, int], None] | None = None
     agreed_step: int = 0  # first rank: what the others of the consumer have not been told yet
+    lost: set[int] = field(default_factory=set)  # producers that are gone, as the plan knows
 
     @property
     def peers(self) -> list[int]:
-        """First rank: the others of the consumer, and of the producers that are not gone."""
+        """First rank: the others of the consumer, and of the producers that the plan counts on."""
         if self.peers_out:
             return [0]
-        fed = [r for s, r in self.rank_of.items() if not self.inbox.ended(s.producer)]
+        fed = [rank for source, rank in self.rank_of.items() if source.producer not in self.lost]
         return [*range(1, self.cloud.num_lanes), *fed]
 
     def tell(self, peer: int, step: int, code: int) -> None:
