@@ -32,7 +32,7 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside,
 
 PEERS = Path(__file__).with_name("peers.py")
 FEDAVG = "strategy=fedavg"
-ROWS: dict[str, list[str]] = {  # peers: no overrides, the name says what they do
+ROWS: dict[str, list[str]] = {  # without overrides: peers, whose name says what they do
     "torch DDP FP32": [],
     "torch DDP FP16 hook": [],
     "torch DDP PowerSGD 4": [],
@@ -41,7 +41,11 @@ ROWS: dict[str, list[str]] = {  # peers: no overrides, the name says what they d
     "xcloud data parallel PowerSGD 4": ["strategy=data_parallel", "compression=powersgd"],
     "xcloud pipeline INT4": ["strategy=pipeline", "compression=int4"],
     "xcloud FedAvg 15 INT4": [FEDAVG, "strategy.averaging.every=15", "compression=int4"],
-}
+    "xcloud FedAvg 60 INT4": [FEDAVG, "strategy.averaging.every=60", "compression=int4"],
+    "xcloud streaming 16 INT4": [
+        "strategy=streaming", "strategy.averaging.every=16", "compression=int4",
+    ],
+}  # fmt: skip
 
 
 def main() -> None:

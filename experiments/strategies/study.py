@@ -71,7 +71,7 @@ def main() -> None:
     setting = [
         "+exp=lora_clm", "profile=files", "model.lora=null", "tracker=none",
         f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
-        "task.document=line", "task.max_length=64",
+        "task.document=line", "task.max_length=64", "cluster/wan=free",
         f"training.batch_size={given.batch_size}",
         "schedule.num_micro_batches=4", f"training.max_steps={given.steps}",
         f"training.optimizer.learning_rate={given.learning_rate}", "training.eval_batch_size=32",
