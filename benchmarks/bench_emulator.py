@@ -1,7 +1,7 @@
 """The emulated link against a real line of the same bandwidth and round trip, side by side.
 
     python -m benchmarks.bench_emulator [--mbit 100] [--rtt-ms 0 20 100 200]
-        [--micro-batches 4 16] [--rounds 3] [--steps 15] [--tcp reno] [--json FILE]
+        [--micro-batches 4 16] [--rounds 3] [--steps 15] [--tcp reno] [--sleep] [--json FILE]
 
 For each round trip two pairs of ranks (emulator_rank.py) live at once: one in two network
 namespaces over a delaying line (delay_line.c; without a round trip the kernel's shaper), the other
@@ -10,6 +10,9 @@ time. Prints the median step of each and emulated / real; then, at --narrow-rtt-
 micro-batches, the same with three posted receives, and how much faster the window is. About 5
 minutes on two quiet cores. Needs root, iproute2, gcc and /dev/net/tun.
 
+--sleep: stages sleep instead of computing, about as long as they compute. On two cores the kernel
+and the delaying line take from the ranks what a network card and a line take from nobody; with
+sleeping ranks they do not, so this compares the links alone.
 --tcp: congestion control on the real line. reno sends at once what its window allows; so does
 cubic, the usual one, which not every kernel lets a namespace choose. bbr spreads a burst over
 time, which the emulated link does not do. Nor does it start slowly after a pause, so the real line
@@ -49,10 +52,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15, help="of each system in a round")
     parser.add_argument("--tcp", default="reno", help="as the kernel names it")
+    parser.add_argument("--sleep", action="store_true", help="stages sleep, not compute")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
     if (reason := delay_available()) is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")
+    if a.sleep:
+        os.environ["XCLOUD_SLEEP_S"] = "2.5e-4"
     results = []
     print(f"{'round trip':>10} {'m':>3} {'receives':>9} | {'real':>8} {'emulated':>9} | "
           "emulated / real (rounds)")  # fmt: skip
@@ -65,7 +71,9 @@ def main() -> None:
             show(rtt_ms, system)
         if rtt_ms == a.narrow_rtt_ms:
             show_gain(rtt_ms, found[-2], found[-1])
-        results.append({"rtt_ms": rtt_ms, "mbit": a.mbit, "tcp": a.tcp, "systems": found})
+        results.append(
+            {"rtt_ms": rtt_ms, "mbit": a.mbit, "tcp": a.tcp, "sleep": a.sleep, "systems": found}
+        )
         if a.json:
             a.json.write_text(json.dumps(results) + "\n")
 

@@ -1,8 +1,10 @@
 """FP32 step time against torch.distributed.pipelining (GPipe and 1F1B), side by side.
 
     python -m benchmarks.bench_pipelining [--mbit 30 100 1000 free] [--rounds 3] [--steps 10]
+        [--round-trip-ms 0 50 150] [--only xcloud]
 
-Two namespaces as hosts, one rank in each, the kernel limits their link (tbf). Every rank holds the
+Two namespaces as hosts, one rank in each, the kernel limits their link (tbf), or a line in user
+space that also has a round trip. Every rank holds the
 same Transformer layers in both systems, computes the same micro-batches in FP32 and makes the same
 SGD step; the systems take turns within one pair of processes, so noise hits all alike. No
 compression. Prints the median step time of each, and writes JSON with --json.
@@ -12,6 +14,9 @@ Like for like, and by cause:
   same, so what differs is how messages travel.
 - schedule: our 1F1B with 3 in flight / our 1F1B with 2. torch's 1F1B keeps as many in flight as
   there are stages, so there is nothing of its own to compare this one with.
+- split 2, split 3: our zero bubble / our 1F1B with as many in flight. What differs is when the
+  gradients of weights are computed: of the feed-forward layers, two thirds of all weights, as
+  torch's attention layers multiply in one function.
 """
 
 from __future__ import annotations
@@ -24,16 +29,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
-from benchmarks.namespaces import ADDRESSES, INTERFACE, available, inside, two_hosts
+from benchmarks.namespaces import (
+    ADDRESSES,
+    INTERFACE,
+    available,
+    delay_available,
+    inside,
+    two_hosts,
+)
 
 BATCH, LENGTH, HIDDEN, LAYERS, MICRO_BATCHES = 32, 64, 384, 3, 4
-SYSTEMS = ("xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "torch GPipe", "torch 1F1B 2")
+SYSTEMS = (
+    "xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "xcloud ZB 2", "xcloud ZB 3", "torch GPipe",
+    "torch 1F1B 2",
+)  # fmt: skip
 RATIOS = {
     "links GPipe": ("xcloud GPipe", "torch GPipe"),
     "links 1F1B": ("xcloud 1F1B 2", "torch 1F1B 2"),
     "schedule": ("xcloud 1F1B 3", "xcloud 1F1B 2"),
+    "split 2": ("xcloud ZB 2", "xcloud 1F1B 2"),
+    "split 3": ("xcloud ZB 3", "xcloud 1F1B 3"),
 }
 
 
@@ -42,39 +60,50 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--mbit", nargs="+", default=["30", "100", "1000", "free"])
+    parser.add_argument("--round-trip-ms", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--only", default="", help="systems whose name begins so")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="steps of each system in a round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    names = [name for name in SYSTEMS if name.startswith(arguments.only)]
     if arguments.rank is not None:
-        return rank_main(arguments.rank, arguments.rounds, arguments.steps, arguments.out)
-    if (reason := available()) is not None:
+        return rank_main(
+            arguments.rank, names, arguments.rounds, arguments.steps, arguments.out
+        )  # fmt: skip
+    reason = delay_available() if any(arguments.round_trip_ms) else available()
+    if reason is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")
     results = {}
-    print(f"{'link':>12} | {' '.join(f'{name:>13}' for name in SYSTEMS)} | "
-          f"{' '.join(f'{name:>11}' for name in RATIOS)}")  # fmt: skip
-    for mbit in arguments.mbit:
+    pairs = {name: pair for name, pair in RATIOS.items() if set(pair) <= set(names)}
+    print(f"{'link':>19} | {' '.join(f'{name:>13}' for name in names)} | "
+          f"{' '.join(f'{name:>11}' for name in pairs)}")  # fmt: skip
+    for round_trip_ms, mbit in product(arguments.round_trip_ms, arguments.mbit):
         rate = None if mbit == "free" else float(mbit) * 1e6
-        found = measure(rate, arguments.rounds, arguments.steps)
+        found = measure(rate, 1e-3 * round_trip_ms, arguments)
         medians = {name: statistics.median(times) for name, times in found["times"].items()}
-        ratios = {name: medians[a] / medians[b] for name, (a, b) in RATIOS.items()}
-        row = " ".join(f"{medians[name]:>13.3f}" for name in SYSTEMS)
-        found_ratios = " ".join(f"{ratios[name]:>11.2f}" for name in RATIOS)
-        print(f"{mbit:>7} Mbit | {row} | {found_ratios}", flush=True)
-        results[mbit] = {"median_s": medians, "ratios": ratios, "losses": found["losses"]}
+        ratios = {name: medians[a] / medians[b] for name, (a, b) in pairs.items()}
+        row = " ".join(f"{medians[name]:>13.3f}" for name in names)
+        found_ratios = " ".join(f"{ratios[name]:>11.2f}" for name in pairs)
+        link = f"{mbit} Mbit, {round_trip_ms:g} ms"
+        print(f"{link:>19} | {row} | {found_ratios}", flush=True)
+        results[link] = {"median_s": medians, "ratios": ratios, "losses": found["losses"]}
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(rate: float | None, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    with two_hosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
+def measure(
+    rate: float | None, round_trip_s: float, arguments: argparse.Namespace
+) -> dict[str, dict[str, list[float]]]:
+    with two_hosts(rate, round_trip_s or None) as hosts, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         processes = []
         for rank, host in enumerate(hosts):
             command = [*inside(host), sys.executable, "-m", "benchmarks.bench_pipelining",
-                       "--rank", str(rank), "--rounds", str(rounds), "--steps", str(steps),
+                       "--rank", str(rank), "--rounds", str(arguments.rounds),
+                       "--steps", str(arguments.steps), "--only", arguments.only,
                        "--out", str(out)]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE,
                            "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29555"}  # fmt: skip
@@ -85,20 +114,26 @@ def measure(rate: float | None, rounds: int, steps: int) -> dict[str, dict[str, 
         return dict(json.loads(out.read_text()))
 
 
-def rank_main(rank: int, rounds: int, steps: int, out: Path) -> None:
+def rank_main(rank: int, names: list[str], rounds: int, steps: int, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
+    schedules = {
+        "xcloud GPipe": GPipe(MICRO_BATCHES),
+        "xcloud 1F1B 2": OneForwardOneBackward(MICRO_BATCHES, 2),
+        "xcloud 1F1B 3": OneForwardOneBackward(MICRO_BATCHES, 3),
+        "xcloud ZB 2": ZeroBubble(MICRO_BATCHES, 2),
+        "xcloud ZB 3": ZeroBubble(MICRO_BATCHES, 3),
+        "torch GPipe": "ScheduleGPipe",
+        "torch 1F1B 2": "Schedule1F1B",
+    }
     systems = {
-        "xcloud GPipe": ours(rank, GPipe(MICRO_BATCHES)),
-        "xcloud 1F1B 2": ours(rank, OneForwardOneBackward(MICRO_BATCHES, 2)),
-        "xcloud 1F1B 3": ours(rank, OneForwardOneBackward(MICRO_BATCHES, 3)),
-        "torch GPipe": theirs(rank, "ScheduleGPipe"),
-        "torch 1F1B 2": theirs(rank, "Schedule1F1B"),
+        name: (theirs if isinstance(schedules[name], str) else ours)(rank, schedules[name])
+        for name in names
     }
     times: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}

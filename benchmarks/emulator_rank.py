@@ -5,6 +5,9 @@
 Reads blocks to run from stdin, a JSON object a line, and prints the seconds of each step. Real
 links, wiring, pipeline and exchange of norms; only data and model are made up, so that nothing
 has to be loaded or pretrained. Messages are as long as those of the demo AB-Net.
+
+XCLOUD_SLEEP_S in the environment: stages sleep so long for a sample, forward and twice that
+backward, instead of computing, and leave the processors to whatever carries the messages.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from xcloud.cluster.clouds import Wan
 from xcloud.cluster.frame import Kind
@@ -44,11 +47,16 @@ class Layers(Stage):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *[
-                nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, 0.0, batch_first=True)
-                for _ in range(LAYERS)
-            ]
+        sleep_s = os.environ.get("XCLOUD_SLEEP_S")
+        self.layers = (
+            SleepingLayers(float(sleep_s))
+            if sleep_s
+            else nn.Sequential(
+                *[
+                    nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, 0.0, batch_first=True)
+                    for _ in range(LAYERS)
+                ]
+            )
         )
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
@@ -56,6 +64,32 @@ class Layers(Stage):
             return StageOutput(send={"hidden": self.layers(batch["x"])})
         found = self.layers(received["hidden"])
         return StageOutput(loss=((found - batch["y"]) ** 2).mean(dim=(1, 2)).sum())
+
+
+class Sleep(torch.autograd.Function):
+    """Keeps its input; takes its time, as layers on a processor of their own would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor, sample_s: float) -> Tensor:
+        ctx.sample_s = sample_s
+        time.sleep(sample_s * len(x))
+        return x + shift
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        time.sleep(2 * ctx.sample_s * len(gradient))
+        return gradient, gradient.sum(dim=(0, 1)), None
+
+
+class SleepingLayers(nn.Module):
+    def __init__(self, sample_s: float) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(HIDDEN))
+        self._sample_s = sample_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x, self.shift, self._sample_s)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class System:

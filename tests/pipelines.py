@@ -21,6 +21,7 @@ from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switched
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
@@ -84,7 +85,7 @@ class Wired:
 def wired(
     layout: ClusterLayout,
     borders: Mapping[int, Border],
-    compression: Compression | Phased | PerBorder,
+    compression: Compression | Phased | PerBorder | Switched,
     *,
     schedule: Schedule = GPipe(16),  # noqa: B008
     defences: Defences | None = None,

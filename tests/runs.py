@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from tests import warm_ranks
 from xcloud.run.local import run
 
+ROOT = Path(__file__).parent.parent
+
 
 def cloud(num_ranks: int, stages: list[int] | None = None) -> dict[str, object]:
     return {"_target_": "xcloud.cluster.layout.Cloud", "num_ranks": num_ranks, "stages": stages}
@@ -28,6 +31,20 @@ def layout(**clouds: dict[str, object]) -> dict[str, object]:
 
 def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
     return run(OmegaConf.create(config), run_dir)
+
+
+def completed(words: list[str], log: Path) -> subprocess.CompletedProcess[str]:
+    """`python run.py …` from start to end, started warm where that can be. Its stdout and stderr
+    are one text, given as both."""
+    if sys.platform != "linux":
+        with open(log, "w") as file:
+            code = subprocess.run(
+                words, cwd=ROOT, stdout=file, stderr=file, timeout=200
+            ).returncode
+    else:
+        code = warm_ranks.command(*words[1:], log=log).wait(200)
+    said = log.read_text()
+    return subprocess.CompletedProcess(words, code, said, said)
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -105,6 +105,22 @@ def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
         assert memory[2][kind] < 0.6 * whole[kind]
 
 
+def test_replicas_dealt_over_the_ranks_of_two_clouds_train_as_one_model(
+    all_weights: Path, cache: Path, tmp_path: Path
+) -> None:
+    """Each rank averages what it holds; replicas are compared after every update."""
+    shards = (f"+cluster.clouds.cloud_{name}.shard=true" for name in "ab")
+    start(
+        tmp_path, cache, "cluster=two_clouds_dp", "cluster/wan=free", "model.lora=null", *shards,
+        "strategy=data_parallel", "strategy.averaging.check_every=1",
+    )  # fmt: skip
+    assert losses(tmp_path) == pytest.approx(losses(all_weights), rel=1e-5)
+    ours, theirs = weights(tmp_path), weights(all_weights)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-5)
+
+
 def test_an_owner_of_text_and_labels_trains_over_another_cloud(
     two_clouds: Path, cache: Path, tmp_path: Path
 ) -> None:

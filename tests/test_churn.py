@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 from tests.runs import no_workers, read, start, wait_for
 from tests.toy import toy_config
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.events import EVENTS_FILE
 from xcloud.run import launch
 
+LONG = {"_target_": "tests.toy.ToyModel", "step_s": 0.03}
 ELASTIC = (
     "strategy=local_updates", "strategy.averaging.every=5", "strategy.averaging.leave=go_on",
     "strategy.averaging.wait_s=20", "strategy.averaging.restart_s=0", "compression=int4",
@@ -19,9 +23,10 @@ ELASTIC = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The other one makes all of its steps, merges alone meanwhile and takes it in again."""
+def killing(
+    monkeypatch: pytest.MonkeyPatch, victim: str, when: Callable[[], bool]
+) -> list[tuple[str, Any]]:
+    """Kills a rank once. Returns all ranks that are started, which grows."""
     started: list[tuple[str, Any]] = []
     real = launch.start_process
 
@@ -33,16 +38,21 @@ def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(launch, "start_process", recording)
 
     def kill() -> None:
-        wait_for(lambda: '"event":"merge"' in read(tmp_path / "events.jsonl"))
-        (pid,) = (process.pid for rank, process in started if rank == "1")
+        wait_for(when)
+        (pid,) = (process.pid for rank, process in started if rank == victim)
         os.kill(pid, signal.SIGKILL)
 
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
+    threading.Thread(target=kill, daemon=True).start()
+    return started
+
+
+@pytest.mark.slow
+def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other one makes all of its steps, merges alone meanwhile and takes it in again."""
+    started = killing(monkeypatch, "1", lambda: '"event":"merge"' in read(tmp_path / EVENTS_FILE))
     config = toy_config("two_clouds", list(ELASTIC))
-    config["model"] = {"_target_": "tests.toy.ToyModel", "step_s": 0.03}
+    config["model"] = LONG
     summary = start(tmp_path, config)
-    killer.join()
 
     assert [rank for rank, _ in started] == ["0", "1", "1"]
     merges = summary["merges"]
@@ -50,5 +60,25 @@ def test_a_cloud_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (merges["clouds_lost"], merges["clouds_back"]) == (1, 1)
     assert summary["num_steps"] == 60 and summary["final_loss"] < 1.5
     assert summary["compression_ratio"]["averaging"] > 1.5
-    assert "cloud cloud_b is back" in read(tmp_path / "events.jsonl")
+    assert "cloud cloud_b is back" in read(tmp_path / EVENTS_FILE)
     assert no_workers(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_first_cloud_costs_what_it_did_since_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its two ranks save for all; the other cloud begins again with what they merged."""
+    folder = CheckpointFolder(tmp_path)
+    started = killing(monkeypatch, "0", lambda: bool(folder.agreed_steps()))
+    checkpoints = ["training.checkpoint.every_steps=8", "launch.max_restarts=1"]
+    config = toy_config("two_clouds", [*ELASTIC, *checkpoints, "training.max_steps=40"])
+    config["cluster"]["clouds"]["cloud_a"]["num_ranks"] = 2  # type: ignore[index]
+    summary = start(tmp_path, config | {"model": LONG})
+
+    assert [rank for rank, _ in started] == ["0", "1", "2"] * 2
+    assert summary["num_steps"] == 40 and summary["num_resumes"] == 1
+    assert summary["num_steps_done_twice"] <= 40 - 8
+    assert summary["merges"]["whole"] == 8 and summary["merges"]["clouds_lost"] == 0
+    assert folder.agreed_steps() == [40] and folder.ranks(40) == [0, 1]
+    assert summary["final_loss"] < 1.5 and no_workers(tmp_path)

@@ -34,6 +34,7 @@ class Diary:
     def __init__(self) -> None:
         self.merges: list[Told] = []
         self.absences: list[Absence] = []
+        self.hub_step = 0  # that it has begun
         self.changed = threading.Condition()
 
     def merge(self, told: Told) -> None:
@@ -44,6 +45,11 @@ class Diary:
     def absence(self, absence: Absence) -> None:
         with self.changed:
             self.absences.append(absence)
+            self.changed.notify_all()
+
+    def begin(self, step: int) -> None:
+        with self.changed:
+            self.hub_step = step
             self.changed.notify_all()
 
     def wait_for(self, found: Callable[["Diary"], bool]) -> None:
@@ -168,11 +174,11 @@ def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> 
 
     def hold(step: int) -> None:
         if step == 2:
-            diary.wait_for(lambda d: (2, "late") in d.words)
+            diary.wait_for(lambda d: (2, "late") in d.words and d.hub_step == 3)
 
     in_threads(
         [
-            lambda: others[0].run(1, 8, lambda step: asked(post, 2) if step == 3 else None),
+            lambda: others[0].run(1, 8, asked(post, diary, 2, at=3)),
             lambda: others[1].run(1, 8),
             lambda: late.run(1, 8, hold),
         ]
@@ -186,10 +192,15 @@ def test_a_late_cloud_is_left_out_once_and_its_change_is_in_the_next_merge() -> 
     assert others[0].value == others[1].value == late.value
 
 
-def asked(post: Post, replica: int) -> None:
-    """Until a message of this replica lies in the hub's box."""
-    with post.changed:
-        assert post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
+def asked(post: Post, diary: Diary, replica: int, at: int) -> Callable[[int], None]:
+    """For the hub, which waits in step `at` until a message of this replica lies in its box."""
+
+    def before(step: int) -> None:
+        diary.begin(step)
+        with post.changed:
+            assert step != at or post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
+
+    return before
 
 
 def test_replicas_round_independently_so_that_their_errors_average_out() -> None:
@@ -229,7 +240,11 @@ def slowly(step: int) -> None:
         time.sleep(0.05)
 
 
-def test_the_others_go_on_without_one_that_is_gone_and_take_it_in_again() -> None:
+@pytest.mark.parametrize(("back_at", "weight"), [(7, 1), (8, 0)])
+def test_the_others_go_on_without_one_that_is_gone_and_take_it_in_again(
+    back_at: int, weight: int
+) -> None:
+    """Between two merges, or at the step of one, which then is without it."""
     post, diary = Post(3), Diary()
     others = [Scalar(r, post, GO_ON, 12, diary) for r in (0, 1)]
     lost = Scalar(2, post, GO_ON, 12, diary, change=4.0)
@@ -238,25 +253,22 @@ def test_the_others_go_on_without_one_that_is_gone_and_take_it_in_again() -> Non
     def die_and_return() -> None:
         lost.run(1, 3)  # it dies in its second round
         post.end(2)
-        diary.wait_for(lambda d: 6 in d.weights)
+        diary.wait_for(lambda d: d.hub_step == back_at)
         post.begin_again(2)
         again.append(Scalar(2, post, GO_ON, 12, diary, change=4.0, is_newcomer=True))
         again[0].run(1, 12)
 
-    def wait_for_it(step: int) -> None:
-        if step == 7:
-            asked(post, 2)
-
+    waiting = asked(post, diary, 2, back_at)
     in_threads(
-        [lambda: others[0].run(1, 12, wait_for_it), lambda: others[1].run(1, 12), die_and_return]
+        [lambda: others[0].run(1, 12, waiting), lambda: others[1].run(1, 12), die_and_return]
     )
 
     assert diary.words == [(2, "left"), (2, "back")]
     assert diary.weights[2] == (2, 2, 2)
     assert diary.weights[4] == (2, 2, 0) and diary.weights[6] == (2, 2, 0)
-    assert diary.weights[8] == (2, 2, 1)  # from step 8 on
+    assert diary.weights[8] == (2, 2, weight)
     assert diary.weights[10] == diary.weights[12] == (2, 2, 2)
-    assert again[0].made == [8, 9, 10, 11, 12]
+    assert again[0].made == [*range(back_at + 1, 13)]
     assert others[0].value == others[1].value == again[0].value
 
 
@@ -286,11 +298,11 @@ def test_one_that_was_waited_for_in_vain_is_taken_in_again_on_the_same_link() ->
 
     def hold(step: int) -> None:
         if step == 4:
-            diary.wait_for(lambda d: (1, "left") in d.words)
+            diary.wait_for(lambda d: (1, "left") in d.words and d.hub_step == 5)
 
     in_threads(
         [
-            lambda: hub.run(1, 8, lambda step: asked(post, 1) if step == 5 else None),
+            lambda: hub.run(1, 8, asked(post, diary, 1, at=5)),
             lambda: late.run(1, 8, hold),
         ]
     )
@@ -319,13 +331,9 @@ def test_a_change_that_was_not_merged_is_neither_lost_nor_counted_twice() -> Non
 
     def hold(step: int) -> None:
         if step == 2:
-            diary.wait_for(lambda d: (1, "late") in d.words)
+            diary.wait_for(lambda d: (1, "late") in d.words and d.hub_step == 3)
 
-    def poll(step: int) -> None:
-        if step == 3:
-            asked(post, 1)
-
-    in_threads([lambda: hub.run(1, 4, poll), lambda: late.run(1, 4, hold)])
+    in_threads([lambda: hub.run(1, 4, asked(post, diary, 1, at=3)), lambda: late.run(1, 4, hold)])
 
     assert late.made == [1, 2, 4]
     assert diary.weights == {2: (2, 0), 4: (2, 3)}
@@ -350,6 +358,33 @@ def test_it_goes_on_from_its_state() -> None:
     in_threads([lambda r=r: r.run(6, 9) for r in second])
 
     assert [r.value for r in whole] == [r.value for r in second]
+
+
+def test_a_run_goes_on_from_the_state_of_the_hub_alone() -> None:
+    """After step 5 of merges at 2, 4, 6: the hub keeps what it has done since the merge, the other
+    begins with what was merged."""
+
+    def job(**options: Any) -> tuple[Diary, list[Scalar]]:
+        post, diary = Post(2), Diary()
+        hub = Scalar(0, post, GO_ON, 8, diary)
+        return diary, [hub, Scalar(1, post, GO_ON, 8, diary, change=4.0, **options)]
+
+    _, before = job()
+    in_threads([lambda r=r: r.run(1, 5) for r in before])
+    assert [r.value for r in before] == [11.0, 14.0]
+    diary, (hub, other) = job(is_newcomer=True)
+    hub.parameter.data.copy_(before[0].parameter.data)
+    hub.rounds.load_state_dict(stored(before[0].rounds.state_dict()))
+
+    def go_on() -> None:
+        hub.rounds.welcome(5)
+        hub.run(6, 8)
+
+    in_threads([go_on, lambda: other.run(1, 8)])
+
+    assert not diary.absences
+    assert diary.weights == {6: (2, 1), 8: (2, 2)} and other.made == [6, 7, 8]
+    assert hub.value == other.value == pytest.approx(10 + (2 * 2 + 1 * 4) / 3 + 5)
 
 
 def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:

@@ -42,6 +42,20 @@ def test_jitter_is_seeded_and_never_reorders(tmp_path: Path) -> None:
     assert one != arrivals("3", 2)
 
 
+def test_latency_that_falls_reorders_nothing_and_notices_travel_at_that_of_their_time(
+    tmp_path: Path,
+) -> None:
+    profile = LinkProfile(1e9, 0.5, trace=[[0, 1e9, 0.5], [1, 1e9, 0.01]])
+    clock = LinkClock(profile, tmp_path / "clock")
+    start_s = clock.started_at_s
+    before, after = (clock.reserve(1000, start_s + s) for s in (0.9, 1.1))
+    assert before.deliver_at_s == pytest.approx(start_s + 1.4, abs=1e-4)
+    assert after.deliver_at_s == before.deliver_at_s, "it waits behind the one before"
+    assert clock.reserve(1000, start_s + 2).deliver_at_s == pytest.approx(start_s + 2.01, abs=1e-4)
+    assert (clock.latency_at(start_s + 0.5), clock.latency_at(start_s + 1.5)) == (0.5, 0.01)
+    clock.close()
+
+
 def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:
     clocks = [LinkClock(LinkProfile(1e6), tmp_path / "a-b.clock") for _ in range(4)]
     slots = []

@@ -140,3 +140,23 @@ def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     found = [collector.feed(event) for event in (*events, step_event(0, 3), step_event(1, 3))]
     assert [totals.step for totals in found if totals] == [1, 2, 3]
+
+
+def test_a_step_of_which_a_report_was_lost_is_not_remembered_for_ever() -> None:
+    """On a full disk lines are lost; later steps say that the missing report will not come."""
+    collector = StepCollector(2)
+    steps = [step_event(0, step) for step in range(1, 100)] + [step_event(1, 99)]
+    found = [collector.feed(event) for event in steps]
+    assert found[-1] is not None and found[-1].step == 99
+    assert not collector._reports
+
+
+def test_a_run_that_goes_on_has_the_steps_that_a_lost_rank_did_not_tell() -> None:
+    """Rank 1, gone in step 2, was back in 3 and was lost with the rank that it tells. After that
+    it begins with the others."""
+    collector = StepCollector(2)
+    events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
+    events += [step_event(0, 3), {"event": "resume", "step": 3}, step_event(0, 4)]
+    found = [collector.feed(event) for event in (*events, step_event(1, 4), {"event": "note"})]
+    told = [(totals.step, sum(totals.num_ranks.values())) for totals in found if totals]
+    assert told == [(1, 1), (2, 1), (3, 1), (4, 2)]

@@ -24,6 +24,13 @@ def test_a_trace_changes_the_rate_in_the_middle_of_a_message() -> None:
     assert profile.sent_at(0.0, 250_000) == pytest.approx(1 + (bits - 1e6) / 2e6)
 
 
+def test_a_trace_changes_the_latency_too_where_it_says_so() -> None:
+    profile = LinkProfile(1e6, 0.02, trace=[[1, 2e6, 0.1], [2, 3e6]], trace_period_s=3)
+    moments = (0.5, 1.0, 1.9, 2.5, 3.5, 4.5)
+    assert [profile.latency_at(s) for s in moments] == [0.02, 0.1, 0.1, 0.02, 0.02, 0.1]
+    assert profile.sent_at(1.0, 0) == 1.0 and LinkProfile(1e6, 0.02).latency_at(9.0) == 0.02
+
+
 def test_a_trace_with_a_period_starts_again() -> None:
     profile = LinkProfile(1e6, trace=[[0, 1e6], [1, 4e6]], trace_period_s=2)
 
@@ -92,6 +99,9 @@ def test_a_longer_message_never_arrives_earlier(
         ({"trace": [[0, 0.0]]}, "trace"),
         ({"trace": [[3, 1e6], [1, 1e6]]}, "order of time"),
         ({"trace": [1, 2]}, "pairs"),
+        ({"trace": [[0, 1e6, -0.1]]}, "the latency of"),
+        ({"trace": [[0, 1e6, 0.1, 7]]}, "pairs"),
+        ({"trace": [[3, 1e6, 0.1], [1, 1e6]]}, "order of time"),
         ({"outages": [[1, 0]]}, "outages"),
         ({"outage_every_s": 5}, "go together"),
         ({"trace": [[0, 1e6], [5, 1e6]], "trace_period_s": 5}, "trace_period_s"),

@@ -30,7 +30,7 @@ def test_activations_are_counted_once_and_while_they_are_kept() -> None:
         both = [net(torch.ones(256, requires_grad=True)).sum() for _ in range(2)]
         sum(both).backward()
     assert saved.peak_bytes == 6 * KB
-    assert not saved._num_bytes, "nothing is kept any more"
+    assert not saved.num_bytes, "nothing is kept any more"
     torch.ones(999, requires_grad=True).square().sum()
     assert saved.peak_bytes == 6 * KB, "what comes later does not count"
 

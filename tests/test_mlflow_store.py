@@ -49,6 +49,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTrac
             {"sweep": "s1"},
             run_dir,
             RunStatistics(1),
+            9,
             prepared_view(),
         )
     )
@@ -139,7 +140,7 @@ root, number = sys.argv[1:]
 run_dir = Path(root).parent / number
 run_dir.mkdir()
 tracker = MlflowTracker(root=root, finish_timeout_s=120)
-run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1))
+run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1), 9)
 tracker.start(run)
 append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
 tracker.finish("finished", {"num_steps": 1})

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from tests.channels import same_state, stored
 from tests.electra_reference import Reference, feed_context, small_electra
 from tests.one_way_toy import ToyFeed
+from tests.runs import wait_for
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.memory import State, Stateful
 from xcloud.errors import FrameError
@@ -186,6 +189,37 @@ def test_an_inbox_goes_on_with_the_batches_that_were_waiting() -> None:
             assert found is not None and torch.equal(found.payload, expected.payload)
             assert found._replace(payload=expected.payload) == expected
         assert restored.take(source) is None
+
+
+def test_who_waits_for_batches_or_orders_says_for_which() -> None:
+    lives = {source: PeerLife() for source in SOURCES}
+    inbox, book = Inbox(SOURCES, 5, lives), OrderBook(lives[SOURCES[0]])
+
+    def awaited() -> list[str]:
+        found: list[str] = []
+
+        def look() -> bool:
+            found.extend(str(life.awaited[0]) for life in lives.values() if life.awaited)
+            return True
+
+        inbox.wait(0.0, look)
+        time.sleep(0.6)  # so that it counts as over
+        return found
+
+    inbox.set_ready(SOURCES[0])
+    assert awaited() == ["the word that it is ready"] * 2
+    inbox.expect([Order(SOURCES[0], number, 0, 9) for number in (3, 5)])
+    assert awaited() == ["batch 3"]
+    inbox.put(SOURCES[0], batch(3))
+    assert awaited() == ["batch 5"]
+
+    waiting = threading.Thread(target=lambda: book.next(False))
+    waiting.start()
+    wait_for(lambda: lives[SOURCES[0]].awaited is not None, 10)
+    assert lives[SOURCES[0]].awaited[0] == "orders after batch 0"  # type: ignore[index]
+    rows = torch.tensor([[1, 0, 9]], dtype=torch.int32)
+    book.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
+    waiting.join(10)
 
 
 def test_an_order_book_goes_on_with_the_orders_not_begun() -> None:

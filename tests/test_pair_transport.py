@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.pipelines import in_threads
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
@@ -54,3 +55,31 @@ def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:
     hub, other = (PairTransport(r, meeting_store(r, tmp_path, None, 0)) for r in (0, 1))
     assert hub.run_number() == other.run_number() > 0
     assert len(hub.machines()) == 1 and len(set(other.machines())) == 1
+
+
+@pytest.mark.parametrize("first_to_come", [1, 2])
+def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
+    first_to_come: int, tmp_path: Path
+) -> None:
+    """In the second attempt only rank 1 came so far; in the third it meets the second beginning of
+    rank 2, and neither takes up what an earlier attempt has left."""
+
+    def begun(rank: int) -> PairTransport:
+        return PairTransport(rank, meeting_store(rank, tmp_path, None, 0))
+
+    def sums(joined: list[PairTransport]) -> list[float]:
+        def one(transport: PairTransport) -> float:
+            group = transport.group([1, 2])
+            assert group is not None
+            values = torch.tensor([float(transport.rank)])
+            group.sum(values)
+            return float(values)
+
+        return in_threads([lambda t=t: one(t) for t in joined])
+
+    assert sums([begun(1), begun(2)]) == [3.0, 3.0]
+    begun(1)
+    third = [begun(first_to_come)]
+    third.append(begun(3 - first_to_come))
+    assert sorted((t.rank, t.beginning) for t in third) == [(1, 3), (2, 2)]
+    assert sums(third) == [3.0, 3.0]

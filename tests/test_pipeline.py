@@ -12,7 +12,7 @@ from xcloud.comm.draws import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut
 
 IDS = torch.arange(12)
@@ -26,7 +26,13 @@ LAYOUTS = {
     "2 feeding 3": ClusterLayout({"a": Cloud(2), "b": Cloud(3)}),
     "one cloud": ClusterLayout({"all": Cloud(2, [0, 1], one_stage_per_rank=True)}, "free"),
 }
-SCHEDULES = [GPipe(4), OneForwardOneBackward(4), OneForwardOneBackward(4, 3)]
+SCHEDULES = [
+    GPipe(4),
+    OneForwardOneBackward(4),
+    OneForwardOneBackward(4, 3),
+    ZeroBubble(4),
+    ZeroBubble(4, 3, 1),
+]
 
 
 def step(ranks: list[Pipeline], schedule: Schedule, number: int = 1) -> dict[int, dict]:
@@ -67,6 +73,48 @@ def test_any_number_of_ranks_gives_the_gradients_of_one_process(
         for name in one[stage]:
             # Lanes add their shares in another order than one process does.
             torch.testing.assert_close(many[stage][name], one[stage][name], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_wait_get_the_bits_of_1f1b() -> None:
+    """With lanes, in rank 0 and in the middle, interleaved, and over two passes."""
+    layouts = [
+        ClusterLayout({name: Cloud() for name in "abcd"}),
+        ClusterLayout({"a": Cloud(2), "b": Cloud(1), "c": Cloud(3)}),
+        ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1, 3])}),
+        ClusterLayout({"a": Cloud(2, [0, 2]), "b": Cloud(1, [1, 3])}),
+        ClusterLayout({"a": Cloud(1, [0, 1, 2])}, "free"),
+    ]
+    for layout in layouts:
+        found = []
+        for schedule in (OneForwardOneBackward(6, 3), ZeroBubble(6, 3), ZeroBubble(6)):
+            ranks = pipelines(layout)
+            step(ranks, schedule)
+            found.append(step(ranks, schedule, number=2))
+        for stage in found[0]:
+            for name in found[0][stage]:
+                assert all(torch.equal(one[stage][name], found[0][stage][name]) for one in found)
+
+
+def test_the_gradient_leaves_before_those_of_the_weights_are_computed() -> None:
+    (rank,) = pipelines(LOCAL)
+    weight = rank.stages[1].layer.weight
+    sender = rank.ports[0].backward_out[0]
+    done: list[object] = []
+    seen = []
+
+    class Spy:
+        def send(self, *message: object) -> object:
+            seen.append((len(done), weight.grad is None))
+            return sender.send(*message)
+
+    rank.ports[0].backward_out[0] = Spy()
+    rank.on_backward = done.append
+    step([rank], ZeroBubble(4))
+
+    assert seen[0] == (0, True)
+    assert weight.grad is not None
+    # Stage 0 is done with its backward, stage 1 with its weights,.
+    assert done == [0, 1, 0, 1, 0, 1, 0, 1]
 
 
 def test_gradients_are_those_of_the_whole_batch_at_once() -> None:

@@ -12,7 +12,7 @@ from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.plan.cost_file import read_costs, write_costs
 from xcloud.plan.costs import Costs, Direction, TableCosts, Update
 from xcloud.plan.line import Line
@@ -31,6 +31,7 @@ FULL = TableCosts(
     [Update(0.001, 0.0, 0.002, 0.003), Update(0.0, 0.0, 0.001, 0.006)],
     {1: 1.5},
     {"a-b": Line(LinkProfile(8e6, 0.004, trace=[[5.0, 1e6]]), 0.0005, window=3)},
+    weights_s=[0.008, 0.016],
 )
 PLAIN = replace(FULL, slowdown={}, lines={})
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(8e6, 0.004))
@@ -45,7 +46,8 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
     found = read_costs(tmp_path / "costs.json")
 
-    assert predict(found).timeline == predict(FULL).timeline
+    for schedule in (GPipe(4), ZeroBubble(4)):
+        assert predict(found, schedule).timeline == predict(FULL, schedule).timeline
     assert found.lines["a-b"].window == 3 and found.slowdown == {1: 1.5}
 
 
@@ -56,6 +58,7 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
         ({"forward_s": [1.0, -1.0]}, r"forward_s\[1\]"),
         ({"forward_s": [1.0]}, "one number for each stage"),
         ({"forward_s": 3}, "forward_s must be a list"),
+        ({"weights_s": [0.01, 0.05]}, "weights_s needs a part of costs.backward_s"),
         ({"forward": []}, None),
         ({"forward": [{}, {}]}, "each of the 1 borders"),
         ({"forward": [{"bytes": 3}]}, r"forward\[0\] has no key 'bytes'"),
@@ -81,7 +84,7 @@ def test_a_bad_table_is_refused_by_name(
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("schedule", [GPipe(4), OneForwardOneBackward(4)], ids=repr)
+@pytest.mark.parametrize("schedule", [GPipe(4), OneForwardOneBackward(4), ZeroBubble(4)], ids=repr)
 def test_a_predicted_step_read_back_as_costs_predicts_itself(schedule: Schedule) -> None:
     first = predict(PLAIN, schedule)
 
@@ -95,6 +98,8 @@ def test_a_predicted_step_read_back_as_costs_predicts_itself(schedule: Schedule)
     averaged = measured_costs(first.timeline).averaged()
     assert averaged.forward_s == pytest.approx(PLAIN.forward_s, abs=2e-6)
     assert averaged.backward_s == pytest.approx(PLAIN.backward_s, abs=2e-6)
+    late_s = [0.0, 0.016] if isinstance(schedule, ZeroBubble) else [0.0, 0.0]
+    assert averaged.weights_s == pytest.approx(late_s, abs=2e-6)
     assert averaged.forward[0].num_bytes == 20_000
     assert averaged.forward[0].decompress_s == pytest.approx(0.002, abs=2e-6)
     line = averaged.lines["a-b"].profile

@@ -1,5 +1,6 @@
 """The simulator against formulas and sums that can be done by hand."""
 
+import random
 import subprocess
 import sys
 from itertools import product
@@ -11,7 +12,14 @@ from tests.timelines import assert_valid_trace
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, ForwardOnly, GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import (
+    Action,
+    ForwardOnly,
+    GPipe,
+    OneForwardOneBackward,
+    Schedule,
+    ZeroBubble,
+)
 from xcloud.plan.costs import Direction, TableCosts, UniformCosts, Update
 from xcloud.plan.formulas import (
     bubble_of_a_free_link,
@@ -205,6 +213,58 @@ def test_a_predicted_step_is_drawn_as_a_recorded_one(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_bubble_of_zero_bubble_is_that_of_zb_h1() -> None:
+    """Qi et al., table 2: (p - 1)(tF + tB - tW), where 1F1B has (p - 1)(tF + tB + tW); here
+    backward_s is tB + tW."""
+    for p in (2, 3, 4, 6):
+        layout, m = chain(p), 2 * p
+        costs = UniformCosts(1.0, 2.0, weights_s=1.0)
+
+        split, whole = (
+            simulate(kind(m), layout, costs) for kind in (ZeroBubble, OneForwardOneBackward)
+        )
+
+        assert whole.step_s == pytest.approx(3 * m + 3 * (p - 1))
+        assert split.step_s == pytest.approx(3 * m + 1 * (p - 1))
+        assert sum(use.compute_s for use in split.ranks) == pytest.approx(3 * m * p)
+        assert [box.name for box in split.timeline.lanes[-1].boxes[-2:]] == [
+            f"W{m - 2}", f"W{m - 1}"
+        ]  # fmt: skip
+
+
+def test_zero_bubble_ends_on_any_layout() -> None:
+    """Stages dealt to clouds at random, with lanes: every action is computed once."""
+    draw = random.Random(0)
+    for _ in range(40):
+        num_stages, num_clouds, m = draw.randint(2, 6), draw.randint(1, 3), draw.randint(1, 9)
+        dealt = [draw.randrange(num_clouds) for _ in range(num_stages)]
+        clouds = {
+            f"c{cloud}": Cloud(draw.randint(1, 3), [s for s, c in enumerate(dealt) if c == cloud])
+            for cloud in set(dealt)
+        }
+        schedule = ZeroBubble(m, draw.choice([None, 1, 3, 7]), draw.choice([None, 1, 2, 20]))
+        simulator = Simulator(schedule, ClusterLayout(clouds, "free"))
+
+        simulator.run(UniformCosts(1.0, 2.0, 0.5, 0.3, weights_s=1.0))
+
+        found = [op.action for ops in simulator.ops for op in ops if op.action]
+        each = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+        assert sorted(found) == sorted(action for actions in each for action in actions)
+
+
+def test_stages_that_are_interleaved_halve_the_bubble() -> None:
+    """Two clouds of equal work, in one stage each or in two; and one that holds both ends."""
+    m = 8
+    interleaved = ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1, 3])}, "free")
+    both_ends = ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}, "free")
+    half, whole = UniformCosts(1.0, 2.0, weights_s=1.0), UniformCosts(2.0, 4.0, weights_s=2.0)
+
+    for schedule, bubble in ((GPipe(m), 6), (OneForwardOneBackward(m), 6), (ZeroBubble(m), 2)):
+        assert simulate(schedule, chain(2), whole).step_s == pytest.approx(6 * m + bubble)
+        assert simulate(schedule, interleaved, half).step_s == pytest.approx(6 * m + bubble / 2)
+        assert simulate(schedule, both_ends, half).step_s == pytest.approx(6 * m)
+
+
 def test_frozen_parts_send_no_gradient() -> None:
     simulator = Simulator(GPipe(4), chain(2), without_gradient={0})
 
@@ -212,6 +272,8 @@ def test_frozen_parts_send_no_gradient() -> None:
 
     assert {t.direction for t in simulator.transfers} == {"forward"}
     assert found.step_s == pytest.approx(1 + 0.5 + 4 * (1 + 2))
+    middle = Simulator(ZeroBubble(4), chain(3), without_gradient={1})
+    assert not [op for op in middle.ops[1] if op.what in ("backward", "weights")]
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:

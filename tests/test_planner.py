@@ -49,7 +49,10 @@ def piece(
     """Seconds of a sample, and of each micro-batch besides."""
     forward = Curve([(1, fixed_s + forward_s), (2, fixed_s + 2 * forward_s)])
     backward = Curve([(1, fixed_s + 2 * forward_s), (2, fixed_s + 4 * forward_s)])
-    return Piece(name, forward, backward, border, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1)
+    return Piece(
+        name, forward, backward, border, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1,
+        weights_s=Curve([(1, forward_s)]), put_off_bytes=Curve([(1, 6e5)]),
+    )  # fmt: skip
 
 
 def codec(num_bytes: float, seconds: float = 0.0) -> BorderCodec:
@@ -215,6 +218,23 @@ def test_more_in_flight_is_more_memory() -> None:
 
     # 4 pieces x 1 MB for each of 2 samples, in 8 or 2 micro-batches; 4 values of 4 bytes each.
     assert most == 8 * 2 * 4e6 + 4 * 16_000 and least == 2 * 2 * 4e6 + 4 * 16_000
+
+
+def test_weights_that_wait_make_a_step_shorter_and_take_memory() -> None:
+    priced = pricer(layout=replace(TWO, wan=LinkProfile(1e9, 0.01)))
+    room = space(priced, counts=(8,), varies=("schedule",))
+    plan = Plan("pipeline", (4, 8), 8, 4, NO_COMPRESSION)
+
+    (best,) = search(priced, replace(room, own=plan), 1).best
+    assert best.plan.in_memory and best.step_s < priced.step_s(plan)
+    never = replace(room, own=plan, splits_backward=False)
+    assert search(priced, never, 1).best[0].plan.in_memory is None
+
+    for in_memory, waiting in ((1, 1), (4, 4)):  # of the last stage, which has one in flight
+        memory = priced.price(plan._replace(in_memory=in_memory)).memory
+        assert memory["a"] == 4 * 2 * 4e6 + 4 * 16_000
+        kept = max(2 * 4e6 + (waiting - 1) * 2 * 2.4e6, waiting * 2 * 2.4e6)
+        assert memory["b"] == kept + 4 * 16_000
 
 
 def test_a_dimension_that_is_not_searched_stays() -> None:

@@ -221,6 +221,9 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"privacy\.clip"):
         build(*exp, "security/privacy=sample", "security.privacy.clip=0")
 
+    with pytest.raises(ConfigError, match=r"zero bubble .* puts off .* choose schedule="):
+        build(*exp, "strategy=data_parallel", "security/privacy=sample", "schedule=zero_bubble")
+
     singles = "training.batch_size=16 schedule.num_micro_batches=4 training.accumulate_steps=4"
     made = build(*exp, "strategy=data_parallel", "security/privacy=sample", *singles.split())
     assert "private by sample (clip 1, noise 1.1)" in made.headline

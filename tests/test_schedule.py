@@ -6,7 +6,10 @@ from xcloud.parallel.schedule import (
     GPipe,
     OneForwardOneBackward,
     Schedule,
+    ZeroBubble,
     ideal_ticks,
+    most_in_flight,
+    put_off,
     rank_actions,
 )
 
@@ -18,6 +21,12 @@ SCHEDULES = [
     OneForwardOneBackward(6, 4),
     OneForwardOneBackward(6, 99),
     OneForwardOneBackward(6, 1),
+    ZeroBubble(1),
+    ZeroBubble(6),
+    ZeroBubble(6, 4),
+    ZeroBubble(6, 99),
+    ZeroBubble(6, 3, 1),
+    ZeroBubble(6, 1, 99),
 ]
 
 
@@ -30,9 +39,13 @@ def test_every_micro_batch_goes_forward_then_backward_once(
         actions = schedule.actions(stage, num_stages)
         for i in range(schedule.num_micro_batches):
             forward = actions.index(Action("forward", stage, i))
-            assert forward < actions.index(Action("backward", stage, i))
-        assert len(actions) == 2 * schedule.num_micro_batches
-        for kind in ("forward", "backward"):
+            backward = actions.index(Action("backward", stage, i))
+            assert forward < backward
+            if put_off(actions):
+                assert backward < actions.index(Action("weights", stage, i))
+        num_kinds = 3 if put_off(actions) else 2
+        assert len(actions) == num_kinds * schedule.num_micro_batches
+        for kind in ("forward", "backward", "weights"):
             order = [a.micro_batch for a in actions if a.kind == kind]
             assert order == sorted(order)
 
@@ -42,7 +55,9 @@ def test_every_micro_batch_goes_forward_then_backward_once(
 def test_no_schedule_waits_for_itself(schedule: Schedule, num_stages: int) -> None:
     found = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
 
-    assert len(set(found)) == len(found) == 2 * schedule.num_micro_batches * num_stages
+    each = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+    assert sorted(found) == sorted(action for actions in each for action in actions)
+    assert len(set(found)) == len(found)
 
 
 def test_textbook_1f1b_for_four_stages() -> None:
@@ -51,6 +66,34 @@ def test_textbook_1f1b_for_four_stages() -> None:
     assert "".join(f"{a.kind[0]}{a.micro_batch}" for a in order) == (
         "f0f1f2b0f3b1f4b2f5b3f6b4f7b5b6b7"
     )
+
+
+def test_zero_bubble_for_four_stages_is_zb_h1() -> None:
+    """Qi et al., figure 3: the first stage as under 1F1B, the last one puts off three."""
+    orders = ["".join(f"{a.kind[0]}{a.micro_batch}" for a in ZeroBubble(8).actions(stage, 4))
+              for stage in range(4)]  # fmt: skip
+
+    assert orders[0] == "f0f1f2f3b0f4b1f5b2f6b3f7b4b5b6b7"
+    assert orders[2] == "f0f1b0f2b1f3b2w0f4b3w1f5b4w2f6b5w3f7b6w4b7w5w6w7"
+    assert orders[3] == "f0b0f1b1f2b2f3b3w0f4b4w1f5b5w2f6b6w3f7b7w4w5w6w7"
+
+
+@pytest.mark.parametrize(("num_in_flight", "num_in_memory"), [(None, None), (6, None), (6, 2)])
+def test_zero_bubble_keeps_no_more_than_it_may(
+    num_in_flight: int | None, num_in_memory: int | None
+) -> None:
+    """From forward to weights: as many as stage 0, or, where asked, as the stage under 1F1B."""
+    for stage in range(1, 4):
+        own = OneForwardOneBackward(12, num_in_flight).actions(stage, 4)
+        actions = ZeroBubble(12, num_in_flight, num_in_memory).actions(stage, 4)
+        (under_way,) = most_in_flight(own, lambda i: None).values()
+
+        assert most_in_flight(actions, lambda i: None) == {None: under_way}, "links as in 1F1B"
+        kept = most = 0
+        for action in actions:
+            kept += {"forward": 1, "backward": 0, "weights": -1}[action.kind]
+            most = max(most, kept)
+        assert most == max(under_way, num_in_memory or num_in_flight or 4)
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
@@ -78,12 +121,14 @@ def test_a_rank_with_several_stages_respects_every_dependency(schedule: Schedule
             assert position[action._replace(stage=action.stage - 1)] < at
         if action.kind == "backward" and action.stage < 2:
             assert position[action._replace(stage=action.stage + 1)] < at
+        if action.kind == "weights":
+            assert position[action._replace(kind="backward")] < at
     for stage in range(3):
         assert [a for a in both if a.stage == stage] == schedule.actions(stage, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, "lots", 2.5, True])
 def test_a_bad_number_of_micro_batches_dies_at_once(value: object) -> None:
-    for kind in (GPipe, OneForwardOneBackward):
+    for kind in (GPipe, OneForwardOneBackward, ZeroBubble):
         with pytest.raises(ConfigError, match="num_micro_batches"):
             kind(value)

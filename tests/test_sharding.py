@@ -4,7 +4,7 @@ with processes, in test_causal_run.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -17,10 +17,20 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
 from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
+from xcloud.parallel.across import AcrossClouds
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
-from xcloud.parallel.sharding import Sharded, _blocks, check_in_step, is_sharded, shard, whole
+from xcloud.parallel.sharding import (
+    Sharded,
+    ShardedAcross,
+    _blocks,
+    check_in_step,
+    is_sharded,
+    shard,
+    whole,
+)
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
@@ -121,18 +131,70 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
         assert buffer.squared_norm() == pytest.approx(19.0) or not math.isfinite(others)
 
 
+class WithAnother:
+    """An Averager: the other replica has the same loss and twice the gradients."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes, self.max_bytes = shapes, 1
+
+    def start(self, step: int, tensors: Sequence[torch.Tensor], weight: float = 1.0) -> None:
+        assert [tensor.shape for tensor in tensors] == list(self.shapes.values())
+        self.sent = [tensor.clone() for tensor in tensors]
+
+    def finish(self, step: int) -> list[torch.Tensor]:
+        loss, *gradients = self.sent
+        return [2 * loss, *(3 * gradient for gradient in gradients)]
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_dealt_stage_is_averaged_over_clouds_as_a_whole_one(
+    alone: RankGroup, value: float
+) -> None:
+    stages = [ToyStage(0, 2) for _ in range(2)]
+    shard(stages[1], alone, CPU)
+    found = []
+    for number, stage in enumerate(stages):
+        parameters = {0: dict(stage.named_parameters())}
+        check = ReplicaCheck(None, RankGroup.alone(), {0: stage}, str, 1, 9)
+        others = 2, WithAnother, False, 0, check
+        across = (
+            ShardedAcross(parameters, alone, *others)
+            if number
+            else AcrossClouds(parameters, alone, 1, *others)
+        )
+        buffer = FlatBuffer(stage.parameters())
+        stage(None, samples(torch.arange(4))).send["hidden"].square().sum().backward()
+        buffer.gradients[3] *= value
+        loss = across.exchanges[0].before_update(1, buffer, torch.tensor(2.0))
+        across.exchanges[0].after_update(1, buffer)
+        found.append((loss, buffer.flat, buffer.is_finite(), buffer.squares_elsewhere))
+
+    (loss, flat, is_finite, _), (own_loss, own_flat, own_is_finite, elsewhere) = found
+    assert torch.equal(flat, own_flat) or not is_finite
+    assert is_finite is own_is_finite is math.isfinite(value)
+    assert (float(loss), float(own_loss)) == (4.0, 4.0) or not is_finite
+    assert elsewhere == 0.0 or not is_finite  # nobody else holds a part
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["cluster.clouds.cloud_a.num_ranks=1"], "stage 0 is held by one rank"),
         (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
-        (["strategy=data_parallel"], "data_parallel exchanges whole ones"),
+        (["strategy=data_parallel"], r"stage 0 is held as .*cloud_b': \(False, 2\)"),
+        (["strategy=local_updates"], r"local_updates \(.*\) exchanges whole ones"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
         (["security/privacy=sample"], "bounds gradients of whole stages"),
+        (
+            ["schedule=zero_bubble", "+cluster.clouds.cloud_b.shard=true"],
+            "zero bubble .* puts off",
+        ),
         (["cluster.clouds.cloud_a.shard=2"], r"cloud\.shard must be one of"),
     ],
 )
 def test_a_stage_that_cannot_be_dealt_is_refused(overrides: list[str], said: str) -> None:
     job_from_config(composed(*DEALT))
+    both = ["+cluster.clouds.cloud_b.shard=true", "strategy=data_parallel"]
+    job_from_config(composed(*DEALT, *both))
     with pytest.raises(ConfigError, match=said):
         job_from_config(composed(*DEALT, *overrides))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import completed
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 TOY = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy", "tracker=none"]
@@ -20,9 +22,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
+    return completed(command(folder, *overrides), folder.with_suffix(".log"))
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ def test_a_bad_point_refuses_the_sweep(tmp_path: Path) -> None:
 def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_path: Path) -> None:
     words = [word for word in command(tmp_path / "bad", "compression=int8,int9") if word != "-m"]
     words.insert(words.index("+exp=toy") + 1, "-m")
-    refused = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    refused = completed(words, tmp_path / "log")
 
     assert refused.returncode == 2, refused.stderr
     assert "Could not find 'compression/int9'; there are: bf16, " in refused.stderr
@@ -125,6 +125,24 @@ def test_points_at_once_say_their_names_and_end_in_one_table(tmp_path: Path) -> 
     assert "2 points ran at once" in done.stdout
     assert len(statuses(folder)) == 2
     assert all((folder / name / "output.log").read_text() for name in statuses(folder))
+
+
+def test_points_that_take_turns_end_with_a_ratio_and_wait_in_no_step(tmp_path: Path) -> None:
+    folder = tmp_path / "turns"
+    line = ["compression=none,int8", "training.max_steps=28", "hydra.launcher.timing=together"]
+    done = run(folder, *line)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step time ratio: to none, in turns" in done.stdout
+    summaries = [json.loads(path.read_text()) for path in folder.glob("*/summary.json")]
+    ratios = [summary["step_time_ratio"] for summary in summaries]
+    assert len(ratios) == 2 and all(ratio["rounds"] == 6 for ratio in ratios)
+    text = "".join(path.read_text() for path in folder.glob("*/events.jsonl"))
+    events = [json.loads(line) for line in text.splitlines()]
+    of_rank_0 = [event for event in events if "step_s" in event and event["rank"] == 0]
+    began_s = min(event["t"] - event["step_s"] for event in of_rank_0)
+    span_s = max(event["t"] for event in of_rank_0) - began_s
+    assert sum(event["step_s"] for event in of_rank_0) < span_s + 0.1, "no two at once"
 
 
 def test_hydras_own_launcher_still_works_and_the_report_reads_its_sweep(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import browser, chromium
+from tests.runs import completed
 from xcloud.report.ui import HOST
 
 pytestmark = [
@@ -29,8 +30,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     command = [sys.executable, "run.py", "--config-dir", "tests/conf", "-m", "+exp=toy"]
     command += ["compression=svd_fp16_int8", f"{RATE}=0.2,0.6", "sweep=seen"]
     command += [f"hydra.sweep.dir={folder}/seen", f"tracker.root={folder}/mlruns"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(command, folder / "log")
+    assert done.returncode == 0, done.stdout
     return folder / "mlruns", done.stdout
 
 

@@ -28,7 +28,7 @@ SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
 
 def tracked(run_dir: Path, **more: Any) -> TrackedRun:
     """A run of one rank."""
-    told = {"params": {"rate": 0.6}, "tags": {"sweep": "s"}, **more}
+    told = {"params": {"rate": 0.6}, "tags": {"sweep": "s"}, "num_steps": 10, **more}
     return TrackedRun("a", run_dir=run_dir, statistics=RunStatistics(1), **told)
 
 
@@ -45,6 +45,10 @@ class FakeClient:
     def update_run(self, run_id: str, status: str) -> None:
         assert run_id == "id-of-the-run", "there is no other"
         self._take("reopened", status)
+
+    def get_run(self, run_id: str) -> Any:
+        latest = {name: value for batch in self.taken("metrics") for name, _, value in batch}
+        return SimpleNamespace(data=SimpleNamespace(metrics=latest))
 
     def get_metric_history(self, run_id: str, key: str) -> list[Any]:
         return [SimpleNamespace(step=step) for step, _ in self.curve(key)]
@@ -244,7 +248,13 @@ def test_config_file_is_one_constructor_call(name: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"uri": "some/folder"}, {"experiment": ""}, {"flush_s": 0}, {"finish_timeout_s": "long"}],
+    [
+        {"uri": "some/folder"},
+        {"experiment": ""},
+        {"flush_s": 0},
+        {"finish_timeout_s": "long"},
+        {"points": 10},
+    ],
 )
 def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"tracker.{next(iter(settings))}|tracker.experiment"):
@@ -287,5 +297,42 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
 
     assert second.run_id == "id-of-the-run" and client.taken("reopened") == ["RUNNING"]
     assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]
-    assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 3, 4]  # at worst the last again
+    assert [n for n, _ in client.curve("dev/bleu")] == [1, 2, 3, 4]
     assert client.taken("params") == [[("rate", "0.6")]]
+
+
+def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_down = threading.Event()
+
+    def refuse(call: str, value: Any) -> None:
+        if is_down.is_set():
+            raise ConnectionError("down")
+
+    def attempt(client: FakeClient, folder: Path, steps: range, is_killed: bool) -> None:
+        monkeypatch.setattr(Store, "open", open_with(client))
+        tracker = MlflowTracker(flush_s=0.01, points=500)
+        tracker.start(tracked(folder, num_steps=1500))
+        for step in steps:
+            loss = 99.0 if step in (650, 1221) else 1.0 / step
+            append_step(folder, step, loss, t=float(step))
+        if is_killed:  # else MLflow would hear of an end
+            sender = tracker._started()
+            wait_for(lambda: is_down.is_set() or sender._read_step == steps[-1])
+            is_down.set()
+        tracker.finish("finished", SUMMARY)
+
+    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    whole, broken = FakeClient(refuse), FakeClient(refuse)
+    (tmp_path / "whole").mkdir()
+    attempt(whole, tmp_path / "whole", range(1, 1501), is_killed=False)
+    attempt(broken, tmp_path, range(1, 634), is_killed=True)
+    attempt(broken, tmp_path, range(634, 877), is_killed=True)  # MLflow is down all the time
+    is_down.clear()
+    attempt(broken, tmp_path, range(877, 1501), is_killed=False)
+
+    curve = whole.curve("train/loss")
+    assert 200 < len(curve) <= 500 and dict(curve)[650] == dict(curve)[1221] == 99.0
+    assert curve[-1] == (1500, 1.0 / 1500)
+    assert broken.curve("train/loss") == curve

@@ -97,7 +97,7 @@ def deliveries(
     num_posted: int, num_messages: int, profile: LinkProfile, file: Path
 ) -> list[Reservation]:
     """Messages of 1,000 bytes that are all queued at time 0, over an emulated link."""
-    clock, posted = LinkClock(profile, file), PostedReceives(num_posted, profile.latency_s)
+    clock, posted = LinkClock(profile, file), PostedReceives(num_posted, profile.latency_at)
     now = clock.started_at_s
     slots = []
     for _ in range(num_messages):

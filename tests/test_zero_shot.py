@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from omegaconf import DictConfig
 
 from tests.checkpoints import saved
 from tests.configs import CONF, composed
+from tests.runs import completed
 from xcloud.errors import ConfigError
 from xcloud.job.follow_up import compose_follow_up
 from xcloud.run.local import run
@@ -114,7 +114,7 @@ def test_one_command_pretrains_and_fine_tunes(tmp_path: Path) -> None:
     command = [sys.executable, "run.py", "+exp=electra_multilingual", *SMALL, *TEXTS, *NETWORKS]
     command += ["training.max_steps=2", f"cache_dir={tmp_path / 'cache'}"]
     command += [f"follow_up={follow_up}", f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=False)
+    done = completed(command, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     assert "\nnext" not in done.stdout
     found = json.loads((tmp_path / "run" / "follow_up" / "summary.json").read_text())

@@ -14,6 +14,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.contracts.stage import Stage
 from xcloud.errors import TrainingDiverged
 from xcloud.parallel.averaging_guard import AveragingGuard
@@ -58,15 +59,17 @@ class Rank:
 def ranks(
     layout: ClusterLayout,
     training: Training,
-    compression: Compression | Phased | None = None,
+    compression: Compression | Phased | Switched | None = None,
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008
     privacy: Privacy | None = None,
     toy: Callable[[int, int], Stage] = ToyStage,
+    are_early: bool = True,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
-    toy: makes a stage, by its number and the number of stages."""
+    toy: makes a stage, by its number and the number of stages. are_early: sums inside a cloud may
+    begin in the backward."""
     layout = strategy.arrange(layout)
     borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
@@ -97,6 +100,7 @@ def ranks(
             weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
             replica=layout.placement(held.rank).replica,
             privacy=privacy,
+            early=held.stages if are_early else (),
             apart=strategy.is_apart,
             is_idle=lambda step: local.is_idle(step),
             tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),

@@ -2,8 +2,9 @@
 
 The tests' process starts one server (`python -m tests.warm_ranks FD`), which has imported what a
 rank imports, forks for each rank and runs the rank's command in the child. Environment, log,
-signals, exit codes and the end with the parent are as launch.py makes them. Linux only; what
-starts from a command line (run.py, torchrun) starts cold, and shows the real start.
+signals, exit codes and the end with the parent are as launch.py makes them. Linux only.
+Torchrun and most tests of run.py start cold, and show the real start. `command` starts run.py
+warm, for tests of what it does after that: its ranks are then forked from it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -66,9 +68,11 @@ class Server:
             self.lines.flush()
             return json.loads(self.lines.readline())
 
-    def start(self, command: list[str], environment: dict[str, str], log: Path) -> WarmRank:
+    def start(
+        self, command: list[str], environment: dict[str, str], log: Path, cwd: Path | None = None
+    ) -> WarmRank:
         """In place of launch.start_process."""
-        where = {"cwd": os.getcwd(), "log": str(log.resolve())}
+        where = {"cwd": str(cwd or Path.cwd()), "log": str(log.resolve())}
         pid: int = self.ask({"command": command, "environment": environment, **where})
         self.ranks.append(WarmRank(self, pid, log.resolve()))
         return self.ranks[-1]
@@ -102,6 +106,17 @@ def close() -> None:
         _server = None
 
 
+IMPORTED_BY_COMMANDS = ("hydra", "xcloud.run.local", "xcloud.run.planning", "xcloud.sweep.runner")
+
+
+def command(*words: str, log: Path, cwd: Path = ROOT) -> WarmRank:
+    """`python WORDS` for run.py, with stdout and stderr in `log`. Linux only."""
+    import_first(*IMPORTED_BY_COMMANDS)
+    assert _server is not None
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return _server.start([sys.executable, *words], environment, log, cwd)
+
+
 def alive(run_dir: Path) -> bool:
     """Whether a rank of this run was started here and has not ended."""
     started = _server.ranks if _server is not None else []
@@ -123,25 +138,48 @@ def serve(connection: socket.socket) -> None:
             answer = os.fork()
             if not answer:
                 os.close(connection.fileno())
-                become_rank(**request)
+                become_process(**request)
         lines.write(json.dumps(answer) + "\n")
         lines.flush()
 
 
-def become_rank(command: list[str], environment: dict[str, str], cwd: str, log: str) -> NoReturn:
-    def be_rank() -> None:
+def become_process(
+    command: list[str], environment: dict[str, str], cwd: str, log: str
+) -> NoReturn:
+    def body() -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # a launcher's child has its handlers
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        assert command[1:3] == ["-m", "xcloud"], command
-        words = command[3:]
-        if "--parent" in words:
-            words[words.index("--parent") + 1] = str(os.getppid())
-        importlib.import_module("xcloud.__main__").main(words)
+        be_launcher(command[1:]) if command[1] == "run.py" else be_rank(command[1:])
 
-    become(be_rank, Path(log), os.O_TRUNC)
+    become(body, Path(log), os.O_TRUNC)
+
+
+def be_rank(words: list[str]) -> None:
+    assert words[:2] == ["-m", "xcloud"], words
+    words = words[2:]
+    if "--parent" in words:
+        words[words.index("--parent") + 1] = str(os.getppid())
+    importlib.import_module("xcloud.__main__").main(words)
+
+
+def be_launcher(words: list[str]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
+    importlib.import_module("xcloud.run.launch").start_process = fork_rank
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Child:
+    """In place of launch.start_process, in a launcher that is a child of the server."""
+    if pid := os.fork():
+        return Child(pid)
+    become_process(command, environment, os.getcwd(), str(log))
 
 
 if __name__ == "__main__":

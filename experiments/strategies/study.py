@@ -1,7 +1,7 @@
 """Perplexity against bytes: every strategy fine-tunes the same model on the same tokens.
 
     python experiments/strategies/study.py BASE DATA OUT.jsonl [--seeds 1 2 3] [--at-once 2]
-        [--steps 300] [--only NAME ...]
+        [--steps 300] [--batch-size 32] [--learning-rate 1e-3] [--only NAME ...]
 
 BASE: folder of base_model.py. DATA: train.txt, dev.txt, test.txt. Each run is two clouds of a rank
 on an emulated link; a line of JSON each; runs that OUT holds already are left out. Runs at once
@@ -29,6 +29,7 @@ ROWS = {
     "data parallel, CocktailSGD": ["strategy=data_parallel", "compression=cocktail"],
     "pipeline, FP32": ["compression=none"],
     "pipeline, INT4": ["compression=int4"],
+    "pipeline, INT4+INT2": ["compression=int4", "compression.backward.int4.bits=2"],
     "local updates of 15, FP32": [LOCAL, "strategy.averaging.every=15", "compression=none"],
     "local updates of 15, INT4": [LOCAL, "strategy.averaging.every=15", "compression=int4"],
     "local updates of 50, INT4": [LOCAL, "strategy.averaging.every=50", "compression=int4"],
@@ -38,6 +39,9 @@ ROWS = {
     ],
     "FedAvg every 15, INT4": [
         "strategy=fedavg", "strategy.averaging.every=15", "compression=int4",
+    ],
+    "FedAvg every 60, INT4": [
+        "strategy=fedavg", "strategy.averaging.every=60", "compression=int4",
     ],
     "streaming, every 16, INT4": [
         "strategy=streaming", "strategy.averaging.every=16", "compression=int4",
@@ -55,6 +59,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     given = parser.parse_args()
     done = set()
@@ -65,9 +71,10 @@ def main() -> None:
     setting = [
         "+exp=lora_clm", "profile=files", "model.lora=null", "tracker=none",
         f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
-        "task.document=line", "task.max_length=64", "training.batch_size=32",
+        "task.document=line", "task.max_length=64", "cluster/wan=free",
+        f"training.batch_size={given.batch_size}",
         "schedule.num_micro_batches=4", f"training.max_steps={given.steps}",
-        "training.optimizer.learning_rate=1e-3", "training.eval_batch_size=32",
+        f"training.optimizer.learning_rate={given.learning_rate}", "training.eval_batch_size=32",
     ]  # fmt: skip
 
     def run(name: str, seed: int) -> dict[str, object]:

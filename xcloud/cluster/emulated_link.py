@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +52,9 @@ class PostedReceives:
     modelled; nothing is timed then.
     """
 
-    def __init__(self, num_posted: int, latency_s: float) -> None:
-        self._latency_s = latency_s
+    def __init__(self, num_posted: int, latency_at: Callable[[float], float]) -> None:
+        """latency_at: a moment of the monotonic clock, in seconds."""
+        self._latency_at = latency_at
         self._delivered_at_s: deque[float] = deque(maxlen=num_posted)
 
     @property
@@ -61,7 +63,8 @@ class PostedReceives:
         first messages, whose receives were posted at set-up."""
         if len(self._delivered_at_s) < (self._delivered_at_s.maxlen or 0):
             return 0.0
-        return self._delivered_at_s[0] + self._latency_s
+        delivered_at_s = self._delivered_at_s[0]
+        return delivered_at_s + self._latency_at(delivered_at_s)
 
     def used(self, deliver_at_s: float) -> None:
         """Note that a message delivered at that time used up a receive."""
@@ -89,14 +92,19 @@ class LinkClock:
                 now = time.monotonic() if now_s is None else now_s
                 origin, free_at, last_arrival, messages = _STATE.unpack(self._state[:])
                 start = max(now, free_at)
-                sent = origin + self.profile.sent_at(start - origin, num_bytes)
+                sent_s = self.profile.sent_at(start - origin, num_bytes)
+                sent = origin + sent_s
                 jitter = random.Random(f"{self.profile.seed}:{messages}").random()
-                arrival = sent + self.profile.latency_s + jitter * self.profile.jitter_s
+                arrival = sent + self.profile.latency_at(sent_s) + jitter * self.profile.jitter_s
                 arrival = max(arrival, last_arrival)
                 self._state[:] = _STATE.pack(origin, sent, arrival, messages + 1)
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         return Reservation(start, sent, arrival)
+
+    def latency_at(self, moment_s: float) -> float:
+        """One way, by the monotonic clock."""
+        return self.profile.latency_at(moment_s - self.started_at_s)
 
     @property
     def started_at_s(self) -> float:

@@ -74,8 +74,8 @@ class GlooOutLink(SendingEnd):
         self._group, self._peer = group, peer
         self._failure: LinkError | None = None
         clock, window = settings.clock, settings.window
-        latency_s = clock.profile.latency_s if clock is not None else 0.0
-        self._posted = PostedReceives(window.num_posted, latency_s)
+        latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
+        self._posted = PostedReceives(window.num_posted, latency_at)
         self._queue: ByteQueue[Outgoing | None] = ByteQueue(window.max_queued_bytes)
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()

@@ -33,9 +33,9 @@ class LinkProfile:
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
     latency_s: one way. The round trip is twice this.
     jitter_s: each message is delayed by a seeded uniform draw from [0, jitter_s]; no reordering.
-    trace: [[seconds since the start, bits per second], ...]: the bandwidth from then on;
-        repeats every trace_period_s if that is set. Before the first entry it is
-        bandwidth_bits_per_s.
+    trace: [[seconds since the start, bits per second], ...], or in each entry a third number, the
+        latency in seconds: what the line does from then on; repeats every trace_period_s if that
+        is set. Before the first entry it is bandwidth_bits_per_s and latency_s.
     outages: [[start, duration], ...] in seconds since the start; nothing is sent meanwhile.
     outage_every_s, outage_lasting_s: further outages at seeded exponential gaps; 0 = none.
     timeout_s, timeout_factor: a message is overdue after timeout_s + timeout_factor * its own
@@ -62,14 +62,14 @@ class LinkProfile:
         check_number("wan.timeout_s", self.timeout_s, 0.0, above=True)
         check_number("wan.timeout_factor", self.timeout_factor, 1.0)
         check_int("wan.seed", self.seed, 0)
-        object.__setattr__(self, "trace", _pairs("wan.trace", self.trace, second_may_be_zero=True))
+        object.__setattr__(self, "trace", _trace(self.trace))
         object.__setattr__(self, "outages", _pairs("wan.outages", self.outages))
         if self.trace_period_s and self.trace and self.trace[-1][0] >= self.trace_period_s:
             raise ConfigError(
                 f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
                 f"wan.trace ({self.trace[-1][0]})"
             )
-        if self.trace and not any(rate > 0 for _, rate in self.trace):
+        if self.trace and not any(entry[1] > 0 for entry in self.trace):
             raise ConfigError("wan.trace has no bandwidth above 0, so nothing would ever arrive")
         if bool(self.outage_every_s) != bool(self.outage_lasting_s):
             raise ConfigError(
@@ -111,6 +111,11 @@ class LinkProfile:
             bits -= rate * (until - now)
             now = until
 
+    def latency_at(self, now_s: float) -> float:
+        """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
+        entry, _ = self._entry_from(now_s)
+        return entry[2] if len(entry) == 3 else self.latency_s
+
     def _rate_from(self, now_s: float) -> tuple[float, float]:
         """Bits per second at now_s, and until when this rate holds."""
         until = math.inf
@@ -119,33 +124,38 @@ class LinkProfile:
                 return 0.0, start + duration
             if start > now_s:
                 until = min(until, start)
+        entry, next_s = self._entry_from(now_s)
+        rate, until = entry[1], min(until, next_s)
+        if rate == 0 and until == math.inf:
+            raise ConfigError(
+                "wan.trace ends with a bandwidth of 0, so nothing more can arrive; end it with a "
+                "bandwidth above 0 or set wan.trace_period_s"
+            )
+        return rate, until
+
+    def _entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
+        """The entry of the trace that holds at now_s, and until when."""
+        nominal = (0.0, self.bandwidth_bits_per_s)
         if not self.trace:
-            return self.bandwidth_bits_per_s, until
+            return nominal, math.inf
         period = self.trace_period_s
         lap = math.floor(now_s / period) if period else 0
         # A lap's end computed as (lap + 1) * period may round to now_s itself.
         if period and (lap + 1) * period <= now_s:
             lap += 1
         base = lap * period
-        starts = [start for start, _ in self.trace]
+        starts = [entry[0] for entry in self.trace]
         index = bisect_right(starts, now_s - base) - 1
         # Between two starts rounding may leave base + start just above now_s: never go backwards.
         if index + 1 < len(starts) and base + starts[index + 1] <= now_s:
             index += 1
         if index >= 0:
-            rate = self.trace[index][1]
+            entry = self.trace[index]
         else:
-            rate = self.trace[-1][1] if period and lap else self.bandwidth_bits_per_s
+            entry = self.trace[-1] if period and lap else nominal
         if index + 1 < len(starts):
-            until = min(until, base + starts[index + 1])
-        elif period:
-            until = min(until, base + period)
-        elif rate == 0 and until == math.inf:
-            raise ConfigError(
-                "wan.trace ends with a bandwidth of 0, so nothing more can arrive; end it with a "
-                "bandwidth above 0 or set wan.trace_period_s"
-            )
-        return rate, until
+            return entry, base + starts[index + 1]
+        return entry, base + period if period else math.inf
 
     @cached_property
     def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
@@ -163,6 +173,25 @@ class LinkProfile:
             drawn.append((end + gap, self.outage_lasting_s))
         following = bisect_right(drawn, (now_s, math.inf))
         return drawn[max(0, following - 1) : following + 1]
+
+
+def _trace(value: object) -> tuple[tuple[float, ...], ...]:
+    """Entries of two numbers, or of three."""
+    if not isinstance(value, Sequence) or not any(_has_latency(entry) for entry in value):
+        return _pairs("wan.trace", value, second_may_be_zero=True)
+    pairs = _pairs(
+        "wan.trace",
+        [entry[:2] if _has_latency(entry) else entry for entry in value],
+        second_may_be_zero=True,
+    )
+    for entry in filter(_has_latency, value):
+        check_number(f"wan.trace: the latency of {list(entry)}", entry[2], 0.0)
+    both = zip(pairs, value, strict=True)
+    return tuple((*pair, *map(float, entry[2:])) for pair, entry in both)
+
+
+def _has_latency(entry: object) -> bool:
+    return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 3
 
 
 def _pairs(

@@ -148,6 +148,25 @@ class _Meeting:
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks)
         self._shown: list[Tensor | None] = [None] * num_ranks
+        self._sums: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # to each, in order
+        self._changed = threading.Condition()
+
+    def start_sum(self, place: int, values: Tensor) -> Callable[[], None]:
+        """As show, without waiting for the others before the returned call."""
+        with self._changed:
+            number = len(self._sums[place])
+            self._sums[place].append(values.clone())
+            self._changed.notify_all()
+
+        def wait() -> None:
+            with self._changed:
+                if not self._changed.wait_for(
+                    lambda: all(len(own) > number for own in self._sums), PATIENCE_S
+                ):
+                    raise LinkTimeout(f"a rank did not come to sum {number} in {PATIENCE_S:.0f} s")
+            values.copy_(torch.stack([own[number] for own in self._sums]).sum(0))
+
+        return wait
 
     def show(self, place: int, values: Tensor) -> list[Tensor]:
         """Copies of everybody's. Raises LinkTimeout if somebody does not come."""
@@ -173,6 +192,9 @@ class MemoryCollectives:
 
     def sum(self, values: Tensor) -> None:
         values.copy_(torch.stack(self.gather(values)).sum(0))
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        return self._meeting.start_sum(self._place, values)
 
     def broadcast(self, values: Tensor, source: int) -> None:
         values.copy_(self.gather(values)[self._ranks.index(source)])

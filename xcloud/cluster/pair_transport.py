@@ -8,7 +8,7 @@ groups, so that a rank that begins again never meets what its predecessor left (
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _FOREVER = timedelta(days=30)
+_LOOK_S = 0.05
 
 
 def meeting_store(rank: int, run_dir: Path, host: str | None, port: int) -> Store:
@@ -79,6 +80,7 @@ class PairTransport:
         self.beginning = int(store.add(f"beginnings.{rank}", 1))
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0
+        self._met: dict[tuple[int, ...], int] = {}  # beginnings of the first rank, by group
 
     @property
     def is_newcomer(self) -> bool:
@@ -106,7 +108,8 @@ class PairTransport:
         self._num_groups += 1
         if len(ranks) == 1 or self.rank not in ranks:
             return None
-        name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {self.beginning}"
+        number = self._meet(tuple(ranks))
+        name = f"group {self._num_groups} of {'-'.join(map(str, ranks))}, {number}"
         store = PrefixStore(name, self.store)
         place = list(ranks).index(self.rank)
         return CloudCollectives(
@@ -122,6 +125,35 @@ class PairTransport:
         """Of rank 0 and this one: links between others there are none."""
         self.store.set(f"machine.{self.rank}", str(machine_id()))
         return [int(self.store.get("machine.0")), machine_id()] if self.rank else [machine_id()]
+
+    def _meet(self, ranks: tuple[int, ...]) -> int:
+        """How often the first of these ranks has begun. All of them begin together, but may have
+        begun unequally often: one may be lost before it has counted. So the first waits until the
+        newest beginning of every other knows of its own, and then tells them."""
+        first, *others = ranks
+        if ranks not in self._met:
+            mine = others if self.rank == first else [self.rank]
+            while not all([self._has_met(first, other) for other in mine]):
+                time.sleep(_LOOK_S)
+            self._met[ranks] = self.beginning if self.rank == first else self._count(first)
+            if self.rank == first:
+                for other in others:
+                    self.store.set(f"met {self._both(first, other)}", "")
+        return self._met[ranks]
+
+    def _has_met(self, first: int, other: int) -> bool:
+        if self.rank == first:
+            return self.store.check([f"come {self._both(first, other)}"])
+        self.store.set(f"come {self._both(first, other)}", "")
+        return self.store.check([f"met {self._both(first, other)}"])
+
+    def _both(self, first: int, other: int) -> str:
+        return f"{other}.{self._count(other)} to {first}.{self._count(first)}"
+
+    def _count(self, rank: int) -> int:
+        return (
+            self.beginning if rank == self.rank else int(self.store.add(f"beginnings.{rank}", 0))
+        )
 
     def _pair(self, line: str, sender: int, receiver: int) -> Pair:
         counts = [
@@ -140,7 +172,11 @@ class CloudCollectives:
         self._group.barrier().wait()
 
     def sum(self, values: Tensor) -> None:
-        self._group.allreduce([values]).wait()
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._group.allreduce([values]).wait
+        return wait
 
     def broadcast(self, values: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()

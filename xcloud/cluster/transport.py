@@ -6,7 +6,7 @@ A transport promises no collective over ranks of several clouds but what stands 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +32,10 @@ class Collectives(Protocol):
 
     def sum(self, values: Tensor) -> None:
         """In place."""
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        """In place, while the caller goes on: the returned call waits for it. Until then nobody
+        touches `values`."""
 
     def broadcast(self, values: Tensor, source: int) -> None:
         """In place, from rank `source`."""
@@ -116,7 +120,13 @@ class GlooCollectives:
         dist.barrier(group=self._group)
 
     def sum(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self._group)
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def broadcast(self, values: Tensor, source: int) -> None:
         dist.broadcast(values, source, self._group)

@@ -11,7 +11,7 @@ trace: it passes by the memories, and what a compressor learns or counts from it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from xcloud.comm.memory import (
     split_state,
 )
 from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switches
 from xcloud.errors import FrameError
 
 NOTHING_KNOWN: Message = {}
@@ -117,6 +118,18 @@ class Codecs:
     @property
     def _by_number(self) -> dict[str, Codec]:
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
+
+
+class SwitchedCodecs(Codecs):
+    """The codec of one direction for every choice of a `Switched`; `switches` says which is in
+    force."""
+
+    def __init__(self, codecs: Sequence[Codec], switches: Switches) -> None:
+        super().__init__([(None, codec) for codec in codecs])
+        self._switches = switches
+
+    def at(self, step: int) -> Codec:
+        return self._phases[self._switches.at(step)][1]
 
 
 class _FieldCodecs:

@@ -5,17 +5,15 @@ Shapes: the tensor as a matrix [R, D], R rows, D columns; r columns of each fact
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from xcloud.checks import check_int
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Family, Feedback, Parts, wide
-from xcloud.comm.low_rank import matrix_shape, scaled_factors
-from xcloud.comm.memory import State
+from xcloud.comm.compressor import Parts, wide
+from xcloud.comm.factors import WarmFactors
 
 _FRESH_SHARE = 1e-3
 _CHUNK = 1 << 16
@@ -23,7 +21,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass
-class PowerSgd:
+class PowerSgd(WarmFactors):
     """x_hat = P Q^T with P = orth(x Q_before), Q = x^T P; the next call begins at this Q.
 
     Source: Vogels et al., arXiv:1905.13727, algorithm 1. Over calls on slowly changing gradients
@@ -40,13 +38,9 @@ class PowerSgd:
     that it gives the same bits on any processor, unlike a matrix product.
 
     Wire, for [R, D]: P [R, r] and Q^T [r, D] in the tensor's dtype, r = min(rank, R, D).
-    NaN or inf anywhere makes every value NaN, so that divergence stays visible.
     """
 
-    family: ClassVar[Family] = "low_rank"
-    feedback: ClassVar[Feedback] = "needed"
     rank: int = 4
-    _basis_Dr: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("PowerSgd.rank", self.rank, 1)
@@ -55,48 +49,26 @@ class PowerSgd:
     def label(self) -> str:
         return f"powersgd({self.rank})"
 
-    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        num_rows, num_features = matrix_shape(spec.shape)
-        rank = min(self.rank, num_rows, num_features)
-        return (
-            TensorSpec((num_rows, rank), spec.dtype),
-            TensorSpec((rank, num_features), spec.dtype),
-        )
-
-    def compress(self, tensor: Tensor) -> Parts:
-        rank = min(self.rank, *matrix_shape(tuple(tensor.shape)))
-        return scaled_factors(tensor, rank, self._step)
+    def _rank(self, num_rows: int, num_features: int) -> int:
+        return min(self.rank, num_rows, num_features)
 
     def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
         return outer_sum(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
 
-    def state_dict(self) -> State:
-        """Q: the next call depends on it. Never changed in place."""
-        return {} if self._basis_Dr is None else {"basis": self._basis_Dr}
-
-    def load_state_dict(self, state: State) -> None:
-        basis = state.get("basis")
-        if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
-            raise ValueError(
-                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}; the "
-                "state was saved with other settings"
-            )
-        self._basis_Dr = basis
-
-    def _step(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]
         generator = torch.Generator().manual_seed(0)
         basis_Dr = torch.randn(num_features, rank, generator=generator).to(matrix_RD)
-        if self._basis_Dr is not None and self._basis_Dr.shape == basis_Dr.shape:
+        if self._basis_Dl is not None and self._basis_Dl.shape == basis_Dr.shape:
             # The noise makes directions reachable that the previous gradient did not have at all.
-            known_Dr = self._basis_Dr.to(matrix_RD)
+            known_Dr = self._basis_Dl.to(matrix_RD)
             largest_r = known_Dr.abs().amax(0)
             known_Dr = known_Dr / torch.where(largest_r > 0, largest_r, 1)
             basis_Dr = basis_Dr.mul_(_FRESH_SHARE).add_(known_Dr)
         left_Rr = torch.linalg.qr(matrix_RD @ basis_Dr).Q
         right_rD = left_Rr.T @ matrix_RD
-        self._basis_Dr = right_rD.T.clone(memory_format=torch.contiguous_format)
+        self._basis_Dl = right_rD.T.clone(memory_format=torch.contiguous_format)
         return left_Rr, right_rD
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from xcloud.cluster.message_log import MessageLog
 
-Computing = Literal["fetch", "forward", "backward", "clip", "optimizer"]
+Computing = Literal["fetch", "forward", "backward", "weights", "clip", "optimizer"]
 What = Computing | Literal["compress", "decompress", "wait", "average"]
 
 SUM_OF: dict[What, str] = {
@@ -26,7 +26,7 @@ SUM_OF: dict[What, str] = {
 class Place(NamedTuple):
     """The schedule's action that a span belongs to; micro_batch counts within the update."""
 
-    direction: str  # "forward", "backward", or "" outside the schedule
+    direction: str  # as Action.kind; "" outside the schedule
     stage: int
     micro_batch: int
 

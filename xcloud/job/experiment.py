@@ -12,12 +12,13 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.security.defences import LABEL, Defence
@@ -37,7 +38,7 @@ class Experiment(Job):
     model: SplitModel
     cluster: ClusterLayout
     schedule: Schedule
-    compression: Compression | Phased | PerBorder
+    compression: Compression | Phased | PerBorder | Switched
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
@@ -45,6 +46,9 @@ class Experiment(Job):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
+        if self.autopilot is not None:
+            self._check_autopilot()
+            object.__setattr__(self, "compression", self.autopilot.around(self.compression))
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -81,6 +85,27 @@ class Experiment(Job):
             self._check_defences(replica)
         self._check_privacy()
 
+    def _check_autopilot(self) -> None:
+        layout = self.cluster
+        if self.plan is not None:
+            raise ConfigError(
+                "plan= prices one compression for the whole run, and autopilot changes it: leave "
+                "one of the two out"
+            )
+        if layout.num_replicas > 1:
+            raise ConfigError(
+                f"autopilot decides in one rank for a single pipeline, and strategy="
+                f"{self.strategy.name} makes {layout.num_replicas} of it: set autopilot=off"
+            )
+        for stage in range(layout.num_stages - 1):
+            here, there = (layout.ranks_of(s)[0] for s in (stage, stage + 1))
+            if layout.wan_between(here, there) == "real":
+                raise ConfigError(
+                    "autopilot follows the seconds in which an emulated line is busy, and nobody "
+                    f"counts them on the real network behind stage {stage} (cluster.wan=real): "
+                    "set autopilot=off"
+                )
+
     def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
         layout, clouds = self.cluster, tuple(self.cluster.clouds)
         stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
@@ -108,12 +133,24 @@ class Experiment(Job):
             if not cloud.shard:
                 continue
             what = f"cluster.clouds.{name}"
-            if self.strategy.averaging is not None or self.ties_ends:
+            if self.ties_ends or isinstance(self.strategy.averaging, LocalUpdates):
                 other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
                 raise ConfigError(
                     f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
                     "with other clouds: leave one of the two out"
                 )
+            for stage in cloud.stages or ():
+                dealt = {
+                    name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                    for name, other in layout.clouds.items()
+                    if stage in (other.stages or ())
+                }
+                if len(set(dealt.values())) > 1:
+                    raise ConfigError(
+                        f"{what}.shard: each rank averages what it holds with one that holds the "
+                        f"same, but stage {stage} is held as (shard, ranks) {dealt}; give these "
+                        "clouds the same num_ranks and shard"
+                    )
             if self.security.privacy is not None:
                 raise ConfigError(
                     f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
@@ -203,6 +240,13 @@ class Experiment(Job):
                 "without that noise, so its epsilon would not hold there. Keep each replica in "
                 "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
             )
+        stages = range(layout.num_stages)
+        if any(put_off(self.schedule.actions(stage, layout.num_stages)) for stage in stages):
+            raise ConfigError(
+                "security/privacy=sample clips each sample's gradient before the next one's is "
+                f"computed, but {self.schedule.label} puts off those of weights; choose "
+                "schedule=one_forward_one_backward or gpipe"
+            )
         pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
         if self.training.batch_size != pieces:
             raise ConfigError(
@@ -275,11 +319,9 @@ class Experiment(Job):
 
     @property
     def checkpoint(self) -> Checkpoints:
-        """Replicas save by the number of the step, which all of them know; none are made where a
-        cloud may leave and come back."""
-        if self.is_elastic:
-            return Checkpoints(every_steps=0, every_minutes=0)
-        if self.cluster.num_replicas > 1:
+        """Replicas save by the number of the step, which all of them know; where one of them saves
+        for all, it may go by the clock."""
+        if self.cluster.num_replicas > 1 and not self.is_elastic:
             return replace(self.training.checkpoint, every_minutes=0)
         return self.training.checkpoint
 
@@ -292,6 +334,13 @@ class Experiment(Job):
         local = self.strategy.averaging
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
             return super().essential_ranks
+        return self.saving_ranks
+
+    @property
+    def saving_ranks(self) -> frozenset[int]:
+        """Where clouds may leave and come back those of the first, which merges for all."""
+        if not self.is_elastic:
+            return super().saving_ranks
         return frozenset(self.cluster.ranks_in(self.cluster.stage_cloud(0)))
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from xcloud.checks import check_int
 from xcloud.cluster.clouds import Layout
+from xcloud.plan.autopilot import Autopilot
 from xcloud.plan.settings import Planning
 from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
@@ -51,6 +52,7 @@ class Job(ABC):
     label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
     cache_dir: relative to the project's folder.
     plan: what to find out before the run (run/planning.py); null in whatever is run.
+    autopilot: what may change while it runs (run/autopilot.py); null: nothing.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Job(ABC):
     cache_dir: str = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: Planning | None = None
+    autopilot: Autopilot | None = None
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0)
@@ -135,6 +138,11 @@ class Job(ABC):
     @property
     def essential_ranks(self) -> frozenset[int]:
         """The run fails with any of these; the others may be lost. By default none can."""
+        return frozenset(range(self.cluster.num_ranks))
+
+    @property
+    def saving_ranks(self) -> frozenset[int]:
+        """Those that save what the run can go on from; the others begin with what these tell."""
         return frozenset(range(self.cluster.num_ranks))
 
     @property

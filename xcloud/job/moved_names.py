@@ -24,7 +24,6 @@ MOVED = {
     "xcloud.feed_experiment.FeedExperiment": "xcloud.job.one_way.OneWayExperiment",
     "xcloud.feed_experiment.FeedTraining": "xcloud.job.one_way.OneWayTraining",
     "xcloud.parallel.feed_plan.Feed": "xcloud.parallel.one_way.feed.Feed",
-    "xcloud.parallel.one_way.plan.Feed": "xcloud.parallel.one_way.feed.Feed",
     "xcloud.tracking.MlflowTracker": "xcloud.record.tracking.MlflowTracker",
     "xcloud.tracking.NullTracker": "xcloud.record.tracking.NullTracker",
 }

@@ -55,6 +55,11 @@ class OneWayExperiment(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.autopilot is not None:
+            raise ConfigError(
+                "autopilot chooses the compression of a pipeline's borders, and a one-way job has "
+                "none; set autopilot=off"
+            )
         if (
             not isinstance(self.follow_up, Sequence)
             or isinstance(self.follow_up, str)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import State, load_states, split_state, states_of, whole_number
 from xcloud.parallel.averaging import Averager
+from xcloud.parallel.dealt import local_part
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pieces import dealt
 from xcloud.parallel.rank_group import RankGroup
@@ -56,8 +57,10 @@ class AcrossClouds:
         self._group, self._num_replicas, self._delay = group, num_replicas, delay
         self._check, self._scale = check, num_replicas if is_mean else 1
         named = {f"{s}.{name}": p for s, own in parameters.items() for name, p in own.items()}
-        self._parameters = list(named.values())
-        self._shares = dealt({name: p.shape for name, p in named.items()}, num_shares)
+        held = {name: p for name, p in named.items() if local_part(p).numel()}
+        self._parameters = list(held.values())
+        shapes = {name: local_part(p).shape for name, p in held.items()}
+        self._shares = dealt(shapes, num_shares)
         self._averager: Averager | None = None
         if group.lane < num_shares:
             pieces = {piece.name: piece.shape for piece in self._shares[group.lane]}
@@ -73,11 +76,13 @@ class AcrossClouds:
         """Of its largest message across."""
         return 0 if self._averager is None else self._averager.max_bytes
 
-    def gather(self, stage: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+    def gather(self, step: int, stage: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
         """Sum over the ranks of the cloud."""
-        buffer.flat[-1] = loss
         self._buffers[stage] = buffer
-        return self._group.sum(buffer.flat)[-1].clone()
+        return self._sum(step, buffer, loss)
+
+    def _sum(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+        return buffer.sum_over(self._group, loss)
 
     def exchange(self, step: int, loss: Tensor) -> Tensor:
         """Across clouds; leaves the merged gradients in the buffers. loss: of this cloud's ranks.
@@ -92,8 +97,12 @@ class AcrossClouds:
             total = loss * self._num_replicas  # the others' are not here yet
         self._under_way = step if self._delay else 0
         for buffer in self._buffers.values():
-            buffer.flat[-1] = total
+            self._told(step, buffer, total)
         return total
+
+    def _told(self, step: int, buffer: FlatBuffer, loss: Tensor) -> None:
+        """Its gradients are merged."""
+        buffer.flat[-1] = loss
 
     def after_update(self, step: int) -> None:
         if self._check.is_due(step):
@@ -143,7 +152,7 @@ class AcrossClouds:
     def _gradients(self) -> list[Tensor]:
         """Views of the buffers."""
         found = [p.grad for p in self._parameters]
-        return [gradient for gradient in found if gradient is not None]
+        return [local_part(gradient) for gradient in found if gradient is not None]
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class _OfStage:
     is_last: bool
 
     def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
-        summed = self.whole.gather(self.stage, buffer, loss)
+        summed = self.whole.gather(step, self.stage, buffer, loss)
         return self.whole.exchange(step, summed) if self.is_last else summed
 
     def after_update(self, step: int, buffer: FlatBuffer) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,12 @@ REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
+_NORMS = (
+    "squared gradient norm of each stage, NaN if not finite",
+    "seconds of the main thread, bytes, messages and seconds of the line so far float64",
+)
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
+_CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
 _CHECKPOINT = ("how far a rank is with its part of a checkpoint uint8",)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
@@ -37,6 +43,30 @@ class Word(IntEnum):
     GO_ON = 0
     CHECKPOINT = 1  # save what the run can go on from
     STOP = 2  # save it, and end
+
+
+NO_CHOICE = -1
+
+
+class Pilot(Protocol):
+    """Chooses among what a run may use; asked at the end of every update."""
+
+    def measured(self, step: int) -> Tensor | None:
+        """In each leader: what rank 0 shall know now, float64; None in all at the same steps."""
+
+    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
+        """In rank 0: what all ranks use from the next step on; None: as before. told: by rank."""
+
+    def follow(self, step: int, choice: int) -> None:
+        """In every rank, when all others do."""
+
+
+class Answer(NamedTuple):
+    """Of rank 0 to the leaders, and of these to their stages. choice: of a Pilot."""
+
+    total: float
+    word: Word = Word.GO_ON
+    choice: int = NO_CHOICE
 
 
 @dataclass(frozen=True)
@@ -51,37 +81,50 @@ class StageSums:
     overdue_s: float = 0.0
 
     def sum_over_stages(
-        self, step: int, values: Mapping[int, float], num_stages: int, word: Word = Word.GO_ON
-    ) -> tuple[float, Word]:
-        """Sum of one number per stage, the same bits in every leader, and rank 0's word, which
-        travels with it. Leaders only.
+        self,
+        step: int,
+        values: Mapping[int, float],
+        num_stages: int,
+        word: Word = Word.GO_ON,
+        pilot: Pilot | None = None,
+    ) -> Answer:
+        """Sum of one number per stage, the same bits in every leader, and rank 0's word and its
+        pilot's choice, which travel with it. Leaders only.
 
         values: stage -> number, for the stages that this leader speaks for. word: in rank 0.
         """
         key = MessageKey(Kind.NORM, step)
+        measured = None if pilot is None else pilot.measured(step)
         first, *others = self.leaders
         if self.rank != first:
             mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 mine[stage] = value
-            self.out[first].send(
-                key, (mine,), ("squared gradient norm of each stage, NaN if not finite",)
-            )
-            summed, *told = self.incoming[first].recv(key, self.overdue_s)
-            return float(summed[0]), Word(int(told[0][0])) if told else Word.GO_ON
+            parts = [mine] if measured is None else [mine, measured]
+            self.out[first].send(key, tuple(parts), _NORMS[: len(parts)])
+            summed, *rest = self.incoming[first].recv(key, self.overdue_s)
+            news = rest[0].tolist() if rest else [Word.GO_ON]
+            return Answer(float(summed[0]), Word(news[0]), *news[1:])
         collected = dict(values)
+        told = {} if measured is None else {first: measured}
         for leader in others:
-            theirs = self.incoming[leader].recv(key, self.overdue_s)[0].tolist()
+            norms, *more = self.incoming[leader].recv(key, self.overdue_s)
+            if more:
+                told[leader] = more[0]
+            theirs = norms.tolist()
             collected.update({stage: v for stage, v in enumerate(theirs) if v == v})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
+        choice = None if pilot is None or not told else pilot.decide(step, told)
+        news = [word] if choice is None else [word, choice]
         for leader in others:
             parts = [torch.tensor([total], dtype=torch.float64)]
-            if word is not Word.GO_ON:
-                parts.append(torch.tensor([word], dtype=torch.uint8))
-            self.out[leader].send(key, tuple(parts), _SUMMED[: len(parts)])
-        return total, word
+            if news != [Word.GO_ON]:
+                parts.append(torch.tensor(news, dtype=torch.uint8))
+            carries = _SUMMED if choice is None else _CHOSEN
+            self.out[leader].send(key, tuple(parts), carries[: len(parts)])
+        return Answer(total, word, NO_CHOICE if choice is None else choice)
 
 
 class Control:
@@ -134,8 +177,9 @@ class Control:
             theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
             compare_facts(facts, theirs, 0)
 
-    def meet(self) -> None:
-        """Return when every rank of the job has come here. Every rank calls it.
+    def meet(self, ranks: Collection[int] | None = None) -> None:
+        """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
+        and rank 0 is one of them.
 
         A rank is waited for as long as it gives signs of life. Raises LinkTimeout naming one that
         gives none, LinkClosed naming one that is gone.
@@ -144,12 +188,13 @@ class Control:
         key, started_s = MessageKey(Kind.MEETING, self._num_meetings), time.monotonic()
         if self.rank != 0:
             self.out[0].send(key, ())
-        missing = sorted(self.incoming)
+        peers = sorted(self.out if ranks is None else self.out.keys() & ranks)
+        missing = peers
         while missing:  # in turn, so that the end of any of them is seen at once
             missing = [peer for peer in missing if not self._has_come(peer, key, started_s)]
         if self.rank == 0:
-            for out in self.out.values():
-                out.send(key, ())
+            for peer in peers:
+                self.out[peer].send(key, ())
 
     def _has_come(self, peer: int, key: MessageKey, started_s: float) -> bool:
         try:

@@ -47,8 +47,14 @@ class ElasticRounds:
     def is_idle(self, step: int) -> bool:
         return self._pace.is_idle(step)
 
+    def welcome(self, step: int) -> None:
+        """Of the cloud that merges, going on after `step` from its checkpoint: the others `join`
+        now."""
+        if isinstance(self._end, Hub):
+            self._end.welcome(step)
+
     def join(self) -> int:
-        """Of a cloud that begins again in a job that goes on: take the values of the others.
+        """Of another cloud that begins in a job that goes on: take the values of the others.
         Returns the step at which they are; this replica goes on with the next one."""
         self._begin()
         hub_step = 0
@@ -72,13 +78,14 @@ class ElasticRounds:
         is_due = step % self._settings.every == 0 or is_last
         if not self.is_idle(step):
             self._weight += self._work(step)
-        if isinstance(self._end, Hub):
-            self._end.answer_absent(step)
         if is_due:
             hub_step, is_taken = self._merge(step)
             self._tell(hub_step, is_taken)
-        if isinstance(self._end, Hub) and is_last:
-            self._end.end(step)
+        if isinstance(self._end, Hub):
+            # After the merge: who is told of this step has its next message for a later one.
+            self._end.answer_absent(step)
+            if is_last:
+                self._end.end(step)
         self._pace.end_step(step)
 
     def _merge(self, step: int) -> tuple[int, bool]:
@@ -118,7 +125,8 @@ class ElasticRounds:
         return state | states_of(self._parts)
 
     def load_state_dict(self, state: State) -> None:
-        """All replicas are there again, whoever had left before."""
+        """All replicas are there again, whoever had left before; they do not know what was merged
+        last."""
         self._is_anchored = bool(state)
         if not state:
             return

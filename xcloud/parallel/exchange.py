@@ -9,7 +9,7 @@ Shapes: N = number of trained values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -32,6 +32,7 @@ class FlatBuffer:
     """
 
     squares_elsewhere = 0.0
+    finish_sum: Callable[[], None] | None = None  # of the gradients, where the backward began it
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -62,6 +63,16 @@ class FlatBuffer:
 
     def zero(self) -> None:
         self.flat.zero_()
+
+    def sum_over(self, group: RankGroup, loss: Tensor) -> Tensor:
+        """Gradients and loss become their sums over the ranks of `group`; returns the loss."""
+        self.flat[-1] = loss
+        if self.finish_sum is None:
+            group.sum(self.flat)
+        else:
+            self.finish_sum()
+            group.sum(self.flat[-1:])
+        return self.flat[-1].clone()
 
     def is_finite(self) -> bool:
         """Of all gradients and the loss."""
@@ -111,8 +122,7 @@ class AllReduce:
     group: RankGroup
 
     def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
-        buffer.flat[-1] = loss
-        return self.group.sum(buffer.flat)[-1].clone()
+        return buffer.sum_over(self.group, loss)
 
     def after_update(self, step: int, buffer: FlatBuffer) -> None:
         """All replicas have made the same update."""

@@ -88,7 +88,8 @@ class Member:
     _number: int = 0  # of its next message
 
     def join(self) -> int:
-        """Of one that was lost: take the hub's values. Returns the step at which the hub is."""
+        """Of one that begins in a job that goes on: take the hub's values. Returns the step at
+        which the hub is."""
         self.known, self._number = NEWCOMER, 0
         hub_step, _ = self._ask(0, 0.0, ())
         self.ends.values.take()
@@ -194,9 +195,17 @@ class Hub:
             self._answer(replica, message.known, step, replica in found)
 
     def answer_absent(self, step: int) -> None:
-        """Take back those that have come by now. Call it between merges."""
+        """Take back those that have come by now. Call it after a merge at this step."""
         for replica in self._in("late", "left"):
             self._take_back(replica, step, 0.0)
+
+    def welcome(self, step: int) -> None:
+        """Of a run that goes on: the others begin again, with the values of here."""
+        deadline_s = time.monotonic() + self.wait_s
+        for replica in self._in("present"):
+            message = self._receive(replica, step, deadline_s - time.monotonic())
+            if message is not None:
+                self._answer(replica, message.known, step, False)
 
     def end(self, step: int) -> None:
         """After the last merge: late ones must know it too."""

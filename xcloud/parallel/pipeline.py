@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
@@ -19,7 +19,8 @@ from xcloud.comm.border import Border, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.stage import Batch, Stage, StageOutput
-from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, rank_actions
+from xcloud.parallel.deferred_weights import DeferredWeights, can_wait
+from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, put_off, rank_actions
 
 
 @dataclass
@@ -60,12 +61,18 @@ class Pass:
 @dataclass
 class _InFlight:
     """A micro-batch between its forward and its backward at one stage. send: what left, in the
-    graph; its gradient comes back."""
+    graph; its gradient comes back. weights: what puts off their gradients; None where nothing is
+    put off."""
 
     batch: Batch
     received: Message | None
     send: Message | None
     loss: Tensor | None
+    weights: DeferredWeights | None
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
+        with self.weights or nullcontext():
+            torch.autograd.backward(outputs, gradients)
 
 
 class Pipeline:
@@ -75,7 +82,7 @@ class Pipeline:
     stages of this rank: it computes micro-batches first, first + period, ... num_replicas: of the
     whole pipeline; micro-batch i is of replica i mod num_replicas, and replica 0 evaluates.
     autocast: makes the context that stages compute in. watch: told of every batch of training,
-    with its step. on_backward: told of each stage whose backward of a micro-batch is done.
+    with its step. on_backward: told of each stage whose gradients of a micro-batch are all there.
     """
 
     on_backward: Callable[[int], None] | None = None
@@ -100,6 +107,7 @@ class Pipeline:
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
         self._watch = watch
         self._actions_of: dict[Schedule, list[Action]] = {}
+        self._layers_of: dict[int, list[nn.Module]] = {}  # whose weights can wait, by stage
 
     def step(
         self,
@@ -121,20 +129,28 @@ class Pipeline:
             for batch in batches.values():
                 self._watch(step, batch)
         now = Pass(step, first_micro_batch)
+        actions = self._actions(schedule)
         in_flight: dict[tuple[int, int], _InFlight] = {}
+        deferred = {place: DeferredWeights(self._layers(place[0])) for place in put_off(actions)}
         loss = torch.zeros((), device=self.device)
-        for action in self._actions(schedule):
+        for action in actions:
             self.clock.place = now.place(action)
             place = (action.stage, action.micro_batch)
             if action.kind == "forward":
-                work = self._forward(action, batches[action.micro_batch], now)
+                batch = batches[action.micro_batch]
+                work = self._forward(action, batch, now, deferred.get(place))
                 in_flight[place] = work
                 if work.loss is not None:
                     loss += work.loss.detach() / weight
-            else:
+            elif action.kind == "backward":
                 self._backward(action, in_flight.pop(place), now, weight)
-                if self.on_backward is not None:
-                    self.on_backward(action.stage)
+            else:
+                with self.clock.during("weights"):
+                    deferred.pop(place).compute()
+                    self._wait_for_device()
+            is_done = action.kind != "forward" and place not in deferred
+            if is_done and self.on_backward is not None:
+                self.on_backward(action.stage)
         self.clock.place = NOWHERE
         return loss
 
@@ -186,20 +202,27 @@ class Pipeline:
             )
         return self._actions_of[schedule]
 
-    def _forward(self, action: Action, batch: Batch, now: Pass) -> _InFlight:
+    def _layers(self, stage: int) -> list[nn.Module]:
+        if stage not in self._layers_of:
+            self._layers_of[stage] = can_wait(self.stages[stage])
+        return self._layers_of[stage]
+
+    def _forward(
+        self, action: Action, batch: Batch, now: Pass, weights: DeferredWeights | None = None
+    ) -> _InFlight:
         received = self._receive(action, batch, now)
-        output = self._compute(action, received, batch, now)
+        output = self._compute(action, received, batch, now, weights)
         sent = output.send
         if sent is not None:
             peer = self.owner(action.stage + 1, action.micro_batch)
             channel = self.ports[action.stage].forward_out[peer]
             sent = channel.send(now.key(action), sent, batch)
-        return _InFlight(batch, received, sent, output.loss)
+        return _InFlight(batch, received, sent, output.loss, weights)
 
     def _backward(self, action: Action, work: _InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:
             with self.clock.during("backward"):
-                (work.loss / weight).backward()  # type: ignore[no-untyped-call]
+                work.backward([work.loss / weight], None)
                 self._wait_for_device()
         elif not self._receive_gradient(action, work, now):
             return
@@ -213,7 +236,12 @@ class Pipeline:
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
 
     def _compute(
-        self, action: Action, received: Message | None, batch: Batch, now: Pass
+        self,
+        action: Action,
+        received: Message | None,
+        batch: Batch,
+        now: Pass,
+        weights: DeferredWeights | None,
     ) -> StageOutput:
         with self.clock.during("forward"):
             if received is not None and self.ports[action.stage - 1].border.gradient_returns:
@@ -223,7 +251,7 @@ class Pipeline:
             # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
             micro_batch = now.first_micro_batch + action.micro_batch
             torch.manual_seed(random_seed(self.seed, now.step, micro_batch, action.stage))
-            with self.autocast():
+            with self.autocast(), weights or nullcontext():
                 output: StageOutput = self.stages[action.stage](received, batch)
             self._wait_for_device()
         return output
@@ -241,7 +269,7 @@ class Pipeline:
             pairs = [(work.send[f.name], gradients[f.name]) for f in port.border.gradient_fields]
             needed = [pair for pair in pairs if pair[0].requires_grad]
             if needed:
-                torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
+                work.backward([p[0] for p in needed], [p[1] for p in needed])
             self._wait_for_device()
         return True
 

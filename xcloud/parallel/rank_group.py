@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -49,6 +50,10 @@ class RankGroup:
             self.group.sum(values)
         return values
 
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        """All-reduce in place. `values` are left alone until the returned call has come back."""
+        return _nothing if self.group is None else self.group.start_sum(values)
+
     def from_leader(self, values: Tensor) -> Tensor:
         """Broadcast in place."""
         if self.group is not None:
@@ -58,3 +63,7 @@ class RankGroup:
     def gather(self, values: Tensor) -> list[Tensor]:
         """Of every lane, in order; all must be of one shape."""
         return [values] if self.group is None else self.group.gather(values)
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""

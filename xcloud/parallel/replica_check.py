@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.errors import ReplicasDiffer
+from xcloud.parallel.dealt import local_part
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.rank_group import RankGroup
 
@@ -76,9 +77,9 @@ class ReplicaCheck:
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """uint8 [16] of the tensors' bytes, in their order."""
+    """uint8 [16] of the tensors' bytes, in their order; of dealt ones what this rank holds."""
     hashed = hashlib.blake2b(digest_size=_BYTES)
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = local_part(tensor).detach().cpu().contiguous().reshape(-1)
         hashed.update(memoryview(cast(Any, flat.view(torch.uint8).numpy())))
     return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)

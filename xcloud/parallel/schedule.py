@@ -18,7 +18,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Action(NamedTuple):
-    kind: Literal["forward", "backward"]
+    """kind: "backward" computes every gradient, unless the stage has a "weights" action of the
+    micro-batch later on. Then it computes what the stage before needs, and "weights" the rest."""
+
+    kind: Literal["forward", "backward", "weights"]
     stage: int
     micro_batch: int
 
@@ -31,7 +34,7 @@ class Schedule(Hashable, Protocol):
     def label(self) -> str: ...
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
-        """Every forward and backward of this stage for one pass over the pipeline."""
+        """Everything this stage computes in one pass over the pipeline, in order."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,67 @@ class OneForwardOneBackward:
         return f"1f1b m={self.num_micro_batches} in flight={self.num_in_flight or 'p'}"
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
-        at_first = self.num_in_flight or num_stages
-        behind = num_stages - 1
-        share = (behind - stage) / behind if behind else 0.0
-        warm_up = min(1 + math.ceil((at_first - 1) * share), self.num_micro_batches)
+        warm_up = self._warm_up(stage, num_stages)
         actions = [Action("forward", stage, i) for i in range(warm_up)]
         for i in range(self.num_micro_batches):
             actions.append(Action("backward", stage, i))
             if warm_up + i < self.num_micro_batches:
                 actions.append(Action("forward", stage, warm_up + i))
         return actions
+
+    def _warm_up(self, stage: int, num_stages: int) -> int:
+        """Forwards of a stage before its first backward."""
+        at_first = self.num_in_flight or num_stages
+        behind = num_stages - 1
+        share = (behind - stage) / behind if behind else 0.0
+        return min(1 + math.ceil((at_first - 1) * share), self.num_micro_batches)
+
+
+@dataclass(frozen=True)
+class ZeroBubble(OneForwardOneBackward):
+    """1F1B whose backward is split (Qi et al., arXiv:2401.10241): a stage sends the gradient that
+    the stage before waits for, and computes those of its weights later, where it would wait.
+    Stage 0, for which nobody waits, does both at once.
+
+    num_in_memory: micro-batches that a stage keeps anything of at most, from their forward to
+        their weights' gradients, where its forwards in flight leave room. None = num_in_flight: no
+        stage keeps more than stage 0 does (ZB-H1). 1 = every stage keeps what it keeps under 1F1B.
+    """
+
+    num_in_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_in_memory is not None:
+            check_int("schedule.num_in_memory", self.num_in_memory, 1)
+
+    @property
+    def label(self) -> str:
+        memory = "" if self.num_in_memory is None else f" in memory={self.num_in_memory}"
+        in_flight = self.num_in_flight or "p"
+        return f"zero bubble m={self.num_micro_batches} in flight={in_flight}{memory}"
+
+    def actions(self, stage: int, num_stages: int) -> list[Action]:
+        order = super().actions(stage, num_stages)
+        if stage == 0:
+            return order
+        memory = self.num_in_memory or self.num_in_flight or num_stages
+        most_late = max(0, memory - self._warm_up(stage, num_stages))
+        num_late = num_weights = 0
+        actions: list[Action] = []
+        for action in order:
+            if action.kind == "forward":
+                makes_room = num_late > most_late
+            else:  # in the cool-down, while the gradient is on its way
+                makes_room = bool(actions) and actions[-1].kind == "backward"
+            if makes_room:
+                actions.append(Action("weights", stage, num_weights))
+                num_weights += 1
+                num_late -= 1
+            num_late += action.kind == "backward"
+            actions.append(action)
+        late = range(num_weights, self.num_micro_batches)
+        return actions + [Action("weights", stage, i) for i in late]
 
 
 @dataclass(frozen=True)
@@ -109,13 +163,33 @@ def most_in_flight(actions: Iterable[Action], link: Callable[[int], K]) -> Count
     stage's backward follows the gradient from the next stage, no more messages than this are
     under way on a link, in either direction.
     """
+    change = {"forward": 1, "backward": -1, "weights": 0}
     in_flight: Counter[K] = Counter()
     most: Counter[K] = Counter()
     for action in actions:
         taken = link(action.micro_batch)
-        in_flight[taken] += 1 if action.kind == "forward" else -1
+        in_flight[taken] += change[action.kind]
         most[taken] = max(most[taken], in_flight[taken])
     return most
+
+
+def most_kept(actions: Iterable[Action], lanes: int, activations: float, waiting: float) -> float:
+    """Bytes that the fullest of a stage's lanes keeps at most. actions: of one stage, in order.
+    activations: bytes of a micro-batch; waiting: of what remains when its weights are put off."""
+    actions = list(actions)
+    late = put_off(actions)
+    kept, most = [0.0] * lanes, 0.0
+    for kind, stage, i in actions:
+        waits = waiting if (stage, i) in late else 0.0
+        change = {"forward": activations, "backward": waits - activations, "weights": -waits}
+        kept[i % lanes] += change[kind]
+        most = max(most, kept[i % lanes])
+    return most
+
+
+def put_off(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """(stage, micro-batch) of the backwards that leave the weights for later."""
+    return frozenset((a.stage, a.micro_batch) for a in actions if a.kind == "weights")
 
 
 def rank_actions(
@@ -124,11 +198,14 @@ def rank_actions(
     """The order in which one rank works on all stages it holds.
 
     lane_of: stage -> (lane, number of lanes); only micro-batches i with i mod lanes = lane are the
-    rank's own. Several stages (a rank at both ends, or one that holds all) are interleaved in the
-    order of an ideal pipeline, which respects every dependency and so cannot deadlock.
+    rank's own. Several stages (a rank at both ends, interleaved stages, or one that holds all) are
+    worked on in the order of an ideal pipeline, which respects every dependency and so cannot
+    deadlock; in a tick the later stage comes first, as it is nearer to the gradients that all
+    wait for.
     """
     if len(stages) > 1:
-        order = [action for tick in ideal_ticks(schedule, num_stages) for action in tick]
+        ticks = ideal_ticks(schedule, num_stages)
+        order = [action for tick in ticks for action in reversed(tick)]
     else:
         order = schedule.actions(stages[0], num_stages)
     return [
@@ -168,6 +245,8 @@ def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
     """Whether the input of `action` is there after the actions in `done`."""
     if action.kind == "forward":
         return action.stage == 0 or action._replace(stage=action.stage - 1) in done
+    if action.kind == "weights":
+        return action._replace(kind="backward") in done
     if action.stage == num_stages - 1:
         return action._replace(kind="forward") in done
     return action._replace(stage=action.stage + 1) in done

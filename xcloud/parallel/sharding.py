@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import State, split_state
 from xcloud.errors import ConfigError
+from xcloud.parallel.across import AcrossClouds, MakeAverager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.schedule import Schedule, rank_actions
+from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 18
@@ -72,15 +74,16 @@ def check_in_step(
     schedule: Schedule, num_stages: int, turns: Sequence[Mapping[int, tuple[int, int]]], what: str
 ) -> None:
     """Raise ConfigError unless the schedule has all these ranks do the same in turn, each with its
-    own micro-batches. turns: of each rank, by stage; see ClusterLayout.turn."""
-    orders = {
-        tuple(
-            (action.kind, action.stage)
-            for action in rank_actions(schedule, sorted(own), num_stages, dict(own))
+    own micro-batches, and computes their backwards at once. turns: of each rank, by stage; see
+    ClusterLayout.turn."""
+    orders = [rank_actions(schedule, sorted(own), num_stages, dict(own)) for own in turns]
+    if any(map(put_off, orders)):
+        raise ConfigError(
+            f"{what}.shard: {schedule.label} puts off the gradients of weights, but gathered "
+            "parameters are dropped when their backward ends; choose "
+            "schedule=one_forward_one_backward or gpipe, or leave shard out"
         )
-        for own in turns
-    }
-    if len(orders) > 1:
+    if len({tuple((a.kind, a.stage) for a in actions) for actions in orders}) > 1:
         raise ConfigError(
             f"{what}.shard: ranks that gather parameters together must compute in step, and "
             f"{schedule.label} does not deal {schedule.num_micro_batches} micro-batches evenly to "
@@ -112,6 +115,35 @@ class Sharded:
 
     def load_state_dict(self, state: State) -> None:
         split_state(state, (), "an exchange of dealt gradients")
+
+
+class ShardedAcross(AcrossClouds):
+    """Of one rank: what it holds of stages that every cloud deals over as many ranks. Each rank
+    carries that across by itself, and nothing is gathered inside."""
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        lanes: RankGroup,
+        num_replicas: int,
+        make_averager: MakeAverager,
+        is_mean: bool,
+        delay: int,
+        check: ReplicaCheck,
+    ) -> None:
+        """See AcrossClouds. lanes: the ranks over which the stages are dealt here. check: of what
+        this rank holds."""
+        alone = RankGroup.alone(lanes.rank)
+        super().__init__(parameters, alone, 1, num_replicas, make_averager, is_mean, delay, check)
+        self._lanes, self._inside = lanes, Sharded(lanes)
+
+    def _sum(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+        return self._inside.before_update(step, buffer, loss)
+
+    def _told(self, step: int, buffer: FlatBuffer, loss: Tensor) -> None:
+        """The norm of what other ranks hold is another one now."""
+        own_share = loss if self._lanes.leads else torch.zeros_like(loss)
+        self._inside.before_update(step, buffer, own_share)
 
 
 def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

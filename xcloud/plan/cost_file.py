@@ -42,7 +42,7 @@ def costs_from(table: object) -> TableCosts:
         if name in given:
             entries = listed(name, given[name])
             given[name] = [build(f"{name}[{i}]", kind, e) for i, e in enumerate(entries)]
-    for name in ("forward_s", "backward_s"):
+    for name in ("forward_s", "backward_s", "weights_s"):
         if name in given:
             given[name] = listed(name, given[name])
     if "slowdown" in given:

@@ -51,7 +51,8 @@ class Costs(Protocol):
         """Bytes of a message of the agreement on the gradient norm."""
 
     def action_s(self, rank: int, action: Action) -> float:
-        """Seconds of computing; micro_batch counts within the update."""
+        """Seconds of computing; micro_batch counts within the update. Of a backward all of it; of
+        weights the part of the backward that may be put off."""
 
     def message_bytes(self, message: Transfer) -> int:
         """Bytes of the whole frame."""
@@ -85,7 +86,8 @@ def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
 @dataclass(frozen=True)
 class UniformCosts:
     """Equal stages and borders, in the paper's letters: tf = forward_s and tb = backward_s of a
-    micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s.
+    micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s. weights_s: the
+    part of the backward that may be put off.
 
     Messages have no bytes and nothing but these costs time; the layout's links are not asked.
     """
@@ -95,15 +97,18 @@ class UniformCosts:
     transfer_s: float = 0.0
     latency_s: float = 0.0
     control_bytes: int = 0
+    weights_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
             check_number(f"costs.{name}", getattr(self, name), 0.0)
+        check_number("costs.weights_s", self.weights_s, 0.0, self.backward_s)
         # No bytes, so the bandwidth plays no part.
         object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
 
     def action_s(self, rank: int, action: Action) -> float:
-        return self.forward_s if action.kind == "forward" else self.backward_s
+        seconds: float = getattr(self, f"{action.kind}_s")
+        return seconds
 
     def message_bytes(self, message: Transfer) -> int:
         return 0
@@ -141,7 +146,8 @@ class TableCosts:
     """Numbers from a table; the same for every micro-batch.
 
     forward_s, backward_s: by stage. forward, backward: by border (the gradient in `backward`).
-    updates: by stage; of a rank with several stages they add up. Missing ones cost nothing.
+    updates: by stage; of a rank with several stages they add up. weights_s: by stage, the part of
+    backward_s that may be put off. Missing ones cost nothing.
     slowdown: rank -> how many times longer it computes and updates; 1 for the others.
     lines: "a-b" -> the line from cloud a to cloud b, or inside a cloud as "a-a". Where none is
         named, the layout says what joins two clouds, and messages inside a cloud are free.
@@ -155,15 +161,23 @@ class TableCosts:
     slowdown: Mapping[int, float] = field(default_factory=dict)
     lines: Mapping[str, Line] = field(default_factory=dict)
     control_bytes: int = 128
+    weights_s: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", "weights_s"):
             for stage, value in enumerate(getattr(self, name)):
                 check_number(f"costs.{name}[{stage}]", value, 0.0)
         if len(self.forward_s) != len(self.backward_s) or not self.forward_s:
             raise ConfigError(
                 f"costs.forward_s and costs.backward_s need one number for each stage, got "
                 f"{len(self.forward_s)} and {len(self.backward_s)}"
+            )
+        if len(self.weights_s) not in (0, len(self.backward_s)) or any(
+            part > whole for part, whole in zip(self.weights_s, self.backward_s, strict=False)
+        ):
+            raise ConfigError(
+                "costs.weights_s needs a part of costs.backward_s for each stage, or none at all; "
+                f"got {list(self.weights_s)} of {list(self.backward_s)}"
             )
         borders = len(self.forward_s) - 1
         for name in ("forward", "backward"):
@@ -182,8 +196,8 @@ class TableCosts:
         check_int("costs.control_bytes", self.control_bytes, 0)
 
     def action_s(self, rank: int, action: Action) -> float:
-        table = self.forward_s if action.kind == "forward" else self.backward_s
-        return table[action.stage] * self.slowdown.get(rank, 1.0)
+        table: Sequence[float] = getattr(self, f"{action.kind}_s")
+        return table[action.stage] * self.slowdown.get(rank, 1.0) if table else 0.0
 
     def message_bytes(self, message: Transfer) -> int:
         return self._direction(message).num_bytes

@@ -116,6 +116,9 @@ class _Lines:
                 known[key] = self.lines[parcel.route].line_s(size)
             self._line_s.append(known[key])
 
+    def latency_at(self, route: int, now_s: float) -> float:
+        return self.lines[route].latency_at(now_s) if self._odd[route] else self.latency_s[route]
+
     def carry(self, number: int, route: int, queued_s: float, now_s: float) -> Passage:
         """Take the route's line for this parcel from now_s on, or when it is free."""
         free_s = self.free_s[route]
@@ -126,7 +129,7 @@ class _Lines:
             return Passage(queued_s, start_s, until_s, until_s + self.latency_s[route])
         line = self.lines[route]
         until_s = self.free_s[route] = line.until_s(start_s, self._num_bytes[number])
-        arrived_s = until_s + self.latency_s[route]
+        arrived_s = until_s + line.latency_at(until_s)
         if line.profile is not None and line.jitter_s:
             # The draws of the emulated link (cluster/emulated_link.py).
             draw = random.Random(f"{line.profile.seed}:{self._num_carried[route]}").random()
@@ -178,7 +181,7 @@ def run(
         window, arrived = windows[parcel.route], under_way[parcel.channel]
         if window is None or len(arrived) < window:
             return 0.0
-        return arrived[-window] + state.latency_s[parcel.route]
+        return arrived[-window] + state.latency_at(parcel.route, arrived[-window])
 
     def count(token: int, at_s: float) -> None:
         missing[token] -= 1

@@ -39,6 +39,10 @@ class Line:
     def latency_s(self) -> float:
         return 0.0 if self.profile is None else self.profile.latency_s
 
+    def latency_at(self, now_s: float) -> float:
+        """For a message whose last byte leaves at now_s; any line."""
+        return 0.0 if self.profile is None else self.profile.latency_at(now_s)
+
     @property
     def jitter_s(self) -> float:
         return 0.0 if self.profile is None else self.profile.jitter_s

@@ -53,7 +53,11 @@ class MeasuredCosts:
     cloud_of: Mapping[int, str] = field(default_factory=dict)
 
     def action_s(self, rank: int, action: Action) -> float:
-        return self._parts(rank, action).compute_s
+        own_s = self._parts(rank, action).compute_s
+        if action.kind != "backward":
+            return own_s
+        late = self.parts.get((rank, action._replace(kind="weights")))
+        return own_s if late is None else own_s + late.compute_s
 
     def message_bytes(self, message: Transfer) -> int:
         direction, _, micro_batch, sender, receiver = message
@@ -114,14 +118,16 @@ class MeasuredCosts:
                 mean(kind, receiving, "decompress_s"),
             )
 
+        late_s = [mean("weights", stage, "compute_s") for stage in stages]
         return TableCosts(
             [mean("forward", stage, "compute_s") for stage in stages],
-            [mean("backward", stage, "compute_s") for stage in stages],
+            [mean("backward", stage, "compute_s") + late_s[stage] for stage in stages],
             [direction("forward", stage, stage + 1) for stage in stages[:-1]],
             [direction("backward", stage + 1, stage) for stage in stages[:-1]],
             [self._mean_update(stage, ranks_of) for stage in stages],
             lines={f"{here}-{there}": line for (here, there), line in self.lines.items()},
             control_bytes=self.control_bytes,
+            weights_s=late_s,
         )
 
     def _mean_update(self, stage: int, ranks_of: Mapping[int, set[int]]) -> Update:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 
 
 class Plan(NamedTuple):
     """ends: the piece behind each stage's last; one where each rank holds the whole model.
-    in_flight: of 1F1B; None = GPipe."""
+    in_flight: of 1F1B and ZeroBubble; None = GPipe. in_memory: of ZeroBubble; None = 1F1B."""
 
     strategy: str
     ends: tuple[int, ...]
     micro_batches: int
     in_flight: int | None
     compression: str
+    in_memory: int | None = None
 
     @property
     def schedule(self) -> Schedule:
-        return schedule_of(self.micro_batches, self.in_flight)
+        return self.schedule_in(1)
+
+    def schedule_in(self, num_replicas: int) -> Schedule:
+        """Of one of so many replicas of the pipeline."""
+        own = self.micro_batches // num_replicas
+        if self.in_flight is None:
+            return GPipe(own)
+        in_flight = math.ceil(self.in_flight / num_replicas)
+        if self.in_memory is None:
+            return OneForwardOneBackward(own, in_flight)
+        return ZeroBubble(own, in_flight, math.ceil(self.in_memory / num_replicas))
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,3 @@ def _replicas(layout: ClusterLayout) -> list[ClusterLayout]:
         }
         found.append(replace(layout, clouds=own, links=links))
     return found
-
-
-def schedule_of(micro_batches: int, in_flight: int | None) -> Schedule:
-    if in_flight is None:
-        return GPipe(micro_batches)
-    return OneForwardOneBackward(micro_batches, in_flight)

@@ -19,12 +19,12 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule, most_in_flight
+from xcloud.parallel.schedule import Schedule, most_kept
 from xcloud.parallel.strategy import GradientAveraging
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import FREE, Line
-from xcloud.plan.plans import Arranged, Plan, Priced, schedule_of
+from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.profile import BorderCodec, Profile, Way
 from xcloud.plan.simulator import Simulator
@@ -119,27 +119,37 @@ class Pricer:
         arranged = self.arranged[name]
         if arranged.is_whole:
             return self.step_s(plan)
-        forward, backward, _ = self._sums(b)
+        sums = self._sums(b)
         least, starts = 0.0, (0, *plan.ends[:-1])
         nothing = Direction()
         for shape in self._shapes[name]:
             m = self.passes * (plan.micro_batches // arranged.layout.num_replicas)
-            before_s, out, back = 0.0, nothing, nothing
+            # Until the stage's first input is there, and from its last gradient to the end. Its
+            # weights may be put off beyond that gradient, and so may those of stages in between.
+            fill_s, drain_s, out, back = 0.0, 0.0, nothing, nothing
             for stage, (start, end) in enumerate(zip(starts, plan.ends, strict=True)):
                 up, down = shape.up[stage], shape.down[stage]
                 into, gone = nothing, nothing
                 if up is not None:
                     into, gone = self._ways(plan.compression, end, b)
-                own_s = forward[end] - forward[start] + backward[end] - backward[start]
-                own_s *= shape.slowdown[stage]
-                own_s += out.decompress_s + back.compress_s + into.compress_s + gone.decompress_s
-                least = max(least, before_s + math.ceil(m / shape.lanes[stage]) * own_s)
-                before_s += own_s
+                slowdown, turns = shape.slowdown[stage], math.ceil(m / shape.lanes[stage])
+                there_s, back_s, late_s = (
+                    slowdown * (of[end] - of[start])
+                    for of in (sums.forward, sums.backward, sums.weights)
+                )
+                if stage == 0:  # puts nothing off
+                    late_s = 0.0
+                there_s += out.decompress_s + into.compress_s
+                back_s += gone.decompress_s + back.compress_s
+                own_s = turns * (there_s + back_s)
+                least = max(least, fill_s + own_s + max(0.0, drain_s - turns * late_s))
+                fill_s += there_s
+                drain_s += back_s - late_s
                 if up is not None and down is not None:
                     busy = up.line_s(into.num_bytes), down.line_s(gone.num_bytes)
-                    least = max(least, before_s + m * max(busy) + min(busy))
-                    before_s += sum(busy) + up.latency_s
-                    before_s += down.latency_s if gone.num_bytes else 0.0
+                    least = max(least, fill_s + drain_s + m * max(busy) + min(busy))
+                    fill_s += busy[0] + up.latency_s
+                    drain_s += busy[1] + (down.latency_s if gone.num_bytes else 0.0)
                 out, back = into, gone
         return self._exchange(plan).step_s(least)
 
@@ -156,9 +166,7 @@ class Pricer:
             stage for stage, end in enumerate(plan.ends[:-1])
             if self._codec(plan.compression, end).backward is None
         )  # fmt: skip
-        count = arranged.layout.num_replicas
-        in_flight = None if plan.in_flight is None else max(1, math.ceil(plan.in_flight / count))
-        schedule = schedule_of(plan.micro_batches // count, in_flight)
+        schedule = plan.schedule_in(arranged.layout.num_replicas)
         key = plan.strategy, replica, schedule, silent, self.passes
         if key not in self._simulators:
             self._simulators[key] = Simulator(
@@ -171,7 +179,7 @@ class Pricer:
         self, plan: Plan, layout: ClusterLayout, ways: Ways, schedule: Schedule
     ) -> TableCosts:
         b = self.samples(plan)
-        forward, backward, _ = self._sums(b)
+        sums = self._sums(b)
         starts = (0, *plan.ends[:-1])
         pairs = list(zip(starts, plan.ends, strict=True))
         updates = []
@@ -180,9 +188,13 @@ class Pricer:
             fetch_s = self.profile.fetch_s.at(b) * schedule.num_micro_batches / lanes
             pieces = self.profile.pieces[start:end]
             updates.append(Update(fetch_s, optimizer_s=sum(p.optimizer_s for p in pieces)))
+        forward_s, backward_s, weights_s = (
+            [of[end] - of[start] for start, end in pairs]
+            for of in (sums.forward, sums.backward, sums.weights)
+        )
         return TableCosts(
-            [forward[end] - forward[start] for start, end in pairs],
-            [backward[end] - backward[start] for start, end in pairs],
+            forward_s,
+            backward_s,
             [out for out, _ in ways],
             [back for _, back in ways],
             updates,
@@ -194,6 +206,7 @@ class Pricer:
             },
             self._lines[plan.strategy],
             self.profile.control_bytes,
+            list(map(min, weights_s, backward_s)),  # differences of long sums
         )
 
     def _numbers(self, plan: Plan) -> range:
@@ -227,12 +240,12 @@ class Pricer:
         """Seconds of computing and of the rest, where each rank holds the whole model."""
         (cloud,) = self._replicas[plan.strategy][replica].clouds.values()
         b = self.samples(plan)
-        forward, backward, _ = self._sums(b)
+        sums = self._sums(b)
         own = plan.micro_batches // self.arranged[plan.strategy].layout.num_replicas
         turns = self.passes * math.ceil(own / cloud.num_ranks)
         update_s = turns * self.profile.fetch_s.at(b)
         update_s += sum(piece.optimizer_s for piece in self.profile.pieces)
-        compute_s = turns * (forward[-1] + backward[-1])
+        compute_s = turns * (sums.forward[-1] + sums.backward[-1])
         return cloud.slowdown * compute_s, cloud.slowdown * update_s
 
     def _exchange(self, plan: Plan) -> Exchange:
@@ -281,43 +294,56 @@ class Pricer:
         assert border is not None, f"no cut behind piece {end - 1}"
         return self.profile.compressors[compression].borders[border]
 
-    def _sums_at(self, b: float) -> tuple[list[float], list[float], list[float]]:
-        """Of the pieces in front of each: forward, backward, activations."""
+    def _sums_at(self, b: float) -> _Sums:
         pieces = self.profile.pieces
-        return (
+        # What was measured of a block may be a difference, and more than its whole.
+        late_s = [min(piece.weights_s.at(b), piece.backward_s.at(b)) for piece in pieces]
+        return _Sums(
             [0.0, *accumulate(piece.forward_s.at(b) for piece in pieces)],
             [0.0, *accumulate(piece.backward_s.at(b) for piece in pieces)],
+            [0.0, *accumulate(late_s)],
             [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
         )
 
     # Memory.
 
     def _memory(self, plan: Plan, arranged: Arranged) -> dict[str, int]:
-        _, _, kept = self._sums(self.samples(plan))
+        sums = self._sums(self.samples(plan))
         layout, found = arranged.layout, dict[str, int]()
         copies = 2 if isinstance(arranged.strategy.averaging, LocalUpdates) else 0
         copies += 1 if isinstance(arranged.strategy.averaging, GradientAveraging) else 0
         starts = (0, *plan.ends[:-1])
         for name, cloud in layout.clouds.items():
             held = [0] if arranged.is_whole else list(cloud.stages or ())
-            each = [self._stage_bytes(plan, layout, stage, kept, starts[stage], copies)
+            each = [self._stage_bytes(plan, layout, stage, sums, starts[stage], copies)
                     for stage in held]  # fmt: skip
             found[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
         return found
 
     def _stage_bytes(
-        self, plan: Plan, layout: ClusterLayout, stage: int, kept: Sequence[float], start: int,
-        copies: int,
+        self, plan: Plan, layout: ClusterLayout, stage: int, sums: _Sums, start: int, copies: int,
     ) -> float:  # fmt: skip
         end = plan.ends[stage]
         pieces = self.profile.pieces[start:end]
         trained = sum(piece.trained_bytes for piece in pieces)
         actions = plan.schedule.actions(stage, len(plan.ends))
         lanes = len(layout.ranks_of(stage)) * layout.num_replicas
-        most = most_in_flight(actions, lambda i: i % lanes)
-        held = max(most.values()) * (kept[end] - kept[start])
+        activations, put_off = (of[end] - of[start] for of in (sums.activations, sums.put_off))
+        held = most_kept(actions, lanes, activations, put_off)
         # Gradients and two moments beside the weights.
         return sum(piece.parameter_bytes for piece in pieces) + (3 + copies) * trained + held
+
+
+class _Sums(NamedTuple):
+    """Of the pieces in front of each: seconds of forward, backward and the part of it that may be
+    put off; bytes of activations, and of what is kept for that part."""
+
+    forward: list[float]
+    backward: list[float]
+    weights: list[float]
+    activations: list[float]
+    put_off: list[float]
 
 
 Ways = tuple[tuple[Direction, Direction], ...]

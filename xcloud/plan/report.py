@@ -46,7 +46,12 @@ class Report:
         return found if all(piece.blocks for piece in pieces) else []
 
     def schedule(self, plan: Plan) -> str:
-        return "gpipe" if plan.in_flight is None else f"1f1b, {plan.in_flight} in flight"
+        if plan.in_flight is None:
+            return "gpipe"
+        if plan.in_memory is None:
+            return f"1f1b, {plan.in_flight} in flight"
+        kept = "" if plan.in_memory == plan.in_flight else f", {plan.in_memory} in memory"
+        return f"zero bubble, {plan.in_flight} in flight{kept}"
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan

@@ -25,13 +25,15 @@ NO_COMPRESSION = "none"
 @dataclass(frozen=True)
 class Space:
     """own: the plan that the job's settings are. splits: by strategy. micro_batches: counts.
-    varies: dimensions of settings.DIMENSIONS that may differ from `own`."""
+    varies: dimensions of settings.DIMENSIONS that may differ from `own`. splits_backward: whether
+    ZeroBubble is among the schedules to try."""
 
     own: Plan
     splits: Mapping[str, Sequence[tuple[int, ...]]]
     micro_batches: Sequence[int]
     compressions: Sequence[str]
     varies: Sequence[str]
+    splits_backward: bool = True
 
     def groups(self, arranged: Mapping[str, Arranged]) -> Iterator[Plan]:
         """Every plan, with the schedule of `own`."""
@@ -47,7 +49,9 @@ class Space:
                     for compression in self._or(
                         "compression", self.compressions, self.own.compression
                     ):
-                        yield Plan(strategy, ends, m, self.own.in_flight, compression)
+                        yield self.own._replace(
+                            strategy=strategy, ends=ends, micro_batches=m, compression=compression
+                        )
 
     def schedules(self, plan: Plan) -> list[Plan]:
         """The plan with every schedule to be tried."""
@@ -55,7 +59,10 @@ class Space:
             return [plan]
         p, m = len(plan.ends), plan.micro_batches
         counts = sorted({k for k in (p, p + 1, 2 * p, 4 * p) if k < m})
-        return [plan._replace(in_flight=k) for k in (None, *counts)]
+        found = [plan._replace(in_flight=k, in_memory=None) for k in (None, *counts)]
+        if self.splits_backward:
+            found += [plan._replace(in_flight=k, in_memory=k) for k in (*counts, m)]
+        return found
 
     def _or(self, dimension: str, all_of_them: Sequence[str], own: str) -> Sequence[str]:
         return all_of_them if dimension in self.varies else [own]
@@ -139,7 +146,7 @@ def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
     varied = {(plan.strategy, plan.compression) for plan in groups}
     keep = min(keep, len(varied) if len(varied) > 1 else len(groups))
-    found: dict[object, tuple[float, tuple[int, int, str], Plan]] = {}
+    found: dict[object, tuple[float, tuple[int, int, int, str], Plan]] = {}
     num_simulated, worst_s = 0, math.inf
     for bound_s, number in bounds:
         if bound_s > worst_s:
@@ -164,10 +171,10 @@ def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     )
 
 
-def _order(plan: Plan) -> tuple[int, int, str]:
-    """Of plans that take equally long: fewer micro-batches, less in flight."""
+def _order(plan: Plan) -> tuple[int, int, int, str]:
+    """Of plans that take equally long: fewer micro-batches, less in flight, nothing put off."""
     in_flight = plan.micro_batches if plan.in_flight is None else plan.in_flight
-    return plan.micro_batches, in_flight, plan.compression
+    return plan.micro_batches, in_flight, plan.in_memory or 0, plan.compression
 
 
 class Crossing(NamedTuple):

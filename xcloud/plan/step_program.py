@@ -11,14 +11,14 @@ from typing import NamedTuple
 from xcloud.checks import check_int
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Action, Schedule, rank_actions
+from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Program
 
 
 class Op(NamedTuple):
     """One operation of a rank. what: as in the record of a real step, or one of MARKS, which take
-    no time. action: of forward and backward."""
+    no time. action: of forward, backward and weights."""
 
     what: str
     action: Action | None = None
@@ -88,6 +88,7 @@ class StepProgram:
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         self._channel_of: dict[tuple[str, int, int, int], int] = {}
         orders = self._orders()
+        self._put_off = {stage for order in orders for stage, _ in put_off(order)}
         for step in range(num_steps):
             self._build_step(orders, agrees, is_first=step == 0)
 
@@ -109,7 +110,10 @@ class StepProgram:
             return 0.0, own[op.what], 0.0
         before = 0.0 if op.received is None else costs.decompress_s(op.received)
         behind = 0.0 if op.sent is None else costs.compress_s(op.sent)
-        return before, costs.action_s(rank, op.action), behind
+        own_s = costs.action_s(rank, op.action)
+        if op.what == "backward" and op.action.stage in self._put_off:
+            own_s -= costs.action_s(rank, op.action._replace(kind="weights"))
+        return before, own_s, behind
 
     def owner(self, stage: int, micro_batch: int) -> int:
         """layout.owner, from ranks that were looked up once. micro_batch: of the schedule."""
@@ -124,13 +128,14 @@ class StepProgram:
             alone = {stage: (0, 1) for stage in stages}
             order = rank_actions(self.schedule, sorted(stages), self.num_stages, alone)
             for action in order:
-                if action.kind == "backward" and action.stage in self._without_gradient:
+                if action.kind != "forward" and action.stage in self._without_gradient:
                     continue
                 found[self.owner(action.stage, action.micro_batch)].append(action)
         for actions in found:  # what a rank waits for in itself is no message
             done: set[Action] = set()
             for action in actions:
-                if action.kind == "backward" and action._replace(kind="forward") not in done:
+                before = {"backward": "forward", "weights": "backward"}.get(action.kind)
+                if before and action._replace(kind=before) not in done:  # type: ignore[arg-type]
                     raise self.deadlock()
                 done.add(action)
         return found
@@ -237,11 +242,15 @@ class StepProgram:
         )
 
     def _received(self, action: Action, first: int) -> Transfer | None:
+        if action.kind == "weights":
+            return None
         if action.kind == "forward":
             return self._transfer(action.stage - 1, action, first, "forward")
         return self._transfer(action.stage, action, first, "backward")
 
     def _sent(self, action: Action, first: int) -> Transfer | None:
+        if action.kind == "weights":
+            return None
         if action.kind == "forward":
             return self._transfer(action.stage, action, first, "forward")
         return self._transfer(action.stage - 1, action, first, "backward")

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.errors import DataError
+from xcloud.record.whole_file import write_whole
 
 CHECKPOINTS_DIR = "checkpoints"  # in the run folder
 AGREED_FILE = "AGREED"
@@ -77,7 +78,7 @@ class CheckpointFolder:
         text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                 "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
         data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-        _write_whole(_json_file(folder, rank), rank, [data])
+        write_whole(_json_file(folder, rank), rank, [data])
         return num_bytes + len(data)
 
     def about(self, step: int, rank: int) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class CheckpointFolder:
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
         """rank: that writes it. facts: what rank 0 tells of it."""
         data = json.dumps(dict(facts)).encode()
-        _write_whole(self.step_dir(step) / AGREED_FILE, rank, [data])
+        write_whole(self.step_dir(step) / AGREED_FILE, rank, [data])
 
     def is_agreed(self, step: int) -> bool:
         return (self.step_dir(step) / AGREED_FILE).exists()
@@ -214,34 +215,10 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     pieces = [len(text).to_bytes(8, "little"), text]
-    return _write_whole(path, rank, chain(pieces, (_bytes_of(tensors[name]) for name in names)))
+    return write_whole(path, rank, chain(pieces, (_bytes_of(tensors[name]) for name in names)))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """On the CPU, of which a tensor of a GPU has a copy only while it is written."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def _write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """Under another name until all of it is on the disk. Returns SHA-256 and bytes."""
-    draft, digest, num_bytes = path.with_name(f".{path.name}.{rank}"), hashlib.sha256(), 0
-    try:
-        with open(draft, "wb", buffering=0) as file:
-            for piece in pieces:
-                digest.update(piece)
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[file.write(rest) :]
-                num_bytes += len(piece)
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name too
-    finally:
-        os.close(folder)
-    return digest.hexdigest(), num_bytes

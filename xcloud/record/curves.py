@@ -1,21 +1,24 @@
-"""The curves behind a run's pictures, collected during the run: one number per step.
+"""The curves behind a run's pictures, read back from its events: one number per step.
 No statistics, no drawing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from pathlib import Path
 
 from xcloud.record.events import (
+    MALFORMED,
     TIMES,
+    Attempts,
     Event,
     EventReader,
     StepCollector,
     StepTotals,
-    one_timeline,
 )
+from xcloud.record.summary import RunStatistics
 
 
 class RunCurves:
@@ -33,6 +36,7 @@ class RunCurves:
         self._first_rank: dict[str, int] = {}  # of each cloud
         self.dev_quality: dict[str, list[tuple[int, float]]] = {}  # metric -> (step, value)
         self.timeline: list[Event] = []
+        self.switches: list[tuple[int, str]] = []  # (step, compression after it)
 
     @property
     def clouds(self) -> list[str]:
@@ -45,6 +49,8 @@ class RunCurves:
             self._first_rank[cloud] = min(rank, self._first_rank.get(cloud, rank))
             self.own_step.setdefault(cloud, array("q")).append(event["step"])
             self.own_step_s.setdefault(cloud, array("d")).append(event["step_s"])
+        elif event["event"] == "autopilot":
+            self.switches.append((event["step"], str(event["choice"])))
         elif event["event"] == "timeline":
             self.timeline.append(event)
         elif event["event"] == "quality" and event["split"] == "dev":
@@ -60,12 +66,16 @@ class RunCurves:
                 self.seconds[kind].setdefault(cloud, array("d")).append(seconds)
 
 
-def read_curves(path: Path) -> RunCurves:
-    """The curves of a finished run, from its event log; empty without that file."""
-    curves, events = RunCurves(), one_timeline(EventReader(path).poll())
-    # Producers of one-way jobs report no steps.
-    stepping = (event["rank"] for event in events if event["event"] == "step")
-    collector = StepCollector(1 + max(stepping, default=0))
-    for event in events:
-        curves.feed(event, collector.feed(event))
+def read_curves(path: Path, steps: StepCollector | RunStatistics | None = None) -> RunCurves:
+    """The curves of a run, from its event log; empty without that file.
+
+    steps: joins the ranks' reports; a fresh one. Default: of all ranks that report steps, which
+    producers of one-way jobs do not.
+    """
+    attempts = Attempts(EventReader(path, warn=False))
+    steps = StepCollector(attempts.num_ranks) if steps is None else steps
+    curves = RunCurves()
+    for event in attempts.one_timeline(EventReader(path, warn=False)):
+        with contextlib.suppress(*MALFORMED):
+            curves.feed(event, steps.feed(event))
     return curves

@@ -1,27 +1,32 @@
 """Follow a run's event log and merge the ranks' reports into steps. Statistics over steps are in
 summary.py.
 
-`events.jsonl` is append-only, one JSON object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, lost_file, memory, privacy, timeline, quality, finish;
-checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a cloud may be
-late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks (reporter.py), the
-parent follows. A step is complete when every rank has reported it, but those of clouds that are
-gone.
+`events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
+object per line; all have "event", "rank", "cloud", "t":
+start, note, phase, step, skipped_update, autopilot, lost_file, memory, privacy, timeline, quality,
+finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a
+cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks
+(reporter.py), the parent follows. A step is complete when every rank has reported it, but those of
+clouds that are gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
-before of later steps is superseded (`one_timeline`).
+before of later steps is superseded (`Attempts.one_timeline`).
 """
 
+import itertools
 import json
 import logging
 import math
+from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-EVENTS_FILE = "events.jsonl"  # in the run folder
+from xcloud.record import segments
+from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
+
 LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
@@ -36,13 +41,17 @@ AVERAGING = "averaging"
 MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What feeding an event may raise that is from another cloud, or partly lost."""
+
 log = logging.getLogger(__name__)
 
 
 class EventReader:
-    """Follow events.jsonl; `poll()` returns the events completed since the last call.
+    """Follow an event log; `poll()` returns the events completed since the last call, iteration
+    gives them one by one, and may be left and taken up again.
 
-    The file may not exist yet; an incomplete last line is kept until it is complete. A line that
+    The log may not exist yet; an incomplete last line is kept until it is complete. A line that
     is not a JSON object (its writer died, another continued) is skipped, with a warning unless
     warn is False (for a second reader of the same file).
     """
@@ -50,24 +59,41 @@ class EventReader:
     def __init__(self, path: str | Path, warn: bool = True) -> None:
         self.path = Path(path)
         self._warn = warn
-        self._offset = 0
+        self._segment, self._offset = 1, 0
+        self._lines: deque[bytes] = deque()
         self._unfinished = b""
 
     def poll(self) -> list[Event]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(new)
-        # Split bytes, not text: the data read may end inside a UTF-8 character.
-        *lines, self._unfinished = (self._unfinished + new).split(b"\n")
-        return [event for line in lines if (event := self._parse(line)) is not None]
+        return list(self)
+
+    def __iter__(self) -> Iterator[Event]:
+        while self._lines or self._read():
+            if (event := self._parse(self._lines.popleft())) is not None:
+                yield event
+
+    def _read(self) -> bool:
+        """Take more lines, of one segment; False if there are none at present."""
+        is_finished = True
+        while is_finished and not self._lines:
+            try:
+                new, is_finished = segments.read(self.path, self._segment, self._offset)
+            except segments.DAMAGED as error:
+                new, is_finished = b"", True
+                if self._warn:
+                    log.warning(
+                        "segment %d of %s is damaged, its events are left out: %r",
+                        *(self._segment, self.path, error),
+                    )
+            self._offset += len(new)
+            if is_finished and len(new) < segments.SEGMENT_BYTES:
+                self._segment, self._offset = self._segment + 1, 0
+                new += b"\n"  # a segment ends with a whole line, unless the machine died
+            # Split bytes, not text: the data read may end inside a UTF-8 character.
+            *lines, self._unfinished = (self._unfinished + new).split(b"\n")
+            self._lines.extend(line for line in lines if line.strip())
+        return bool(self._lines)
 
     def _parse(self, line: bytes) -> Event | None:
-        if not line.strip():
-            return None
         try:
             event = json.loads(line)
         except ValueError:
@@ -79,21 +105,71 @@ class EventReader:
         return event
 
 
-def one_timeline(events: Iterable[Event]) -> list[Event]:
-    """Without what was told of steps that were done again. A "resume" event then has
-    "steps_again", the number of these steps, and "lost_s": from the end of the step that the run
-    went on from until it did."""
-    kept: list[Event] = []
-    for event in events:
-        if event["event"] == "resume":
-            step, steps = _step(event), [e for e in kept if e["event"] == "step"]
-            done_at_s = [_at_s(e) for e in steps if _step(e) <= step] or list(map(_at_s, kept[:1]))
-            lost_s = _at_s(event) - max(done_at_s, default=_at_s(event))
-            again = len({_step(e) for e in steps if _step(e) > step})
-            event = {**event, "steps_again": again, "lost_s": lost_s}
-            kept = [_seen_from(step, e) for e in kept if not _is_superseded(e, step)]
-        kept.append(event)
-    return kept
+class Attempts:
+    """What a first pass over the events of a run tells of the attempts at it; `one_timeline` is
+    the second pass. Two passes, because a log may be larger than memory.
+
+    num_resumes: how often the run went on. num_ranks: that report steps, at least.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.num_ranks, self._num_events = 1, 0
+        self._resumes: list[tuple[int, Event]] = []  # place among the events, with what it cost
+        done, done_at_s = array("q"), array("d")  # steps, as each rank reported them
+        started_at_s = math.nan
+        for place, event in enumerate(events):
+            self._num_events += 1
+            if math.isnan(started_at_s):
+                started_at_s = _at_s(event)
+            if event["event"] == "step":
+                rank = event.get("rank")
+                if isinstance(rank, int):
+                    self.num_ranks = max(self.num_ranks, rank + 1)
+                done.append(_step(event))
+                done_at_s.append(_at_s(event))
+            elif event["event"] == "resume":
+                step = _step(event)
+                kept = [i for i, one in enumerate(done) if one <= step]
+                again = len({one for one in done if one > step})
+                done = array("q", (done[i] for i in kept))
+                done_at_s = array("d", (done_at_s[i] for i in kept))
+                lost_s = _at_s(event) - max(done_at_s, default=started_at_s)
+                costs = {"steps_again": again, "lost_s": lost_s}
+                self._resumes.append((place, {**event, **costs}))
+
+    @property
+    def num_resumes(self) -> int:
+        return len(self._resumes)
+
+    def one_timeline(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events of the first pass, without what was told of steps that were done again. A
+        "resume" event then has "steps_again", the number of these steps, and "lost_s": from the
+        end of the step that the run went on from until it did."""
+        ahead = deque(self._resumes)
+        lowest = self._lowest(ahead)
+        for place, event in enumerate(itertools.islice(events, self._num_events)):
+            if ahead and ahead[0][0] == place:
+                event = ahead.popleft()[1]
+                lowest = self._lowest(ahead)
+                if _step(event) >= lowest:  # its lost time lies within that of a later one
+                    event = {**event, "lost_s": 0.0}
+            elif _is_superseded(event, lowest):
+                continue
+            yield event
+
+    @staticmethod
+    def _lowest(ahead: Iterable[tuple[int, Event]]) -> float:
+        return min((_step(event) for _, event in ahead), default=math.inf)
+
+
+def one_timeline(events: Sequence[Event]) -> list[Event]:
+    return list(Attempts(events).one_timeline(events))
+
+
+def recorded_timeline(path: Path) -> Iterator[Event]:
+    """`one_timeline` of an event log."""
+    attempts = Attempts(EventReader(path, warn=False))
+    return attempts.one_timeline(EventReader(path))
 
 
 def _step(event: Event) -> int:
@@ -107,18 +183,11 @@ def _at_s(event: Event) -> float:
     return at_s if isinstance(at_s, int | float) else 0.0
 
 
-def _is_superseded(event: Event, step: int) -> bool:
+def _is_superseded(event: Event, step: float) -> bool:
+    """step: the lowest from which the run went on later; infinite if it did not."""
     if event["event"] in ("finish", "timeline"):  # of the end of an attempt
-        return True
-    stays = event["event"] in ("resume", "checkpoint", "lost_checkpoint")
-    return not stays and _step(event) > step
-
-
-def _seen_from(step: int, event: Event) -> Event:
-    """The time that an earlier attempt has lost lies within what a later one loses, if that goes
-    further back."""
-    is_within = event["event"] == "resume" and _step(event) >= step
-    return {**event, "lost_s": 0.0} if is_within else event
+        return step < math.inf
+    return event["event"] not in ("checkpoint", "lost_checkpoint") and _step(event) > step
 
 
 @dataclass
@@ -181,8 +250,8 @@ class StepTotals:
 class StepCollector:
     """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
 
-    Ranks of a cloud that is gone are not waited for. The steps that this completes come one by one
-    with the next events.
+    Ranks of a cloud that is gone are not waited for, nor, once a run goes on, those that have not
+    told of the steps before. What this completes comes one by one with the next events.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -196,8 +265,12 @@ class StepCollector:
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # from a step before those that were done
+            for step in sorted(self._reports):
+                if step <= event["step"]:  # of a rank that was lost before it could tell
+                    self._complete.append(StepTotals.of(step, self._reports[step]))
             self._reports.clear()
             self._done = min(self._done, event["step"])
+            self._gone_until = {r: min(u, event["step"]) for r, u in self._gone_until.items()}
         if event["event"] == "absence":
             self._note_absence(event)
         if event["event"] == "step":
@@ -222,6 +295,8 @@ class StepCollector:
         if len(reports.keys() | gone) < self.num_ranks:
             return
         self._complete.append(StepTotals.of(step, self._reports.pop(step)))
+        # A rank reports in order: what is missing of earlier steps was lost.
+        self._reports = {later: found for later, found in self._reports.items() if later > step}
         if self._gone_until:
             self._done = max(self._done, step)
 

@@ -15,10 +15,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from xcloud.cluster.frame import Frame
+from xcloud.record import segments
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.rank_state import RankState
 
 FLUSH_EVERY_S = 1.0
+FINISH_WITHIN_S = 10.0  # a segment, at the end of a run
 _MAX_CHUNK_BYTES = 1 << 17
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ class EventFile:
 
     Never fails a run: lines that cannot be written (full disk) are lost, with one warning, and
     counted; later lines are tried again. `close()` writes the count, and the ranks whose "finish"
-    was lost, to events.lost.json.
+    was lost, to events.lost.json. Every SEGMENT_BYTES a thread finishes a segment and compresses
+    it; where it cannot, the file goes on growing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +40,8 @@ class EventFile:
         self._path = path
         self._file = open(path, "ab", buffering=0)
         self._is_torn = _ends_inside_a_line(path)
+        self._num_bytes, self._finish_at = self._file.tell(), segments.SEGMENT_BYTES
+        self._finishing = threading.Thread()
         self._lost_finish: list[int] = []
         self.num_lost_lines = 0
         path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
@@ -56,6 +61,11 @@ class EventFile:
                 self._lose(data[data.rfind(b"\n", 0, num_written) + 1 :], error)
             if num_written:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
+            self._num_bytes += num_written
+            is_whole = self._num_bytes >= self._finish_at and not self._is_torn
+            if is_whole and not self._finishing.is_alive():
+                self._finishing = threading.Thread(target=self._finish_segment, daemon=True)
+                self._finishing.start()
 
     def append_frame(self, frame: Frame) -> None:
         """Append another rank's lines, as received over the link."""
@@ -63,6 +73,8 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file and record what was lost, if anything."""
+        if self._finishing.is_alive():
+            self._finishing.join(FINISH_WITHIN_S)
         with self._lock:
             self._file.close()
             if not self.num_lost_lines:
@@ -73,6 +85,20 @@ class EventFile:
                 path.write_text(json.dumps(lost), encoding="utf-8")
             except OSError as error:
                 log.warning("%d lines of %s are lost (%s)", self.num_lost_lines, self._path, error)
+
+    def _finish_segment(self) -> None:
+        try:
+            os.fsync(self._file.fileno())  # nearly all of it, while lines are still appended
+            with self._lock:
+                if self._is_torn:
+                    return
+                old, self._file = self._file, segments.finish(self._path)
+                self._num_bytes = 0
+                old.close()
+            segments.compress(self._path)
+        except (OSError, ValueError) as error:  # ValueError: closed
+            self._finish_at += segments.SEGMENT_BYTES
+            log.debug("%s could not be finished as a segment: %s", self._path, error)
 
     def _lose(self, data: bytes, error: Exception) -> None:
         lost = [line for line in data.split(b"\n") if line]

@@ -24,6 +24,7 @@ How the figures are made:
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
+- `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
   that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
@@ -72,6 +73,7 @@ class RunStatistics:
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
         self._merges: Counter[str] = Counter()
+        self._switches: list[dict[str, Any]] = []
         self._collector = StepCollector(num_ranks)
         self._step_s = array("d")
         # The number of warm-up steps is known only at the end: keep the first three apart.
@@ -101,6 +103,8 @@ class RunStatistics:
             self._privacy = {name: event.get(name) for name in known}
         if event["event"] in ("merge", "partial_merge"):
             self._merges[event["event"]] += 1
+        if event["event"] == "autopilot":
+            self._switches.append({name: event[name] for name in ("step", "choice", "before")})
         if event["event"] == "absence":
             self._merges[event["what"]] += 1
         if event["event"] == "lost_file":
@@ -183,6 +187,8 @@ class RunStatistics:
                 "clouds_lost": self._merges["left"],
                 "clouds_back": self._merges["back"],
             }
+        if self._switches:
+            summary["autopilot"] = list(self._switches)
         if cause is not None:
             summary["cause"] = cause
         return summary

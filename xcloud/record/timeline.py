@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 from xcloud.record.clock_offsets import Offsets, Passage, clock_offsets
 from xcloud.record.events import Event
 
-COMPUTING = ("fetch", "forward", "backward", "clip", "optimizer")
-_LETTER = {"forward": "F", "backward": "B", "activation": "F", "gradient": "B"}
+COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
+_LETTER = {"forward": "F", "backward": "B", "weights": "W", "activation": "F", "gradient": "B"}
 
 
 class Box(NamedTuple):
-    """One thing a rank did. direction: "forward", "backward", or "" outside the schedule."""
+    """One thing a rank did. direction: "forward", "backward", "weights", or "" outside the
+    schedule."""
 
     what: str
     direction: str
@@ -31,7 +32,7 @@ class Box(NamedTuple):
 
     @property
     def name(self) -> str:
-        """F3 and B3 as in the textbooks; "wait for F3" is waiting for the input of F3."""
+        """F3, B3 and W3 as in the textbooks; "wait for F3" is waiting for the input of F3."""
         if not self.direction:
             return "wait for norm" if self.what == "wait" else self.what
         action = f"{_LETTER[self.direction]}{self.micro_batch}"

@@ -18,7 +18,7 @@ MAX_VALUE_CHARACTERS = 6000
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
-    """The curves of training: `tracker.log(step_metrics(totals), totals.step)`."""
+    """The values of one step for the curves of training."""
     metrics: dict[str, float] = {"train/step_s": totals.step_s}
     for name in ("loss", "learning_rate", "grad_norm"):
         if (value := getattr(totals, name)) is not None:
@@ -31,12 +31,17 @@ def step_metrics(totals: StepTotals) -> dict[str, float]:
     for kind, num_bytes in totals.sent.items():
         if num_bytes:
             metrics[f"wan/bytes_{kind}"] = num_bytes
-    return metrics
+    return _legal(metrics)
 
 
 def quality_metrics(event: Event) -> dict[str, float]:
     """The curve of a split's scores, from a "quality" event; its step is event["step"]."""
-    return {f"{event['split']}/{name}": value for name, value in event["values"].items()}
+    return _legal({f"{event['split']}/{name}": value for name, value in event["values"].items()})
+
+
+def is_score(key: str) -> bool:
+    """Whether a curve is one of quality_metrics."""
+    return "/" in key and not key.startswith(("train/", "wan/"))
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -55,6 +60,7 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     for name in ("token_recovery", "token_recovery_baseline"):
         metrics[name] = summary.get(name)
         metrics[f"averaging_{name}"] = summary.get(f"averaging_{name}")
+    metrics |= ratio_metrics(summary)
     metrics["predicted_step_time_s"] = summary.get("predicted_step_time_s")
     metrics["epsilon"] = (summary.get("privacy") or {}).get("epsilon")
     metrics["averaging_order_recovery"] = summary.get("averaging_order_recovery")
@@ -72,7 +78,14 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
             metrics[f"memory_{name}_rank{rank['rank']}"] = rank.get(name)
     for name in ("precision", "recall", "bytes_per_token", "num_skipped"):
         metrics[name] = summary.get("feed", {}).get(name)
-    return {name: value for name, value in metrics.items() if value is not None}
+    return _legal({name: value for name, value in metrics.items() if value is not None})
+
+
+def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Of a point that was timed together with others of its sweep; else empty."""
+    found = summary.get("step_time_ratio") or {}
+    names = {"ratio": "", "low": "_low", "high": "_high"}
+    return {f"step_time_ratio{names[key]}": found[key] for key in names if key in found}
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
@@ -92,6 +105,10 @@ def legal_name(name: str) -> str:
     legal = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", name)).strip("/ ")
     legal = re.sub(r"^\.+", "_", legal)  # "." and ".." would be folders
     return legal[:MAX_KEY_CHARACTERS].rstrip("/ ") or "_"
+
+
+def _legal(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {legal_name(name): float(value) for name, value in metrics.items()}
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -1,5 +1,6 @@
 """Copy a run to MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
-What is logged, and under which names, comes from tracked_values.py.
+What is logged, and under which names, comes from tracked_values.py, and how many points of a curve
+from thinning.py.
 
 A tracker never delays or ends training. A background thread imports MLflow, opens the store and
 sends; it reads the event file itself, and that file is the only backlog. While the store is down
@@ -17,22 +18,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
-from xcloud.checks import check_number
+from xcloud.checks import check_int, check_number
 from xcloud.errors import ConfigError
 from xcloud.project import project_root
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.summary import RunStatistics
+from xcloud.record.thinning import Buckets, Point, Thinner
 from xcloud.record.tracked_values import (
     MAX_VALUE_CHARACTERS,
     final_metrics,
     flatten,
+    is_score,
     legal_name,
     quality_metrics,
     step_metrics,
@@ -47,8 +50,9 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE
 
 RETRY_AFTER_S = 5.0
 TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
-_STEP_CURVE = "train/step_s"  # has a value for every step
+_STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 FINISH_ATTEMPTS = 3
+MIN_POINTS = 500
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +64,7 @@ class TrackedRun:
     params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written.
     statistics: a fresh one of the run's kind of job; joins the ranks' reports. view: the page
     of all runs to prepare in a store on this machine, if any. A run that goes on in its folder
-    goes on in MLflow too, found by TRACKED_FILE there.
+    goes on in MLflow too, found by TRACKED_FILE there. num_steps: that are planned.
     """
 
     name: str
@@ -68,6 +72,7 @@ class TrackedRun:
     tags: Mapping[str, str]
     run_dir: Path
     statistics: RunStatistics
+    num_steps: int
     view: Mapping[str, object] | None = None
 
 
@@ -128,6 +133,7 @@ class MlflowTracker:
     uri: str | None = None  # of a tracking server; nothing is kept under root then
     flush_s: float = 1.0  # how often to send
     finish_timeout_s: float = 30.0  # how long `finish` may wait for the store
+    points: int = 2000  # of a curve, at most, for all steps of a run
 
     def __post_init__(self) -> None:
         if not self.root or not self.experiment:
@@ -139,6 +145,7 @@ class MlflowTracker:
             )
         check_number("tracker.flush_s", self.flush_s, 0, 600, above=True)
         check_number("tracker.finish_timeout_s", self.finish_timeout_s, 0, 3600, above=True)
+        check_int("tracker.points", self.points, MIN_POINTS, 10**6)
         self._sender: _Sender | None = None
         self._sweep: str | None = None
 
@@ -151,7 +158,7 @@ class MlflowTracker:
         assert self._sender is None, "a tracker records one run; make another for the next"
         prepare_environment()
         store = Store(project_root() / self.root, self.experiment, self.uri)
-        self._sender = sender = _Sender(store, run, self.flush_s)
+        self._sender = sender = _Sender(store, run, self.flush_s, self.points)
         self._sweep = run.tags.get("sweep")
         sender.put("tags", sender.log_tags, run.tags)
         sender.start()
@@ -168,7 +175,7 @@ class MlflowTracker:
         tags = {key: value for key, value in facts.items() if value is not None}
         sender.put("final tags", sender.log_tags, {"status": status, **tags})
         num_steps = int(summary.get("num_steps") or 0)
-        final = list(_values(final_metrics(summary), time.time(), num_steps))
+        final = _points(final_metrics(summary), time.time(), num_steps)
         sender.put("final values", sender.log_metrics, final)
         sender.close(MLFLOW_STATUS[status], self.finish_timeout_s)
 
@@ -184,19 +191,10 @@ class MlflowTracker:
         return self._sender
 
 
-class _Value(NamedTuple):
-    """One value of one curve."""
-
-    key: str
-    value: float
-    at_ms: int
-    step: int
-
-
 class _Sender(threading.Thread):
     """Sends queued values and the event file's curves; the only thread that uses MLflow."""
 
-    def __init__(self, store: Store, run: TrackedRun, flush_s: float) -> None:
+    def __init__(self, store: Store, run: TrackedRun, flush_s: float, points: int) -> None:
         super().__init__(name="tracking", daemon=True)
         self.run_id: str | None = None
         self.experiment_id = ""  # with the run_id
@@ -204,12 +202,13 @@ class _Sender(threading.Thread):
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
-        self._from_step = self._read_step = -1  # last that MLflow had at first; last one read
-        self._qualities: set[tuple[str, int]] = set()  # sent, by split and step
+        self._read_step = -1  # the last one of the curves of training
+        self._scored: dict[str, set[int]] = {}  # steps of the scores' curves
         self._started_at_s = time.time()
         self._closing = threading.Event()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
-        self._unsent: list[_Value] = []  # read from the event file, not yet taken by MLflow
+        self._thinner = Thinner(Buckets(points, run.num_steps))
+        self._unsent: list[Point] = []  # read from the event file, not yet taken by MLflow
         self._last_step = 0  # whose values MLflow has
         self._refused: list[str] = []
         self._trouble = ""  # why the last attempt failed
@@ -254,8 +253,12 @@ class _Sender(threading.Thread):
             if self.run_id is None:
                 self._create_run()
             self._send_figures()  # left over from when the store was down
-            for event in self._events.poll():
+            for event in self._events:  # after an outage there are many
                 self._unsent += self._curves(event)
+                if len(self._unsent) > MAX_METRICS_PER_BATCH:
+                    self._send_figures()
+            if last:
+                self._unsent += self._thinner.close()
             self._send_figures()
             while self._waiting:
                 self._attempt(*self._waiting[0])
@@ -299,26 +302,35 @@ class _Sender(threading.Thread):
         """Go on with an earlier record, after its last step; False if the store has it no more."""
         try:
             client.update_run(run_id, status="RUNNING")
-            history = client.get_metric_history(run_id, _STEP_CURVE)
+            steps = {
+                key: {metric.step for metric in client.get_metric_history(run_id, key)}
+                for key in client.get_run(run_id).data.metrics
+                if key == _STEP_CURVE or is_score(key)
+            }
         except Exception as error:
             if not _is_refusal(error):
                 raise
             return False
-        last_step = max((metric.step for metric in history), default=-1)
-        self._last_step, self._read_step, self._from_step = max(last_step, 0), last_step, last_step
+        self._read_step = max(steps.pop(_STEP_CURVE, ()), default=-1)
+        self._last_step, self._scored = max(self._read_step, 0), steps
         return True
 
-    def _curves(self, event: Event) -> Iterator[_Value]:
+    def _curves(self, event: Event) -> list[Point]:
         # Of steps that were done again MLflow keeps the first values: it cannot replace one.
+        found = []
         totals = self._run.statistics.feed(event)
         if totals is not None and totals.step > self._read_step:
             self._read_step = totals.step
-            yield from _values(step_metrics(totals), event["t"], totals.step)
+            values = step_metrics(totals)
+            # It comes last, so once MLflow has it, MLflow has all of the bucket.
+            values[_STEP_CURVE] = values.pop(_STEP_CURVE)
+            found = self._thinner.feed(totals.step, values, event["t"])
         if event["event"] == "quality":
-            key = (event["split"], event["step"])
-            if key not in self._qualities and event["step"] >= self._from_step:
-                self._qualities.add(key)
-                yield from _values(quality_metrics(event), event["t"], event["step"])
+            for point in _points(quality_metrics(event), event["t"], event["step"]):
+                if point.step not in (steps := self._scored.setdefault(point.key, set())):
+                    steps.add(point.step)
+                    found.append(point)
+        return found
 
     def _send_figures(self) -> None:
         while batch := self._unsent[:MAX_METRICS_PER_BATCH]:
@@ -337,10 +349,11 @@ class _Sender(threading.Thread):
             self._refused.append(what)
             self._warn(f"{what}: {error}")
 
-    def log_metrics(self, values: Sequence[_Value]) -> None:
+    def log_metrics(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
-        self._client.log_batch(self.run_id, metrics=[Metric(*value) for value in values])
+        metrics = [Metric(p.key, p.value, int(1000 * p.at_s), p.step) for p in points]
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def log_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
@@ -373,9 +386,8 @@ class _Sender(threading.Thread):
             )
 
 
-def _values(metrics: Mapping[str, float], at_s: float, step: int) -> Iterator[_Value]:
-    for key, value in metrics.items():
-        yield _Value(legal_name(key), float(value), int(1000 * at_s), step)
+def _points(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
+    return [Point(key, value, at_s, step) for key, value in metrics.items()]
 
 
 def _user() -> str:

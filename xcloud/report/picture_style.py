@@ -9,6 +9,7 @@ import textwrap
 COLOURS = {
     "forward": "#0072B2",
     "backward": "#E69F00",
+    "weights": "#F0E442",
     "codec": "#CC79A7",
     "waiting": "#E3E3E3",
     "averaging": "#8FD3BE",

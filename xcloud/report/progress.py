@@ -91,6 +91,8 @@ class ProgressLine:
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))
+        elif kind == "autopilot":
+            self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
         elif kind == "resume":
             self.note(_describe_resume(event))
 

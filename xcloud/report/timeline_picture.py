@@ -21,6 +21,7 @@ from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, 
 KINDS = {
     "forward": (COLOURS["forward"], "forward"),
     "backward": (COLOURS["backward"], "backward"),
+    "weights": (COLOURS["weights"], "gradients of weights"),
     "compress": (COLOURS["codec"], "compress, decompress"),
     "decompress": (COLOURS["codec"], "compress, decompress"),
     "wait": (COLOURS["waiting"], "waiting"),
@@ -110,9 +111,10 @@ class _Painter:
         several = len({box.stage for box in lane.boxes if box.direction}) > 1
         for what, (colour, _) in KINDS.items():
             boxes = [box for box in lane.boxes if box.what == what]
-            edge = "white" if what in ("forward", "backward") else "none"
+            is_action = what in ("forward", "backward", "weights")
+            edge = "white" if is_action else "none"
             self._boxes(y, 0.72, boxes, colour, edge)
-            if what in ("forward", "backward"):
+            if is_action:
                 for box in boxes:
                     small = str(box.stage).translate(_SUBSCRIPT) if several else ""
                     self._number(y, box, f"{box.micro_batch}{small}", ink_on(colour))

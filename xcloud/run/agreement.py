@@ -118,7 +118,7 @@ def exchange(
     carries = ("settings of the experiment, digests of the code, checkpoints: lines of text",)
     if rank != 0:
         out[0].send(TABLE, (encode_table(mine),), carries)
-        return _decode_verdict(incoming[0].recv(VERDICT, WAIT_S))
+        return decode_verdict(incoming[0].recv(VERDICT, WAIT_S))
     tables: dict[int, Table] = {0: mine}
     unread: dict[int, str] = {}
     for peer, link in sorted(incoming.items()):
@@ -129,7 +129,7 @@ def exchange(
     judged, attempt = judge(tables, unread, name_of, refused_with), time.time_ns()
     verdicts = {peer: replace(verdict, attempt=attempt) for peer, verdict in judged.items()}
     for peer, link_out in sorted(out.items()):
-        link_out.send(VERDICT, (_encode_verdict(verdicts[peer]),), ("whether all ranks agree",))
+        link_out.send(VERDICT, (encode_verdict(verdicts[peer]),), ("whether all ranks agree",))
     return verdicts[0]
 
 
@@ -277,14 +277,14 @@ def decode_table(parts: Sequence[Tensor], sender: str) -> dict[str, str]:
     return table
 
 
-def _encode_verdict(verdict: Verdict) -> Tensor:
+def encode_verdict(verdict: Verdict) -> Tensor:
     refused = ",".join(map(str, verdict.refused))
     head = f"{verdict.kind}\n{refused}\n{verdict.from_step} {verdict.attempt}"
     text = f"{head}\n{verdict.text[:_MAX_TEXT]}"
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
 
 
-def _decode_verdict(parts: Sequence[Tensor]) -> Verdict:
+def decode_verdict(parts: Sequence[Tensor]) -> Verdict:
     kind, _, rest = _text_in(parts, "rank 0").partition("\n")
     refused, _, rest = rest.partition("\n")
     numbers, _, text = rest.partition("\n")

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -56,6 +57,24 @@ class Post(Protocol):
 
     def tell(self, peer: int, step: int, code: int) -> None:
         """Does not wait. Raises LinkError if the peer is gone."""
+
+
+@dataclass(frozen=True)
+class PostWithin:
+    """The same between fewer ranks."""
+
+    post: Post
+    ranks: Collection[int]
+
+    def listen(self, take: Callable[[int, int, int], None]) -> None:
+        self.post.listen(take)
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return [peer for peer in self.post.peers if peer in self.ranks]
+
+    def tell(self, peer: int, step: int, code: int) -> None:
+        self.post.tell(peer, step, code)
 
 
 class StopSignal:

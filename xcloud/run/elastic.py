@@ -7,13 +7,18 @@ put into the store where they meet, and leaves if that differs.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 
+from xcloud.cluster.clouds import Layout
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
@@ -28,29 +33,59 @@ from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import digest
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.record.reporter import Reporter
-from xcloud.run.agreement import decode_table, encode_table, judge
+from xcloud.run.agreement import (
+    Agreed,
+    Table,
+    Verdict,
+    decode_table,
+    decode_verdict,
+    encode_table,
+    encode_verdict,
+    judge,
+)
 from xcloud.run.compared import make_table
+from xcloud.run.resume import HELD
 
 
-def join(job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path) -> PairTransport:
+def join(
+    job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str]
+) -> tuple[PairTransport, Agreed]:
     """Meet the other ranks, in a file of the run folder or, where MASTER_ADDR and MASTER_PORT are
-    set, at a server in rank 0. Raises ConfigError for a rank that runs something else."""
+    set, at a server in rank 0, which says from which of the checkpoints of its cloud the run goes
+    on. held: this rank's. Raises ConfigError for a rank that runs something else."""
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its agent serves at that port itself
     transport = PairTransport(rank, meeting_store(rank, run_dir, host, port + under_torchrun))
     mine = make_table(settings)
+    store, layout = transport.store, job.cluster
+
+    def judged(tables: Mapping[int, Table]) -> Verdict:
+        named = partial(_name, layout)
+        verdict = judge(tables, {}, named, lambda ranks: frozenset())[rank]
+        if verdict.kind != "go":
+            raise ConfigError(verdict.text)
+        return verdict
+
+    saving, table = job.saving_ranks, {**mine, **held}
+    if rank in saving:
+        store.set(f"table.{rank}", _text(encode_table(table)))
     if rank == HUB:
-        transport.store.set("settings", _text(encode_table(mine)))
-        return transport
-    theirs = decode_table((_bytes(transport.store.get("settings")),), "rank 0")
-    layout = job.cluster
-    verdicts = judge(
-        {0: theirs, rank: mine}, {}, lambda r: f"rank {r} (cloud {layout.placement(r).cloud})",
-        lambda ranks: frozenset(),
-    )  # fmt: skip
-    if verdicts[rank].kind != "go":
-        raise ConfigError(verdicts[rank].text)
-    return transport
+        tables = {HUB: table} | {r: _table(store, r) for r in sorted(saving - {HUB})}
+        verdict = replace(judged(tables), attempt=time.time_ns())
+        store.set("verdict", _text(encode_verdict(verdict)))
+    else:
+        theirs = {key: v for key, v in _table(store, HUB).items() if not key.startswith(HELD)}
+        judged({HUB: theirs, rank: mine})
+        verdict = decode_verdict((_bytes(store.get("verdict")),))
+    return transport, Agreed(verdict)
+
+
+def _table(store: Store, rank: int) -> Table:
+    return decode_table((_bytes(store.get(f"table.{rank}")),), f"rank {rank}")
+
+
+def _name(layout: Layout[Any], rank: int) -> str:
+    return f"rank {rank} (cloud {layout.placement(rank).cloud})"
 
 
 class StoreFacts:

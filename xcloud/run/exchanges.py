@@ -20,7 +20,7 @@ from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_sum
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
-from xcloud.parallel.sharding import Sharded, is_sharded
+from xcloud.parallel.sharding import Sharded, ShardedAcross, is_sharded
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.parallel.tied import TiedGradients
 from xcloud.run.local_exchanges import LocalTraining, join_local_updates
@@ -76,7 +76,9 @@ def _join_averaging(
     some = next((p for named in trained.values() for p in named.values()), torch.zeros(0))
     stream = seed_from(seed, "averaging", min(stages), lanes.lane)
     mail = Mailbox(replicas) if replicas.peers else None
-    check = ReplicaCheck(mail, lanes, stages, replicas.name_of, settings.check_every, last_step)
+    is_dealt = any(map(is_sharded, stages.values()))
+    alike = RankGroup.alone(lanes.rank) if is_dealt else lanes  # who holds the same values here
+    check = ReplicaCheck(mail, alike, stages, replicas.name_of, settings.check_every, last_step)
 
     def codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
         return TensorCodec(
@@ -89,10 +91,12 @@ def _join_averaging(
         made = averager_for(mail, shapes, codec, settings.merge or weighted_sum)
         return guard.around(made, shapes, replicas.num_parts, silent={LOSS})
 
-    across = AcrossClouds(
-        trained, lanes, replicas.num_shares, replicas.num_replicas, averager,
-        settings.merge is not None, settings.delay, check,
-    )  # fmt: skip
+    others = replicas.num_replicas, averager, settings.merge is not None, settings.delay, check
+    across = (
+        ShardedAcross(trained, lanes, *others)
+        if is_dealt
+        else AcrossClouds(trained, lanes, replicas.num_shares, *others)
+    )
     replicas.open(across.max_bytes)
     check.compare(0)
     return across.exchanges

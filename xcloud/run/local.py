@@ -17,7 +17,7 @@ from xcloud.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import EVENTS_FILE
+from xcloud.record.segments import EVENTS_FILE, has_events
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.run.launch import LocalRanks, RunStopped
 from xcloud.run.monitor import Monitor
@@ -38,7 +38,7 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
     if experiment.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     experiment.check()
-    if (run_dir / EVENTS_FILE).exists() and not resumes:
+    if has_events(run_dir) and not resumes:
         raise ConfigError(
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: python run.py resume={run_dir}"
@@ -87,7 +87,7 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
     """The config that a run goes on with: its own, with `overrides`; and whether anything is left
     to do. Raises ConfigError."""
-    if not (run_dir / EVENTS_FILE).exists():
+    if not has_events(run_dir):
         raise ConfigError(f"resume={run_dir}: there is no run that could go on ({EVENTS_FILE})")
     file = run_dir / configs.EXPERIMENT_FILE
     config = configs.with_overrides(file, overrides, conf_dir)

@@ -33,8 +33,8 @@ class LocalTraining:
 
     cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. work: of the
         update that was made last. is_idle: whether this rank's replica leaves out a step.
-    rejoin: in a cloud that begins again, takes the values of the others and returns the step at
-        which they are.
+    rejoin: in a cloud that begins in a run that goes on, takes the values of the first one and
+        returns the step at which that is. welcome: in the first one, after that step, gives them.
     """
 
     last_step: int
@@ -44,6 +44,7 @@ class LocalTraining:
     work: Callable[[], Work] = lambda: Work(0, 0.0)
     is_idle: Callable[[int], bool] = lambda step: False
     rejoin: Callable[[], int] = lambda: 0
+    welcome: Callable[[int], None] = lambda step: None
 
 
 def join_local_updates(
@@ -89,7 +90,7 @@ def join_local_updates(
             end, longest = make_end(settings, trained, codec, replicas, tell, guard.watch)
             replicas.open(longest)
         rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)
-        training.rejoin = rounds.join
+        training.rejoin, training.welcome = rounds.join, rounds.welcome
     else:
         mail = Mailbox(replicas) if replicas.peers else None
         check = ReplicaCheck(mail, lanes, stages, replicas.name_of, 0, last_step)

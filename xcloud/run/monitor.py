@@ -25,13 +25,14 @@ from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.plan.report import PLAN_FILE, predicted
 from xcloud.project import MODEL_DIR, commit
-from xcloud.record.curves import RunCurves
+from xcloud.record.curves import read_curves
 from xcloud.record.events import (
     EVENTS_FILE,
     LOST_LINES_FILE,
+    MALFORMED,
+    Attempts,
     Event,
     EventReader,
-    one_timeline,
 )
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
@@ -76,7 +77,6 @@ class Monitor:
         self._heard = False
         self._statistics = statistics_of(experiment)
         self._progress = progress_of(experiment)
-        self._curves = RunCurves()
         self._commit = commit()
         self._num_malformed = 0
         self._shows = True
@@ -85,7 +85,7 @@ class Monitor:
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
-        self._take_all(self._read_anew(is_again), shows=False)
+        self._read_anew(is_again)
         experiment = self.experiment
         tags = {
             "profile": experiment.profile,
@@ -97,7 +97,7 @@ class Monitor:
         # A reader and statistics of its own: it may fall behind while its store is down.
         run = TrackedRun(
             experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
-            prepared_view(),
+            experiment.max_steps, prepared_view(),
         )  # fmt: skip
         experiment.tracker.start(run)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
@@ -108,8 +108,9 @@ class Monitor:
         events = self._reader.poll()
         self._heard = self._heard or bool(events)
         if any(event["event"] == "resume" for event in events):
-            events = self._read_anew()
-        self._take_all(events, shows=True)
+            self._read_anew(shows=True)
+        else:
+            self._take_all(events, shows=True)
         return self._heard
 
     def next_attempt(self) -> None:
@@ -117,28 +118,30 @@ class Monitor:
         self.poll()
         self._heard = False
 
-    def _read_anew(self, is_again: bool = False) -> list[Event]:
-        """Take the whole record again, without the steps that were lost; returns what is told
-        since the run goes on, or of all of it if is_again and the run never ended."""
-        self._statistics, self._curves = statistics_of(self.experiment), RunCurves()
-        self._reader = EventReader(self.run_dir / EVENTS_FILE, warn=False)
-        events = one_timeline(self._reader.poll())
-        resumed = [place for place, event in enumerate(events) if event["event"] == "resume"]
-        since = resumed[-1] if resumed else 0 if is_again else len(events)
-        self._take_all(events[:since], shows=False)
-        # Of earlier attempts ranks may have stopped; a run that has finished never goes on, so
-        # what says so is of this attempt, which may be ahead of this monitor.
-        ends = [] if resumed else [event for event in events if event["event"] == "finish"]
-        self.finished_ranks = {event["rank"] for event in ends}
-        self.is_stopped = False
-        return events[since:]
+    def _read_anew(self, is_again: bool = False, shows: bool = False) -> None:
+        """Take the whole record again, without the steps that were lost. is_again: if the run
+        never went on, none of it is of earlier attempts. shows: what is told since it went on."""
+        self._statistics = statistics_of(self.experiment)
+        self.finished_ranks, self.is_stopped = set(), False
+        path = self.run_dir / EVENTS_FILE
+        attempts = Attempts(EventReader(path, warn=False))
+        self._reader = EventReader(path, warn=False)
+        num_ahead = attempts.num_resumes
+        is_earlier = not is_again or num_ahead > 0
+        for event in attempts.one_timeline(self._reader):
+            if event["event"] == "resume":
+                num_ahead -= 1
+                is_earlier = num_ahead > 0
+            # Of earlier attempts ranks may have stopped; a run that has finished never goes on, so
+            # what says so is of this attempt, which may be ahead of this monitor.
+            if not (is_earlier and event["event"] == "stop"):
+                self._take_all([event], shows and num_ahead == 0)
 
     def _take_all(self, events: Sequence[Event], shows: bool) -> None:
         for event in events:
             try:
                 self._take(event, shows and self._shows)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                # From another cloud, or partly lost: it must not end this run.
+            except MALFORMED as error:  # it must not end this run
                 self._num_malformed += 1
                 if self._num_malformed == 1:
                     log.warning("skipped a malformed event (%r): %.200r", error, event)
@@ -149,7 +152,6 @@ class Monitor:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
         totals = self._statistics.feed(event)
-        self._curves.feed(event, totals)
         if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])
             self.is_stopped = event["event"] == "stop"
@@ -241,13 +243,15 @@ class Monitor:
 
     def _draw(self) -> list[Path]:
         """Draw timeline and pictures of the steps so far; failures give one warning."""
-        if not self._curves.step:
+        if not self._statistics.num_steps:
             return []
         experiment = self.experiment
         facts = experiment.facts
         written = []
         try:
-            timeline = timeline_of(self._curves.timeline)
+            steps = statistics_of(experiment)  # its totals know of all clouds
+            curves = read_curves(self.run_dir / EVENTS_FILE, steps)
+            timeline = timeline_of(curves.timeline)
             if timeline is not None:
                 write_trace(self.run_dir / TRACE_FILE, timeline, facts)
                 written.append(self.run_dir / TRACE_FILE)
@@ -257,7 +261,7 @@ class Monitor:
 
             title = f"{experiment.name} seed {experiment.seed}, {facts['schedule']}, "
             title += f"link: {facts['link']}, compression: {facts['compression']}"
-            written += write_pictures(self.run_dir, self._curves, timeline, title)
+            written += write_pictures(self.run_dir, curves, timeline, title)
         except Exception as error:
             self._statistics.lost_files.append("pictures")
             log.warning("%s is without all its pictures: %r", self.run_dir, error)

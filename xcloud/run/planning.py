@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer, lines_of
@@ -82,8 +83,10 @@ class Planner:
             raise ConfigError(f"plan: schedules like {job.schedule!r} are not priced yet")
         self.batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
+        assert not isinstance(job.compression, Switched), "refused with a plan"
         self.own_compression, self.candidates = self._candidates(job.compression)
         self.not_planned: dict[str, str] = {}
+        self.splits_backward = self._splits_backward()
         self.arranged = self._arranged()
 
     def report(self) -> Report:
@@ -113,7 +116,7 @@ class Planner:
             if self.own_compression in missing or NO_COMPRESSION in missing:
                 raise ConfigError(f"plan.profile: {why}")
         own = self._own(profile)
-        space = Space(own, splits, self.counts, names, self.plan.search)
+        space = Space(own, splits, self.counts, names, self.plan.search, self.splits_backward)
         ranked = search(pricer, space, self.plan.rows)
         if not ranked.best:
             raise ConfigError(
@@ -138,16 +141,14 @@ class Planner:
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""
         plan = chosen.plan
-        found: dict[str, Any] = {"plan": None, "schedule": {
-            "_target_": "xcloud.parallel.schedule.GPipe",
-            "num_micro_batches": plan.micro_batches,
-        }}  # fmt: skip
-        if plan.in_flight is not None:
-            found["schedule"] = {
-                "_target_": "xcloud.parallel.schedule.OneForwardOneBackward",
-                "num_micro_batches": plan.micro_batches,
-                "num_in_flight": plan.in_flight,
-            }
+        schedule = plan.schedule
+        found: dict[str, Any] = {
+            "plan": None,
+            "schedule": {
+                "_target_": f"{type(schedule).__module__}.{type(schedule).__qualname__}",
+                **asdict(schedule),  # type: ignore[call-overload]
+            },
+        }
         if plan.compression != self.own_compression:
             found["compression"] = given["plan"]["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
@@ -167,6 +168,16 @@ class Planner:
             if repr(other) == repr(own) or (own.is_identity and name == NO_COMPRESSION):
                 return name, found
         return own.label, found | {own.label: own}
+
+    def _splits_backward(self) -> bool:
+        """Whether the job may put off gradients of weights."""
+        try:
+            schedule = ZeroBubble(self.job.schedule.num_micro_batches)
+            replace(self.job, schedule=schedule, plan=None)
+        except ConfigError as error:
+            self.not_planned["schedule=zero_bubble"] = str(error)
+            return False
+        return True
 
     def _arranged(self) -> dict[str, Arranged]:
         """Every strategy that the cluster, the task and who may see what allow."""
@@ -209,12 +220,14 @@ class Planner:
             for count in counts:
                 behind += count
                 ends = (*ends, behind)
-        in_flight = None
+        in_flight = in_memory = None
         if isinstance(job.schedule, OneForwardOneBackward):
             in_flight = job.schedule.num_in_flight or len(ends)
+        if isinstance(job.schedule, ZeroBubble):
+            in_memory = job.schedule.num_in_memory or in_flight
         return Plan(
             job.strategy.name, ends, job.schedule.num_micro_batches, in_flight,
-            self.own_compression,
+            self.own_compression, in_memory,
         )  # fmt: skip
 
     def _counts_for(self, plan: Plan) -> list[int]:

@@ -35,7 +35,7 @@ def what_is_measured(
         "xcloud": __version__,
         "model": f"{job.model.describe()} ({model})",
         "task": f"{job.task.describe()}, at most {job.task.max_length} tokens",
-        "stages": str(job.cluster.num_stages),
+        "stages": f"{job.cluster.num_stages}, weights' gradients apart",
         "micro-batches": f"{', '.join(map(str, sizes))} samples, {job.training.precision}",
         "compressors": hashlib.sha256(compressors.encode()).hexdigest()[:8],
     }

@@ -10,12 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border, Message
@@ -24,6 +24,7 @@ from xcloud.contracts.split_model import FreelyCut, SplitModel
 from xcloud.contracts.stage import Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
+from xcloud.parallel.deferred_weights import DeferredWeights, can_wait
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile
@@ -35,6 +36,7 @@ from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 
 BUDGET_S = 0.4  # for the runs of a size, beyond the first two
+QUANTITIES = 5  # of a stage and a size; see _Measuring._run_often
 
 
 def measure(
@@ -55,7 +57,7 @@ def measure(
 
 @dataclass
 class _Built:
-    """A model's stages as measured. costs: by stage, a row of numbers (see _Measuring.row).
+    """A model's stages as measured. costs: by stage, a row of numbers (see _Measuring._build).
     messages, gradients: by border and size."""
 
     borders: list[Border]
@@ -155,14 +157,14 @@ class _Measuring:
 
     def _piece(self, name: str, row: Sequence[float], border: int | None, blocks: int) -> Piece:
         n = len(self.sizes)
-        forward, backward, kept = (
+        forward, backward, kept, weights, put_off = (
             Curve([(float(b), max(0.0, v)) for b, v in zip(self.sizes, part, strict=True)])
-            for part in (row[:n], row[n : 2 * n], row[2 * n : 3 * n])
+            for part in (row[k * n : (k + 1) * n] for k in range(QUANTITIES))
         )
-        weights, trained, optimizer_s = row[3 * n :]
+        parameters, trained, optimizer_s = row[QUANTITIES * n :]
         return Piece(
-            name, forward, backward, border, round(weights), round(trained), kept,
-            max(0.0, optimizer_s), blocks,
+            name, forward, backward, border, round(parameters), round(trained), kept,
+            max(0.0, optimizer_s), blocks, weights, put_off,
         )  # fmt: skip
 
     def _build(self, model: SplitModel, num_stages: int) -> _Built:
@@ -186,7 +188,7 @@ class _Measuring:
             trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
             found.trained |= {f"{stage}.{name}": p for name, p in trained.items()}
             row = found.costs[stage]
-            for quantity in range(3):
+            for quantity in range(QUANTITIES):
                 row += [runs[b][stage][quantity] for b in self.sizes]
             row += [
                 float(bytes_of([*module.parameters(), *module.buffers()])),
@@ -198,27 +200,40 @@ class _Measuring:
     def _run_often(
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
     ) -> list[list[float]]:
-        """Forward and backward seconds (medians) and bytes kept, of each stage."""
+        """QUANTITIES of each stage: forward and backward seconds (medians), bytes kept, the part
+        of the backward that can be put off, bytes kept for that."""
         _, kept = self._run(stages, borders, b, 0, found, counts=True)
         started_s = time.perf_counter()
         self._run(stages, borders, b, 1, found)
         again = BUDGET_S / max(1e-6, time.perf_counter() - started_s)
-        times = [
-            self._run(stages, borders, b, 2 + i, found)[0]
-            for i in range(max(1, min(MOST_TIMES, int(again))))
+        num_times = max(1, min(MOST_TIMES, int(again)))
+        times = [self._run(stages, borders, b, 2 + i, found)[0] for i in range(num_times)]
+        _, put_off = self._run(stages, borders, b, 0, found, counts=True, defers=True)
+        split = [
+            self._run(stages, borders, b, 2 + i, found, defers=True)[0]
+            for i in range(max(1, num_times // 2))
         ]
-        return [
-            [*(statistics.median(run[s][way] for run in times) for way in (0, 1)), float(kept[s])]
-            for s in range(len(stages))
-        ]
+        rows = []
+        for s in range(len(stages)):
+            forward_s, backward_s = (
+                statistics.median(run[s][way] for run in times) for way in (0, 1)
+            )
+            share = statistics.median(run[s][2] / max(1e-9, sum(run[s][1:])) for run in split)
+            rows.append(
+                [forward_s, backward_s, float(kept[s]), share * backward_s, float(put_off[s])]
+            )
+        return rows
 
     def _run(
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, turn: int,
-        found: _Built, counts: bool = False,
+        found: _Built, counts: bool = False, defers: bool = False,
     ) -> tuple[list[list[float]], list[int]]:  # fmt: skip
-        """One micro-batch, as the pipeline runs it."""
+        """One micro-batch, as the pipeline runs it: seconds of forward, backward and what was put
+        off, and, if it counts, bytes kept for the backward, or for what was put off."""
         batch = self._batch(b, turn)
-        seconds, kept = [[0.0, 0.0] for _ in stages], [0] * len(stages)
+        seconds, kept = [[0.0, 0.0, 0.0] for _ in stages], [0] * len(stages)
+        weights = [DeferredWeights(can_wait(module) if defers else ()) for module in stages]
+        saved = [SavedTensors() for _ in stages]
         inputs: list[Message | None] = [None]
         outputs: list[Message] = []
         loss = torch.zeros((), device=self.device)
@@ -230,15 +245,11 @@ class _Measuring:
                         value.requires_grad_()
             fields = self.job.model.fields(s, len(stages)) | {"ids"}
             visible = {name: value for name, value in batch.items() if name in fields}
-            saved = SavedTensors()
             started_s = self.watch.now_s()
-            with self.autocast():
-                if counts:
-                    with saved:
-                        output = module(received, visible)
-                else:
-                    output = module(received, visible)
-            seconds[s][0], kept[s] = self.watch.now_s() - started_s, saved.peak_bytes
+            with self.autocast(), weights[s], saved[s] if counts else nullcontext():
+                output = module(received, visible)
+            seconds[s][0] = self.watch.now_s() - started_s
+            kept[s] = 0 if defers else saved[s].peak_bytes
             if output.send is not None:
                 outputs.append(output.send)
                 inputs.append({name: t.detach().clone() for name, t in output.send.items()})
@@ -246,18 +257,23 @@ class _Measuring:
             if output.loss is not None:
                 loss = output.loss
         for s in reversed(range(len(stages))):
-            started_s = self.watch.now_s()
-            if s == len(stages) - 1:
-                (loss / b).backward()  # type: ignore[no-untyped-call]
-            elif borders[s].gradient_returns:
+            pairs: list[tuple[Tensor, Tensor | None]] = [(loss / b, None)]
+            if s < len(stages) - 1:
+                if not borders[s].gradient_returns:
+                    break
                 given = found.gradients[s, b]
                 pairs = [(outputs[s][f.name], given[f.name]) for f in borders[s].gradient_fields]
-                needed = [pair for pair in pairs if pair[0].requires_grad]
+            needed = [pair for pair in pairs if pair[0].requires_grad]
+            started_s = self.watch.now_s()
+            with weights[s], saved[s] if counts else nullcontext():
                 if needed:
                     torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
-            else:
-                break
             seconds[s][1] = self.watch.now_s() - started_s
+            if defers:
+                kept[s] = saved[s].num_bytes
+                started_s = self.watch.now_s()
+                weights[s].compute()
+                seconds[s][2] = self.watch.now_s() - started_s
             received = inputs[s]
             if s and received is not None:
                 message: Message = {}

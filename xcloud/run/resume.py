@@ -263,7 +263,6 @@ def _note(passed: Sequence[str], step: int) -> str:
 
 def check_can_go_on(job: Job, run_dir: Path, settings: Mapping[str, Any]) -> None:
     """Before any rank starts, where one folder has the parts of all. Raises ConfigError."""
-    ranks = range(job.cluster.num_ranks)
-    holders = {rank: Holder.of(job, rank, run_dir, settings) for rank in ranks}
+    holders = {rank: Holder.of(job, rank, run_dir, settings) for rank in job.saving_ranks}
     held = {rank: held_in(holder.table(is_thorough=False)) for rank, holder in holders.items()}
     newest_common(held, lambda rank: f"rank {rank}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -21,6 +21,8 @@ from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
 from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
 from xcloud.run.resume import Holder
+from xcloud.run.turns import Turns
+from xcloud.training.settings import Checkpoints
 
 JobT = TypeVar("JobT", bound=Job)
 
@@ -34,7 +36,8 @@ class RankContext(Generic[JobT]):
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
-    begin again; None where all have joined one process group.
+    begin again; None where all have joined one process group. turns: of the steps, in a sweep
+    that times its points together.
     """
 
     job: JobT
@@ -48,6 +51,7 @@ class RankContext(Generic[JobT]):
     asked: StopSignal
     is_resumed: bool = False
     transport: PairTransport | None = None
+    turns: Turns = field(default_factory=Turns)
 
 
 class Role(ABC, Generic[JobT]):
@@ -78,6 +82,9 @@ class Role(ABC, Generic[JobT]):
         """Of all that this rank goes on from, which takes over its state if the ranks have agreed
         on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
         context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
+        if self.rank not in self.job.saving_ranks:
+            never = Checkpoints(every_steps=0, every_minutes=0)
+            return Checkpointer(never, holder.folder, self.rank, None, {}, {}, self.reporter)
         own = holder.own_step(step)
         if own < step:
             since = f"goes on from its own of step {own}" if own else "begins anew"

@@ -15,14 +15,16 @@ from torch import Tensor
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import return_freed_memory, shard, whole
-from xcloud.run.checkpointing import Checkpointer
+from xcloud.parallel.sharding import is_sharded, return_freed_memory, shard, whole
+from xcloud.run.autopilot import RunPilot
+from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
@@ -150,6 +152,7 @@ class StageRank(Role[Experiment]):
             replica, job.strategy.is_apart, local.is_idle,
             tied=join_tied(self.wiring, stages, job.compression.for_tensor, job.seed),
             privacy=privacy,
+            early=[stage for stage, module in stages.items() if not is_sharded(module)],
         )  # fmt: skip
         local.work = lambda: trainer.work
         evaluator = Evaluator(
@@ -159,9 +162,19 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
         parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
-        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
-        is_one = layout.num_replicas == 1
-        trainer.decide = checkpoints.decide if is_one else checkpoints.decide_by_step
+        if job.autopilot is not None and isinstance(job.compression, Switched):
+            parts["autopilot"] = trainer.pilot = pilot = RunPilot(
+                job.autopilot, job.compression, layout, self.wiring, self.clock, self.reporter
+            )
+            if rank == 0:
+                pilot.prepare(job, device)
+        post: Post | None = self.wiring.control
+        if post is not None and job.is_elastic:
+            post = PostWithin(post, job.saving_ranks)
+        checkpoints = self.checkpoints(parts, post, facts)
+        # Rank 0 has a word in every step with all that save, or they go by the step alone.
+        is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
+        trainer.decide = checkpoints.decide if is_told else checkpoints.decide_by_step
         if trainer.num_updates:  # another cloud may load longer than a message may take
             self.wiring.meet()
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
@@ -171,14 +184,17 @@ class StageRank(Role[Experiment]):
         transport = self.context.transport
         if transport is not None and rank not in job.essential_ranks:
             ready_file(run_dir, rank).touch()
-        if transport is not None and transport.is_newcomer:
-            trainer.num_updates = local.rejoin()
-        self.context.asked.is_armed = is_one and job.checkpoint.are_made
-        if rank == 0 and job.is_elastic and job.training.checkpoint.are_made:
-            self.reporter.note("no checkpoints: clouds of this run may leave and come back")
+        if transport is not None and (transport.is_newcomer or self.context.verdict.from_step):
+            if rank in job.saving_ranks:
+                local.welcome(trainer.num_updates)
+            else:
+                trainer.num_updates = local.rejoin()
+        self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
+            self.context.turns.take()
             with memory.first_step():
                 report = trainer.update(step)
+            self.context.turns.note(report.step_s)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
@@ -191,6 +207,7 @@ class StageRank(Role[Experiment]):
                     evaluator.evaluate("dev", step)
                 self.wiring.meet()  # or the next step would wait for another cloud's decoding
                 meter.forget()
+        self.context.turns.take()  # the end of the run is one too
         self.context.asked.is_armed = False
         checkpoints.save_last(job.training.max_steps)
         if observer is not None:

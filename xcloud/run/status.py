@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError, XcloudError
-from xcloud.record.events import EVENTS_FILE
+from xcloud.record.segments import EVENTS_FILE, has_events
 
 STALE_S = 5.0  # a rank writes its state every second
 
@@ -113,7 +113,7 @@ def describe(run_dir: Path) -> str:
     """Raises ConfigError if there is no run."""
     now = time.time()
     ranks = ranks_of(run_dir, now)
-    if not ranks and not (run_dir / EVENTS_FILE).exists():
+    if not ranks and not has_events(run_dir):
         raise ConfigError(f"{run_dir} holds no run: there is no {EVENTS_FILE}, no rank's state")
     lines = [f"{run_dir}: {_whole(run_dir, ranks)}", ""]
     lines += [_line(one) for one in ranks]

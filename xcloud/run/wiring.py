@@ -31,12 +31,14 @@ from xcloud.comm.channel import (
     Receiver,
     SendChannel,
     Sender,
+    SwitchedCodecs,
 )
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switched, Switches
 from xcloud.errors import LinkClosed, LinkTimeout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
 from xcloud.parallel.guard import ReceiveGuard, SendGuard
@@ -60,6 +62,7 @@ class Wiring:
     guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
     where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
     stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks.
+    switches: which choice of a Switched compression its channels use.
     is_elastic: other clouds may be late or gone, and only merges wait for them."""
 
     ends: Ends
@@ -73,6 +76,7 @@ class Wiring:
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
+    switches: Switches = field(default_factory=Switches)
 
     @property
     def wan_records(self) -> list[LinkRecord]:
@@ -114,9 +118,19 @@ class Wiring:
                 life.beats = True
 
     def meet(self) -> None:
-        """Wait until every rank has come here; see Control.meet."""
-        if self.control is not None and not self.is_elastic:
+        """Wait until every rank has come here, see Control.meet; where clouds may leave, every
+        one of the first cloud."""
+        if self.control is None:
+            return
+        if not self.is_elastic:
             self.control.meet()
+        elif self.ends.rank in self.first_cloud:
+            self.control.meet(self.first_cloud)
+
+    @property
+    def first_cloud(self) -> tuple[int, ...]:
+        """Ranks of the cloud that rank 0 is in."""
+        return self.ends.layout.ranks_in(self.ends.layout.cloud_of(0))
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye, as long as it gives signs of life."""
@@ -127,7 +141,7 @@ def wire(
     transport: Transport,
     layout: ClusterLayout,
     borders: dict[int, Border],
-    compression: Compression | Phased | PerBorder,
+    compression: Compression | Phased | PerBorder | Switched,
     max_samples: int,
     device: torch.device,
     clock: StepClock,
@@ -252,7 +266,7 @@ class _BorderBuilder:
     replica: int
     stage: int
     border: Border
-    compression: Compression | Phased
+    compression: Compression | Phased | Switched
     max_samples: int
     device: torch.device
     clock: StepClock
@@ -303,7 +317,7 @@ class _BorderBuilder:
             return
         crosses = self.layout.wan_between(sender, receiver) is not None
         fields = self.border.fields if direction == "forward" else self.border.gradient_fields
-        codecs = _codecs(self.compression, direction) if crosses else _plain
+        codecs = _codecs(self.compression, direction, wiring.switches) if crosses else _plain
         frame, capacity = self._frame_bytes(fields, codecs(), direction)
         window = ends.window(under_way, frame)
         line = self._line(direction)
@@ -354,22 +368,22 @@ def _plain() -> Codecs:
     return Codecs([(None, PLAIN)])
 
 
-def _codecs(compression: Compression | Phased, direction: str) -> Callable[[], Codecs]:
+def _codecs(
+    compression: Compression | Phased | Switched, direction: str, switches: Switches
+) -> Callable[[], Codecs]:
     """Makes fresh codecs: every channel has its own state."""
+
+    def codec(c: Compression) -> Codec:
+        if direction == "forward":
+            return Codec(c.forward, c.forward_memory)
+        return Codec(c.backward, c.backward_memory)
+
+    if isinstance(compression, Switched):
+        choices = list(compression.choices.values())
+        return lambda: SwitchedCodecs([codec(c) for c in choices], switches)
     phases: list[tuple[int | None, Compression]] = (
         [(phase.until_step, phase.compression) for phase in compression.phases.values()]
         if isinstance(compression, Phased)
         else [(None, compression)]
     )
-
-    def make() -> Codecs:
-        return Codecs(
-            [
-                (until, Codec(c.forward, c.forward_memory))
-                if direction == "forward"
-                else (until, Codec(c.backward, c.backward_memory))
-                for until, c in phases
-            ]
-        )
-
-    return make
+    return lambda: Codecs([(until, codec(c)) for until, c in phases])

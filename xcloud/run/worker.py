@@ -34,6 +34,7 @@ from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree
@@ -43,6 +44,7 @@ from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
+from xcloud.run.turns import join_turns
 from xcloud.security.wire_audit import audit_file, write_rank_audit
 
 EXIT_FAILED = 1
@@ -67,7 +69,7 @@ def live(
     """
     layout = job.cluster
     cloud = layout.cloud_of(rank)
-    is_resumed = (run_dir / EVENTS_FILE).exists()
+    is_resumed = has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
     # The role is there before anything is reported.
     reporter = Reporter(
@@ -76,7 +78,7 @@ def live(
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
         events.append_frame if events else lambda frame: None, agreed.verdict,
-        holder, asked, is_resumed, transport,
+        holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
     if state is not None:
@@ -98,6 +100,7 @@ def live(
             time.sleep(LAST_WORDS_S)
         raise
     finally:
+        context.turns.close()
         if events is not None:
             events.close()
         records = [*agreed.records, *role.records]
@@ -228,7 +231,7 @@ def main(words: Sequence[str] | None = None) -> None:
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if job.is_elastic:
-            transport, agreed = elastic.join(job, settings, rank, run_dir), Agreed()
+            transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
             _join(job, rank, run_dir, under_torchrun)
             agreed = agree(job, settings, rank, holder.table())

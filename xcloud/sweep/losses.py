@@ -19,7 +19,8 @@ from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
 from xcloud.report.picture_style import DPI, INK, LINES
 from xcloud.report.pictures import plain, running_mean
-from xcloud.sweep.results import ONE_CLOUD, UNCOMPRESSED, Row
+from xcloud.sweep.points import UNCOMPRESSED
+from xcloud.sweep.results import ONE_CLOUD, Row
 
 LOSSES = "losses.png"
 

@@ -27,6 +27,7 @@ BESIDE = ("sweep", "label", "tracker")
 UNLABELLED = {"seed", "sweep"}
 # A low-rank split. With `layer: null` the model is unsplit and the other keys are ignored.
 SPLIT, CUT_LAYER, CUT_RANK = "model.split", "model.split.layer", "model.split.rank"
+UNCOMPRESSED = "none"  # the label of the reference among compressions
 
 
 @dataclass

@@ -18,6 +18,7 @@ from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
+    UNCOMPRESSED,
     Settings,
     identity,
     reference_key,
@@ -26,8 +27,8 @@ from xcloud.sweep.points import (
     workload_key,
 )
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
+from xcloud.sweep.step_ratio import KEY, StepRatio
 
-UNCOMPRESSED = "none"
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 _NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"
 RATES = ("samples_per_s", "tokens_per_s")
@@ -79,6 +80,7 @@ class Row:
     step_time_s: Spread | None = None
     compression_ratio: Spread | None = None
     rates: dict[str, Spread] = field(default_factory=dict)  # samples and tokens per second
+    step_ratio: StepRatio | None = None  # of runs that were timed together
     share: float | None = None  # step time / that of the uncompressed runs of the same sweep
     # Of each rate: this row's / that of the runs in one cloud of the same sweep.
     share_of_one_cloud: dict[str, float] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class Row:
         self.compression_ratio = Spread.of([s["compression_ratio"]["total"] for s in finished])
         rates = {name: Spread.of([s.get(name) for s in finished]) for name in RATES}
         self.rates = {name: spread for name, spread in rates.items() if spread}
+        if finished and all(s.get(KEY) for s in finished):
+            self.step_ratio = StepRatio.over_seeds([StepRatio(**s[KEY]) for s in finished])
 
     @property
     def finished(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 some points failed, 2 refused before anything started, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xcloud.checks import check_int
+from xcloud.checks import check_choice, check_int
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
@@ -25,10 +26,14 @@ from xcloud.record.summary import read_summary
 from xcloud.report.progress import human_duration
 from xcloud.report.table import human_seconds
 from xcloud.run.local import sigterm_as_interrupt
+from xcloud.run.turns import ADDRESS, check_takes_turns
 from xcloud.sweep.children import Children
+from xcloud.sweep.conductor import Conductor
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
+from xcloud.sweep.step_ratio import record
 
+TIMINGS = ("alone", "together")
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "goes on"}
 MOST_REASONS = 10  # shown of why points are invalid
@@ -46,11 +51,12 @@ class Sweep:
     stop_on_failure: bool = False
     parallel: int = 1
     accept_changes: bool = False
+    timing: str = "alone"  # or "together": points make their steps in turns
     causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
 
     def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = _composed(asked, compose)
+        points, wrong = _composed(asked, compose, self.timing == "together")
         if wrong:
             self._forget_folder()
             return refuse(_reasons(wrong, asked))
@@ -80,7 +86,9 @@ class Sweep:
         view.prepare(self.name, tracker, [point.settings for point in points])
         clock = _Clock(len(todo), self.parallel)
         try:
-            if self.parallel == 1:
+            if self.timing == "together" and len(todo) > 1:
+                self._together(todo, state, clock)
+            elif self.parallel == 1:
                 self._one_by_one(todo, state, run_here, clock)
             else:
                 self._several(todo, state, clock)
@@ -124,6 +132,8 @@ class Sweep:
                 _say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
+        if self.timing == "together" and len(todo) == 1:
+            _say("  one point is left to run: it has no others to be timed with")
         if todo:
             _say(f"  to continue it later: {self.command}")
         if any(decision.point.experiment.next_experiment for decision in todo):
@@ -179,6 +189,42 @@ class Sweep:
                 children.end()
                 raise
 
+    def _together(self, todo: Sequence[Decision], state: SweepState, clock: _Clock) -> None:
+        """All points at once, but one at a time makes steps, ends or loads."""
+        running: list[_Running] = []
+        finished: list[_Running] = []
+        with Conductor() as conductor, ThreadPoolExecutor(len(todo)) as pool:
+            children = Children(1, _say, {ADDRESS: conductor.address})
+            try:
+                for number, decision in enumerate(todo, 1):
+                    point, run_dir = decision.point, state.begin(decision, self.parallel)
+                    write(point.config, run_dir / EXPERIMENT_FILE)
+                    _say(f"[{number}/{len(todo)}] {point.name} starts")
+                    future = pool.submit(children.run, point, run_dir)
+                    running.append(_Running(point, run_dir, future, time.monotonic()))
+                    conductor.await_ready(run_dir, future.done)
+                for number in itertools.count():
+                    # There and back, so that a steady drift favours none.
+                    for one in running[:: -1 if number % 2 else 1]:
+                        seconds = conductor.turn(one.run_dir, one.future.done)
+                        if seconds is not None and number > 0:  # the first is the warm-up
+                            one.rounds[number] = seconds
+                        if one.future.done():
+                            running.remove(one)
+                            cause = one.future.result()
+                            elapsed_s = time.monotonic() - one.started_s
+                            self._ended(one.point, one.run_dir, cause, elapsed_s, clock)
+                            finished += [one] if cause is None else []
+                    if not running:
+                        break
+            except BaseException:
+                _say(f"ending {len(running)} runs ...")
+                conductor.close()
+                children.end()
+                raise
+        for line in record([(one.point, one.run_dir, one.rounds) for one in finished]):
+            _say(line)
+
     def _ended(
         self, point: Point, run_dir: Path, cause: str | None, elapsed_s: float, clock: _Clock
     ) -> None:
@@ -191,7 +237,8 @@ class Sweep:
             if clock.num_left:
                 text += "; no other starts" if self.stop_on_failure else "; the others go on"
         goes_on = clock.num_left and not (self.causes and self.stop_on_failure)
-        left = f" ({clock.describe()})" if goes_on else ""
+        # Points that take turns end one soon after the other.
+        left = f" ({clock.describe()})" if goes_on and self.timing == "alone" else ""
         _say(f"{point.name}: {text}{left}")
 
     def _forget_folder(self) -> None:
@@ -201,6 +248,17 @@ class Sweep:
             for name in by_hydra:
                 (self.folder / name).unlink(missing_ok=True)
             self.folder.rmdir()
+
+
+@dataclass
+class _Running:
+    """A point among others that take turns. rounds: seconds of its turns."""
+
+    point: Point
+    run_dir: Path
+    future: Future[str | None]
+    started_s: float
+    rounds: dict[int, float] = field(default_factory=dict)
 
 
 class _Clock:
@@ -223,9 +281,23 @@ class _Clock:
         return f"{self.num_done} of {self.num_points} done, about {human_duration(left_s)} left"
 
 
-def check_settings(name: object, parallel: object) -> None:
+def check_settings(
+    name: object, parallel: object, timing: str = "alone", stop_on_failure: bool = False
+) -> None:
     """Raises ConfigError."""
     check_int("hydra.launcher.parallel", parallel, 1)
+    check_choice("hydra.launcher.timing", timing, TIMINGS)
+    if timing == "together" and parallel != 1:
+        raise ConfigError(
+            f"hydra.launcher.timing=together lets one point compute at a time, and "
+            f"hydra.launcher.parallel={parallel} asks for more: leave one of the two out"
+        )
+    if timing == "together" and stop_on_failure:
+        raise ConfigError(
+            "hydra.launcher.timing=together starts all points before the first step, so "
+            "hydra.launcher.stop_on_failure=true could keep none from starting: leave one of the "
+            "two out"
+        )
     if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
         raise ConfigError(
             f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
@@ -240,7 +312,7 @@ def refuse(reasons: Sequence[str]) -> int:
 
 
 def _composed(
-    asked: Sequence[Overrides], compose: Compose
+    asked: Sequence[Overrides], compose: Compose, in_turns: bool
 ) -> tuple[list[Point], list[tuple[Overrides, str]]]:
     """All points without duplicates; and the invalid ones, each with the reason."""
     points: dict[str, Point] = {}
@@ -250,6 +322,8 @@ def _composed(
             point = Point.of(index, overrides, compose(overrides))
             if point.identity not in points:
                 point.experiment.check()
+                if in_turns:
+                    check_takes_turns(point.experiment)
         except XcloudError as error:
             wrong.append((overrides, _one_line(error)))
         else:

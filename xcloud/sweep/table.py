@@ -74,8 +74,12 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
             heading = f"{PAPER}{score_name(name)}"
             columns += _known(heading, [known.quality or None for known in published])
     columns.append(_Column("step time", [_seconds(row.step_time_s) for row in rows]))
+    if any(row.step_ratio for row in rows):
+        cells = [str(row.step_ratio or UNKNOWN) for row in rows]
+        columns.append(_Column("step time ratio", cells))
     if _tells_something(rows):
-        columns.append(_Column("share", [_percent(row.share) for row in rows]))
+        heading = "share" if _are_timed_together(rows) else "share, one after another"
+        columns.append(_Column(heading, [_percent(row.share) for row in rows]))
     columns += _known(f"{PAPER}share", [_known_percent(known.share) for known in published])
     if any(row.share_of_one_cloud for row in rows):
         name, heading = _rate(rows)
@@ -102,6 +106,11 @@ def _known_percent(share: float | None) -> str | None:
 def _tells_something(rows: Sequence[Row]) -> bool:
     """Whether a share compares a row with another row."""
     return any(row.share is not None and row.share != 1.0 for row in rows)
+
+
+def _are_timed_together(rows: Sequence[Row]) -> bool:
+    """Whether noise of the machine was the same for all shares."""
+    return all(row.step_ratio for row in rows if row.share is not None)
 
 
 def _rate(rows: Sequence[Row]) -> tuple[str, str]:
@@ -155,6 +164,11 @@ def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
         yield name, round(spread.mean, 6) if spread else None
         yield f"{name}_std", round(spread.std, 6) if spread and spread.std is not None else None
     yield "share_of_uncompressed_step_time", round(row.share, 4) if row.share else None
+    if (ratio := row.step_ratio) is not None:
+        yield "step_time_ratio", round(ratio.ratio, 4)
+        yield "step_time_ratio_low", round(ratio.low, 4)
+        yield "step_time_ratio_high", round(ratio.high, 4)
+        yield "step_time_ratio_to", ratio.to
     for name, rate in row.rates.items():
         yield name, round(rate.mean, 3)
         yield f"{name}_std", round(rate.std, 3) if rate.std is not None else None
@@ -176,6 +190,13 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
         yield "± is the standard deviation over seeds."
     if _tells_something(rows):
         yield "share: of the step time of the uncompressed runs of the same sweep."
+        if not _are_timed_together(rows):
+            yield (
+                "Points that are timed one after another differ by the noise of the machine too: "
+                "hydra.launcher.timing=together times them in turns."
+            )
+    for name in dict.fromkeys(row.step_ratio.to for row in rows if row.step_ratio):
+        yield f"step time ratio: to {name}, in turns; in brackets the 95 % interval."
     if any(row.share_of_one_cloud for row in rows):
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         counts = {row.cluster: row.num_ranks for row in rows if row.share_of_one_cloud}

@@ -64,11 +64,11 @@ class MemoryMeter:
 
 
 class SavedTensors:
-    """While it is entered, counts what autograd keeps for the backward. Parameters are left out,
-    and what several tensors share is counted once."""
+    """While it is entered, counts what autograd keeps for the backward: num_bytes now, peak_bytes
+    at most. Parameters are left out, and what several tensors share is counted once."""
 
     def __init__(self) -> None:
-        self.peak_bytes = self._num_bytes = 0
+        self.peak_bytes = self.num_bytes = 0
         self._kept: Counter[int] = Counter()  # tensors in each memory block, by its address
         self._lock = threading.Lock()  # a GPU's backward lets go in a thread of its own
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _Kept.tensor_of)
@@ -93,8 +93,8 @@ class SavedTensors:
             before = self._kept[address]
             self._kept[address] += count
             if not before or not self._kept[address]:
-                self._num_bytes += count * num_bytes
-                self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+                self.num_bytes += count * num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
 class _Kept:

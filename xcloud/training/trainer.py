@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import StageSums, Word
+from xcloud.parallel.control import NO_CHOICE, Answer, Pilot, StageSums, Word
+from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
@@ -62,7 +63,8 @@ class Trainer:
     its exchanges hear of it all the same. tied: for ranks at the ends of a pipeline that share a
     matrix. privacy: with SamplePrivacy every micro-batch is one sample, whose gradient is clipped.
     With either kind replicas keep their losses to themselves; the loss that replica 0 tells is an
-    estimate from one rank's samples."""
+    estimate from one rank's samples. early: stages whose exchanges begin with the sum over
+    `lanes`, which the last backward may then start; never with SamplePrivacy."""
 
     rank: int
     pipeline: Pipeline
@@ -80,12 +82,15 @@ class Trainer:
     work: Work = field(default=Work(0, 0.0), init=False)  # of the update that was made last
     tied: TiedGradients | None = None
     privacy: Privacy | None = None
+    early: Collection[int] = ()
     decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
+    pilot: Pilot | None = None  # in every rank of a run that has one
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
     _private: PrivateGradients | None = None
+    _early: EarlySums | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -101,6 +106,9 @@ class Trainer:
                 self.privacy, self._buffers, self.pipeline.num_stages, leads
             )
             self.pipeline.on_backward = self._private.take
+        elif self.early:
+            self._early = self._early_sums()
+            self.pipeline.on_backward = self._early.end_backward
 
     def update(self, step: int) -> StepReport:
         """One update of this rank's parameters from `batch_size` samples over all ranks."""
@@ -119,6 +127,8 @@ class Trainer:
         self.work = Work(len(update_from), weight)
         if self._private is not None:
             self._private.begin(len(update_from))
+        if self._early is not None:
+            self._early.begin()
         loss = torch.zeros((), device=self.pipeline.device)
         num_own = 0
         for number in range(num_passes):
@@ -161,6 +171,15 @@ class Trainer:
             weight if leads else 0.0,
             self._guard.note(what) if is_skipped else None,
             word,
+        )
+
+    def _early_sums(self) -> EarlySums:
+        m, passes = self.schedule.num_micro_batches, self.training.accumulate_steps
+        turns = self.pipeline.turns
+        return EarlySums(
+            {stage: self._buffers[stage] for stage in self.early},
+            self.lanes,
+            {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()},
         )
 
     def _leave_out(self, step: int) -> StepReport:
@@ -252,16 +271,18 @@ class Trainer:
             }
         with clock.during("wait"):
             first = self.rank == self.sums.leaders[0]
-            total, word = math.nan, self.decide(step) if first else Word.GO_ON
+            answer = Answer(math.nan, self.decide(step) if first else Word.GO_ON)
             if squares:
-                total, word = self.sums.sum_over_stages(
-                    step, squares, self.pipeline.num_stages, word
+                answer = self.sums.sum_over_stages(
+                    step, squares, self.pipeline.num_stages, answer.word, self.pilot
                 )
         with clock.during("average"):
             for lanes in self.lanes.values():
-                both = torch.tensor([total, word], dtype=torch.float64)
-                total, word = lanes.from_leader(both).tolist()
-        return total, Word(int(word))
+                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
+                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        if self.pilot is not None and answer.choice != NO_CHOICE:
+            self.pilot.follow(step, answer.choice)
+        return answer.total, answer.word
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:

@@ -7,13 +7,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.memory import State, whole_numbers
 from xcloud.errors import FrameError
 from xcloud.parallel.one_way.plan import Order, Source
@@ -27,9 +29,14 @@ class Arrived(NamedTuple):
 
 
 class Inbox:
-    """All methods may be called from any thread."""
+    """All methods may be called from any thread. lives: note there what `wait` waits for."""
 
-    def __init__(self, sources: Sequence[Source], max_payload_bytes: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        max_payload_bytes: int,
+        lives: Mapping[Source, PeerLife] | None = None,
+    ) -> None:
         self.num_producers = 1 + max(source.producer for source in sources)
         self._sources, self._max_payload_bytes = tuple(sources), max_payload_bytes
         self._changed = threading.Condition()
@@ -41,6 +48,8 @@ class Inbox:
         self._received: Counter[Source] = Counter()
         self._last_number: Counter[Source] = Counter()
         self._heard_at_s: dict[Source, float] = dict.fromkeys(sources, 0.0)
+        self._lives = lives or {}
+        self._due: dict[Source, deque[int]] = {source: deque() for source in sources}
 
     # --- what the links tell
     def put(self, source: Source, frame: Frame) -> None:
@@ -63,6 +72,8 @@ class Inbox:
                 )
             self._last_number[source] = number
             self._received[source] += 1
+            while self._due[source] and self._due[source][0] <= number:
+                self._due[source].popleft()
             self._heard_at_s[source] = time.monotonic()
             self._waiting[source].append(Arrived(source, number, parts[0], frame.num_bytes))
             self._changed.notify_all()
@@ -93,6 +104,7 @@ class Inbox:
                 if self._ordered[order.source] == self._received[order.source]:
                     self._heard_at_s[order.source] = time.monotonic()
                 self._ordered[order.source] += 1
+                self._due[order.source].append(order.number)
 
     # --- what the training loop asks
     def is_ready(self, producer: int) -> bool:
@@ -153,6 +165,7 @@ class Inbox:
         with self._changed:
             for source in self._of(producer):
                 self._waiting[source].clear()
+                self._due[source].clear()
                 self._ordered[source] = self._received[source]
 
     def with_batches(self) -> list[int]:
@@ -213,8 +226,21 @@ class Inbox:
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Until something has changed such that `until()` holds, or the time is over."""
+        with ExitStack() as stack:
+            for source, message in self._awaited().items():
+                if (life := self._lives.get(source)) is not None:
+                    stack.enter_context(life.awaiting(message))
+            with self._changed:
+                self._changed.wait_for(until, timeout_s)
+
+    def _awaited(self) -> dict[Source, str]:
+        """Batches that are due; if none is, that who is not ready says it is."""
         with self._changed:
-            self._changed.wait_for(until, timeout_s)
+            there = [source for source in self._sources if source not in self._ended]
+            batches = {s: f"batch {self._due[s][0]}" for s in there if self._due[s]}
+            return batches or {
+                s: "the word that it is ready" for s in there if s not in self._ready
+            }
 
     def _of(self, producer: int) -> list[Source]:
         return [source for source in self._sources if source.producer == producer]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from xcloud.cluster.frame import Frame
+from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.memory import State, whole_numbers
 from xcloud.errors import LinkError
 
@@ -34,9 +35,11 @@ class SaveNow(NamedTuple):
 
 
 class OrderBook:
-    """`take_*` are handlers of a link; `next()` is the loop's."""
+    """`take_*` are handlers of a link; `next()` is the loop's. consumer: note there what `next`
+    waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, consumer: PeerLife | None = None) -> None:
+        self._consumer = consumer or PeerLife()
         self._waiting: deque[Ordered | SaveNow | LinkError | None] = deque()
         self._changed = threading.Condition()
         self._known = Ordered(0, NOBODY, 1)
@@ -76,7 +79,8 @@ class OrderBook:
     def next(self, may_drop: bool) -> Ordered | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
-        with self._changed:
+        message = f"orders after batch {self._known.number}"
+        with self._consumer.awaiting(message), self._changed:
             self._changed.wait_for(lambda: self._waiting)
             found = self._waiting.popleft()
         if may_drop and self.is_stopped:

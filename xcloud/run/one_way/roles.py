@@ -133,7 +133,8 @@ class ProducerRank(OneWayRank):
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        self.wiring = self._wirer().producer()
+        wirer = self._wirer()
+        self.wiring, self.lives = wirer.producer(), wirer.lives
         self.records = self.wiring.records
 
     def report(self, lines: bytes) -> None:
@@ -172,7 +173,8 @@ class ConsumerRank(OneWayRank):
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
         super().__init__(context)
-        self.wiring = self._wirer().consumer(context.on_report)
+        wirer = self._wirer()
+        self.wiring, self.lives = wirer.consumer(context.on_report), wirer.lives
         self.records, self.received = self.wiring.records, self.wiring.received
         self.lane = self.job.cluster.placement(self.rank).lane
         for rank in context.verdict.refused:

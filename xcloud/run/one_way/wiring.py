@@ -247,13 +247,14 @@ class OneWayWirer:
         self.rank, self.layout = transport.rank, layout
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._ends = Ends(transport, layout, run_dir)
+        self.lives = self._ends.lives
         groups = [self._ends.group(layout.ranks_in(cloud)) for cloud in layout.clouds]
         (self._own,) = (group for group in groups if group is not None)
         for line in ("batches", "orders", "inside"):
             self._ends.line(line, range(layout.num_ranks))
 
     def producer(self) -> ProducerWiring:
-        orders = OrderBook()
+        orders = OrderBook(self.lives[0])
         outs = [
             self._out("batches", peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
@@ -272,7 +273,8 @@ class OneWayWirer:
 
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
-        inbox = Inbox(list(sources), self.max_payload_bytes)
+        lives = {source: self.lives[rank] for source, rank in sources.items()}
+        inbox = Inbox(list(sources), self.max_payload_bytes, lives)
         wiring = ConsumerWiring(self._own, inbox, self._ends.records, rank_of=sources)
         for source, rank in sources.items():
             if self.layout.crosses_clouds:

@@ -100,8 +100,9 @@ class SweepLauncher(Launcher):
         parallel: int = 1,
         accept_changes: bool = False,
         also: Mapping[str, object] | None = None,
+        timing: str = "alone",
     ) -> None:
-        self.stop_on_failure, self.parallel = stop_on_failure, parallel
+        self.stop_on_failure, self.parallel, self.timing = stop_on_failure, parallel, timing
         self.accept_changes, self.also = accept_changes, dict(also or {})
 
     def setup(
@@ -113,7 +114,7 @@ class SweepLauncher(Launcher):
         self.context, self.task_function, self.config = hydra_context, task_function, config
         self.returned: dict[tuple[str, ...], JobReturn] = {}
         try:
-            check_settings(config.get("sweep"), self.parallel)
+            check_settings(config.get("sweep"), self.parallel, self.timing, self.stop_on_failure)
         except ConfigError as error:  # before Hydra makes a folder of that name
             sys.exit(refuse([str(error)]))
 
@@ -134,6 +135,7 @@ class SweepLauncher(Launcher):
             stop_on_failure=self.stop_on_failure,
             parallel=self.parallel,
             accept_changes=self.accept_changes,
+            timing=self.timing,
         )
         code = sweep.run(asked, self._compose, self._run_here)
         if code == INTERRUPTED or (code and self._grid_is_hydras):

@@ -1,0 +1,245 @@
+"""The compression follows the line: what is predicted, when it is believed, and that both ends of
+every border switch at the same step. Ranks are threads, their links are in memory."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.channels import same_state, stored
+from tests.configs import build
+from tests.pipelines import in_threads
+from tests.trainers import LAYOUTS, Rank, ranks
+from xcloud.cluster.frame import Kind
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import line_bytes
+from xcloud.comm.chain import Chain
+from xcloud.comm.memory import DeltaCache, State
+from xcloud.comm.phases import Compression, Phase, Phased
+from xcloud.comm.quantize import BlockInt
+from xcloud.comm.switched import Switched, Switches
+from xcloud.errors import ConfigError
+from xcloud.parallel.schedule import GPipe
+from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
+from xcloud.record.events import one_timeline
+from xcloud.record.summary import RunStatistics
+from xcloud.run.autopilot import KINDS, RunPilot
+from xcloud.training.batch_plan import PinnedBatchPlan
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Training
+
+TWO = ClusterLayout({"a": Cloud(), "b": Cloud()})
+NONE = Compression(Chain(), Chain())
+INT4 = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))
+TRAINING = Training(12, batch_size=8, optimizer=Optimizer(0.1, 1))
+BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
+WAYS = [dict.fromkeys(BOTH_WAYS, Way(1.0)), dict.fromkeys(BOTH_WAYS, Way(0.25, 1e-8, 2e-8))]
+
+
+def measured(bits_per_s: float, num_bytes: float = 1e6, step_s: float = 10.0) -> Measured:
+    lines = {("a", "b"): bits_per_s, ("b", "a"): bits_per_s}
+    return Measured(step_s, [0.3, 0.3], dict.fromkeys(BOTH_WAYS, num_bytes), lines)
+
+
+def test_a_choice_is_predicted_to_save_the_bytes_it_does_not_send_and_to_cost_its_codecs() -> None:
+    forecast = Forecast(GPipe(1), TWO, 1, WAYS)
+    plain_s, int4_s = forecast.step_s(measured(8e6), in_force=0)
+
+    less = line_bytes(1_000_000) - line_bytes(250_000)
+    assert plain_s == 10.0, "that in force is as measured"
+    assert int4_s == pytest.approx(10.0 - 2 * 8 * less / 8e6 + 2 * 1e6 * 3e-8)
+    # Seen from the other side, with what its messages then take.
+    assert forecast.step_s(measured(8e6, 0.25e6, int4_s), 1)[0] == pytest.approx(10.0)
+    free_s = forecast.step_s(measured(float("inf")), 0)
+    assert free_s[1] == pytest.approx(10.06), "on a free line only the codecs count"
+
+
+def test_work_that_covers_the_line_is_no_reason_to_compress() -> None:
+    forecast = Forecast(GPipe(8), TWO, 1, WAYS)
+    plain_s, int4_s = forecast.step_s(measured(1e12, step_s=1.0), 0)
+    assert int4_s > plain_s
+
+
+def test_a_switch_is_worth_it_confirmed_and_lasting() -> None:
+    rule = Rule(Autopilot({"int4": INT4}, every=1, worth=1.1, confirm=3, dwell=10))
+    assert [rule.choose(20 + i, 0, 0, [1.0, 0.95]) for i in range(5)] == [None] * 5, "too little"
+    assert [rule.choose(30 + i, 0, 0, [1.0, 0.5]) for i in range(3)] == [None, None, 1]
+    looks = [rule.choose(33 + i, 1, 33, [0.5, 1.0]) for i in range(10)]
+    assert looks == [None] * 9 + [0], "and it stays for ten updates"
+    noise = [rule.choose(60 + i, 0, 43, [1.0, 0.5 + 0.6 * (i % 3 == 2)]) for i in range(30)]
+    assert noise == [None] * 30, "never three in a row"
+    other = [rule.choose(90 + i, 0, 43, [1.0, 0.5 + i % 2, 0.6]) for i in range(9)]
+    assert other == [None] * 9, "nor three for one of them"
+
+
+class Scripted(RunPilot):
+    """Decides as it is told, whatever it measures. choices: by the step after which."""
+
+    choices: Mapping[int, int]
+
+    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
+        assert len(told) == len({0, *told}), "rank 0 hears every leader"
+        return self.choices.get(step)
+
+
+def piloted(
+    layout: ClusterLayout, compression: Switched, kind: type[RunPilot], **more: Any
+) -> list[Rank]:
+    settings = Autopilot({"int4": INT4}, every=1, confirm=2, dwell=3)
+    made = ranks(layout, TRAINING, compression, **more)
+    for rank in made:
+        clock = rank.trainer.pipeline.clock
+        rank.trainer.pilot = kind(settings, compression, layout, rank.wiring, clock, rank.reporter)
+    return made
+
+
+def train(made: Sequence[Rank], first: int, last: int) -> list[list[tuple[float | None, ...]]]:
+    def one(rank: Rank) -> list[tuple[float | None, ...]]:
+        found = []
+        for step in range(first, last + 1):
+            report = rank.trainer.update(step)
+            found.append((report.loss, report.grad_norm))
+        return found
+
+    return in_threads([lambda r=rank: one(r) for rank in made])
+
+
+@pytest.mark.parametrize("name", ["three clouds", "lanes"])
+def test_both_ends_of_every_border_switch_at_the_same_step(name: str) -> None:
+    phases = {"a": Phase(3, NONE), "b": Phase(7, INT4), "c": Phase(None, NONE)}
+    expected = train(ranks(LAYOUTS[name], TRAINING, Phased(**phases)), 1, 12)
+    made = piloted(LAYOUTS[name], Switched({"none": NONE, "int4": INT4}), Scripted)
+    for rank in made:
+        rank.trainer.pilot.choices = {3: 1, 7: 0}  # type: ignore[union-attr]
+
+    assert train(made, 1, 12) == expected
+    plain = ranks(LAYOUTS[name], TRAINING, NONE)
+    assert train(plain, 1, 12) != expected
+    assert {rank.wiring.switches.since_step for rank in made} == {8}
+
+
+def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_meanwhile() -> None:
+    delta = Compression(INT4.forward, INT4.backward, forward_memory=DeltaCache())
+    plan = PinnedBatchPlan(40, 8, 1, [0, 0])
+    switched = Switched({"delta": delta, "none": NONE})
+
+    def job() -> list[Rank]:
+        made = piloted(TWO, switched, Scripted, plan=plan)
+        for rank in made:
+            rank.trainer.pilot.choices = {3: 1, 6: 0, 10: 1}  # type: ignore[union-attr]
+        return made
+
+    def states(made: Sequence[Rank]) -> list[tuple[State, State]]:
+        return [
+            (stored(rank.state_dict()), stored(rank.trainer.pilot.state_dict()))  # type: ignore[union-attr]
+            for rank in made
+        ]
+
+    original, restored = job(), job()
+    train(original, 1, 4)
+    for rank, (state, of_pilot) in zip(restored, states(original), strict=True):
+        rank.load_state_dict(state)
+        rank.trainer.pilot.load_state_dict(of_pilot)  # type: ignore[union-attr]
+    expected = train(original, 5, 12)
+
+    assert train(restored, 5, 12) == expected
+    for one, other in zip(states(original), states(restored), strict=True):
+        assert all(same_state([a], [b]) for a, b in zip(one, other, strict=True))
+
+
+class OnALine(RunPilot):
+    """As if every byte had taken its time on a line of so many bits per second."""
+
+    bits_per_s: float = 0.0
+
+    def measured(self, step: int) -> Tensor | None:
+        for channel in self._wiring.wan_sends:
+            stats, kind = channel.link.stats, KINDS[channel.identity.direction]
+            new = stats.num_bytes[kind] - getattr(channel, "seen", 0)
+            channel.seen = stats.num_bytes[kind]  # type: ignore[attr-defined]
+            stats.count_line(kind, 8 * new / self.bits_per_s)
+        return super().measured(step)
+
+
+def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> None:
+    switched = Switched({"none+none": NONE, "int4+int4": INT4})
+    slow, fast = (piloted(TWO, switched, OnALine) for _ in range(2))
+    for made, rate in ((slow, 100.0), (fast, 1e15)):
+        for rank in made:
+            rank.trainer.pilot.bits_per_s = rate  # type: ignore[union-attr]
+            rank.trainer.pilot.forecast = Forecast(GPipe(2), TWO, 1, WAYS)  # type: ignore[union-attr]
+        train(made, 1, 8)
+        made[0].reporter.flush()
+    events = [json.loads(line) for line in b"".join(slow[0].told).splitlines()]
+
+    (event,) = [event for event in events if event["event"] == "autopilot"]
+    # Looks from the second update on, of which two must agree.
+    assert (event["step"], event["choice"], event["before"]) == (3, "int4+int4", "none+none")
+    assert "a to b 0.0 Mbit/s, b to a 0.0 Mbit/s" in event["reason"]
+    assert {rank.wiring.switches.choice for rank in slow} == {1}
+    assert {rank.wiring.switches.choice for rank in fast} == {0}
+    assert not any(b"autopilot" in line for line in fast[0].told)
+    sent = [rank.wiring.wan_stats for rank in (slow[0], fast[0])]
+    few, many = (sum(one.num_bytes[Kind.ACTIVATION] for one in links) for links in sent)
+    assert few < 0.8 * many
+
+    statistics = RunStatistics(2)
+    for one in events:
+        statistics.feed(one)
+    assert statistics.summary(name="s", status="failed", commit="c")["autopilot"] == [
+        {"step": 3, "choice": "int4+int4", "before": "none+none"}
+    ]
+    for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
+        again = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
+        assert is_kept == any(e["event"] == "autopilot" for e in one_timeline([*events, again]))
+
+
+def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
+    job = build("+exp=abnet_iwslt", "autopilot=on", "compression=none", "cluster/wan=line_8m")
+    compression = job.compression
+    assert isinstance(compression, Switched)
+    assert compression.names == ["none+none", "int8+int8", "int4+int4"]
+    assert job.compression_in_force == "autopilot(none+none, int8+int8, int4+int4)"
+    small = build(
+        "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
+        "training.batch_size=8",
+    )  # fmt: skip
+    assert small.compression.names == ["int8+int8", "int4+int4"], "the same is there once"
+    pilot = RunPilot(small.autopilot, small.compression, small.cluster, None, None, None)  # type: ignore[arg-type]
+    pilot.prepare(small, torch.device("cpu"))
+    assert pilot.forecast is not None
+    int8, int4 = pilot.forecast._ways
+    assert 0.25 < int8[0, "forward"].ratio < 0.3 and 0.12 < int4[0, "backward"].ratio < 0.16
+    assert min(way.compress_s for way in [*int8.values(), *int4.values()]) > 0
+
+
+def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
+    switches = Switches()
+    switches.switch(2, 5)
+    switches.switch(1, 9)
+    assert [switches.at(step) for step in (8, 9, 12)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["cluster/wan=real"], "cluster.wan=real"),
+        (["strategy=data_parallel", "cluster/wan=line_8m"], "makes 2 of it"),
+        (["plan=show"], "plan= prices one compression"),
+        (["compression=phased_example"], "changes with border or phase"),
+        (["autopilot.worth=0.9"], "autopilot.worth"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build("+exp=abnet_iwslt", "autopilot=on", *overrides)
+    with pytest.raises(ConfigError, match="choices is empty"):
+        Autopilot({})
+
+
+def test_one_way_jobs_have_nothing_to_choose() -> None:
+    with pytest.raises(ConfigError, match="a one-way job has none"):
+        build("+exp=electra_multilingual", "autopilot=on")

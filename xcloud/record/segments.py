@@ -1,0 +1,97 @@
+"""The files of an event log: events.jsonl, which grows, and before it finished segments, in order
+events.0001.jsonl.gz, events.0002.jsonl.gz, ... Files and bytes; no events.
+
+A segment is finished by a rename, then compressed under another name, brought to the disk and
+renamed again, and only then deleted as it was. At any moment each line is therefore in one place
+of the stream that `read` gives, whatever ends the process.
+"""
+
+import gzip
+import re
+import zlib
+from io import FileIO
+from pathlib import Path
+from typing import IO, cast
+
+from xcloud.record.whole_file import write_whole
+
+EVENTS_FILE = "events.jsonl"  # in the run folder
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # by reading a compressed segment
+SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
+
+
+def has_events(run_dir: Path) -> bool:
+    """Whether there is a run in this folder."""
+    return any(run_dir.glob("events*.jsonl*"))
+
+
+def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:
+    """At most SEGMENT_BYTES of a segment from an offset, and whether the segment is finished.
+
+    path: of the log. number: from 1. Raises one of DAMAGED.
+    """
+    while True:
+        finished = _finished(path, number)
+        try:
+            with _open(finished or path) as file:
+                # If it was finished meanwhile, what is open may be the next one.
+                if finished is None and _finished(path, number) is not None:
+                    continue
+                file.seek(offset)
+                return file.read(SEGMENT_BYTES), finished is not None
+        except FileNotFoundError:  # it was compressed meanwhile, or there is none yet
+            if finished is None:
+                return b"", False
+
+
+def finish(path: Path) -> FileIO:
+    """Make what is in the log a finished segment; returns the file to append to from now on.
+    Nothing may be written meanwhile. Raises OSError, with the log as it was."""
+    draft = path.with_name(f".{path.name}.new")
+    file = open(draft, "ab", buffering=0)
+    try:
+        plain = _plain(path, 1 + max(_numbers(path), default=0))
+        path.rename(plain)
+        try:
+            draft.rename(path)
+        except OSError:
+            plain.rename(path)
+            raise
+    except OSError:
+        file.close()
+        draft.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def compress(path: Path) -> None:
+    """Compress the finished segments that are not. Raises OSError, with all of them readable."""
+    for number in sorted(_numbers(path)):
+        plain = _plain(path, number)
+        if not plain.exists():
+            continue
+        write_whole(_compressed(plain), 0, [gzip.compress(plain.read_bytes(), 6)])
+        plain.unlink()
+
+
+def _plain(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number:04}{path.suffix}")
+
+
+def _compressed(plain: Path) -> Path:
+    return plain.with_name(f"{plain.name}.gz")
+
+
+def _finished(path: Path, number: int) -> Path | None:
+    """As it is now. It is compressed before it is deleted, hence the order."""
+    plain = _plain(path, number)
+    return next((file for file in (plain, _compressed(plain)) if file.exists()), None)
+
+
+def _numbers(path: Path) -> set[int]:
+    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(\.gz)?")
+    return {int(m[1]) for file in path.parent.iterdir() if (m := name.fullmatch(file.name))}
+
+
+def _open(file: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")

@@ -1,0 +1,191 @@
+"""One rank's part in choosing the compression while the run goes on: it measures, rank 0 decides
+(plan/autopilot.py), and the choice reaches every rank with the norm of an update, before anything
+of the next one is sent. So both ends of every border switch at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from xcloud.cluster.frame import Kind
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.border import Border
+from xcloud.comm.channel import Codec
+from xcloud.comm.compressor import Compressor
+from xcloud.comm.memory import NoMemory, State, Stateful, load_states, states_of
+from xcloud.comm.phases import Compression
+from xcloud.comm.step_clock import StepClock
+from xcloud.comm.switched import Switched
+from xcloud.job.experiment import Experiment
+from xcloud.parallel.control import Pilot
+from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
+from xcloud.record.reporter import Reporter
+from xcloud.run.stopwatch import Stopwatch
+from xcloud.run.wiring import Wiring
+
+KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
+_PER_WAY = 3  # bytes, messages, seconds on the line
+
+
+class RunPilot(Pilot):
+    """Measures are sums since the start: [busy_s of the main thread, compute_s, then by border and
+    direction bytes, messages, line_s]; rank 0 takes differences between two looks."""
+
+    def __init__(
+        self,
+        settings: Autopilot,
+        compression: Switched,
+        layout: ClusterLayout,
+        wiring: Wiring,
+        clock: StepClock,
+        reporter: Reporter,
+    ) -> None:
+        self._settings, self._compression, self._layout = settings, compression, layout
+        self._wiring, self._clock, self._reporter = wiring, clock, reporter
+        self._borders = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
+        self._busy_s = self._compute_s = 0.0
+        self._last: dict[int, Tensor] = {}
+        self._rule = Rule(settings)
+        self.forecast: Forecast | None = None  # in rank 0
+
+    def prepare(self, job: Experiment, device: torch.device) -> None:
+        """Measure the codecs of all choices. In rank 0, before the first step; the speed of its
+        machine stands for all."""
+        rows = -(-job.training.batch_size // job.num_pieces)
+        ways = [
+            {
+                way: found
+                for number in self._borders
+                for way, found in _ways(number, job.borders[number], choice, rows, device)
+            }
+            for choice in self._compression.choices.values()
+        ]
+        self.forecast = Forecast(job.schedule, self._layout, job.training.accumulate_steps, ways)
+
+    def measured(self, step: int) -> Tensor | None:
+        clock = self._clock
+        self._compute_s += clock.compute_s
+        self._busy_s += clock.compute_s + clock.codec_s + clock.waiting_s + clock.sync_s
+        if step % self._settings.every:
+            return None
+        found = torch.zeros(2 + len(self._borders) * len(DIRECTIONS) * _PER_WAY).double()
+        found[0], found[1] = self._busy_s, self._compute_s
+        for channel in self._wiring.wan_sends:
+            at = self._place(channel.identity.border, channel.identity.direction)
+            kind, sent = KINDS[channel.identity.direction], channel.link.stats
+            sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
+            found[at : at + _PER_WAY] += torch.tensor(sums, dtype=torch.float64)
+        return found
+
+    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
+        before, self._last = self._last, dict(told)
+        if not before:  # the first look of this attempt
+            return None
+        assert self.forecast is not None
+        measured = self._since(before)
+        switches = self._wiring.switches
+        in_force = switches.choice
+        predicted_s = self.forecast.step_s(measured, in_force)
+        choice = self._rule.choose(step, in_force, switches.since_step, predicted_s)
+        if choice is not None:
+            self._tell(step, in_force, choice, predicted_s, measured)
+        return choice
+
+    def follow(self, step: int, choice: int) -> None:
+        self._wiring.switches.switch(choice, step + 1)
+
+    def state_dict(self) -> State:
+        return states_of(self._stateful)
+
+    def load_state_dict(self, state: State) -> None:
+        load_states(self._stateful, state, "the autopilot")
+
+    @property
+    def _stateful(self) -> dict[str, Stateful]:
+        return {"rule": self._rule, "switches": self._wiring.switches}
+
+    def _place(self, border: int, direction: str) -> int:
+        way = self._borders.index(border) * len(DIRECTIONS) + DIRECTIONS.index(direction)
+        return 2 + _PER_WAY * way
+
+    def _since(self, before: Mapping[int, Tensor]) -> Measured:
+        layout, every = self._layout, self._settings.every
+        grown = {rank: now - before[rank] for rank, now in self._last.items()}
+        leaders = [layout.ranks_of(stage)[0] for stage in range(layout.num_stages)]
+        compute_s = [float(grown[rank][1]) / every / leaders.count(rank) for rank in leaders]
+        sent: dict[tuple[int, str], float] = {}
+        lines: dict[tuple[str, str], tuple[float, float]] = {}
+        for border in self._borders:
+            for direction in DIRECTIONS:
+                ends = (border, border + 1) if direction == "forward" else (border + 1, border)
+                at = self._place(border, direction)
+                num_bytes, messages, line_s = grown[leaders[ends[0]]][at : at + _PER_WAY].tolist()
+                if not messages:
+                    continue
+                sent[border, direction] = num_bytes / messages
+                clouds = (layout.stage_cloud(ends[0]), layout.stage_cloud(ends[1]))
+                others = lines.get(clouds, (0.0, 0.0))
+                lines[clouds] = (others[0] + num_bytes, others[1] + line_s)
+        rates = {
+            clouds: 8 * num_bytes / line_s if line_s else float("inf")
+            for clouds, (num_bytes, line_s) in lines.items()
+        }
+        return Measured(float(grown[0][0]) / every, compute_s, sent, rates)
+
+    def _tell(
+        self, step: int, before: int, choice: int, predicted_s: Sequence[float], found: Measured
+    ) -> None:
+        names = self._compression.names
+        rates = ", ".join(
+            f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
+            for (here, there), rate in found.bits_per_s.items()
+        )
+        reason = (
+            f"{rates}: {predicted_s[choice]:.3f} s a step instead of {predicted_s[before]:.3f}"
+        )
+        self._reporter.event(
+            "autopilot", now=True, step=step, choice=names[choice], before=names[before],
+            reason=reason,
+            predicted_s={n: round(s, 6) for n, s in zip(names, predicted_s, strict=True)},
+        )  # fmt: skip
+
+
+def _ways(
+    number: int, border: Border, choice: Compression, num_samples: int, device: torch.device
+) -> Iterator[tuple[tuple[int, str], Way]]:
+    """num_samples: of a micro-batch."""
+    both = zip(
+        DIRECTIONS,
+        (border.fields, border.gradient_fields),
+        (choice.forward, choice.backward),
+        strict=True,
+    )
+    for direction, fields, compressor in both:
+        specs = [
+            field.spec(field.max_rows(num_samples, border.max_rows_per_sample))
+            for field in fields
+            if field.dtype.is_floating_point
+        ]
+        if specs:
+            yield (number, direction), _way(compressor, specs, device)
+
+
+def _way(compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device) -> Way:
+    """Of random tensors; memories are left out."""
+    watch, codec = Stopwatch(device), Codec(compressor, NoMemory())
+    codec.use_stream(0)
+    generator = torch.Generator().manual_seed(0)
+    num_bytes, wire, compress_s, decompress_s = 0, 0, 0.0, 0.0
+    for spec in specs:
+        tensor = torch.randn(spec.shape, generator=generator, dtype=spec.dtype).to(device)
+        parts = codec.compressor.compress(tensor)
+        num_bytes += spec.num_bytes
+        wire += sum(part.numel() * part.element_size() for part in parts)
+        compress_s += watch.median_s(partial(codec.compressor.compress, tensor))
+        decompress_s += watch.median_s(partial(codec.compressor.decompress, parts, spec))
+    return Way(wire / num_bytes, compress_s / num_bytes, decompress_s / num_bytes)
