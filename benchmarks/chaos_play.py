@@ -88,6 +88,12 @@ class Disturbed:
             return any(self.run.first.glob("checkpoints/*/.rank*"))
         return False
 
+    def _num_told(self) -> int:
+        """Bytes of events."""
+        with contextlib.suppress(OSError):
+            return (self.run.first / EVENTS_FILE).stat().st_size
+        return 0
+
     def _evaluations(self) -> int:
         with contextlib.suppress(OSError):
             return (self.run.first / EVENTS_FILE).read_text().count('"event":"quality"')
@@ -108,12 +114,15 @@ class Disturbed:
         self._until(lambda: self.is_over or time.monotonic() > until_s)
 
     def _until(self, is_so: Callable[[], bool], every_s: float = 0.01) -> None:
-        until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
+        """Raises Defect if nothing at all happens for deadline_s, or not this for long."""
+        started_s = changed_s = time.monotonic()
+        before = None
         while not is_so():
-            if attempts != self._num_attempts or self.target.undo:  # counts from the last change
-                until_s, attempts = time.monotonic() + self.deadline_s, self._num_attempts
-            if time.monotonic() > until_s:
-                raise Defect("hang", f"{self.deadline_s:g} s, at {self._where()}")
+            now_s, after = time.monotonic(), (self._num_attempts, self._num_told())
+            if after != before or self.target.undo:
+                changed_s, before = now_s, after
+            if max(now_s - changed_s, (now_s - started_s) / 10) > self.deadline_s:
+                raise Defect("hang", f"{now_s - changed_s:.0f} s, at {self._where()}")
             self.target.undo_due(time.monotonic())
             if not self.is_over:
                 self._look()

@@ -44,11 +44,15 @@ def fork(body: Callable[[], object], log: Path, environment: dict[str, str]) -> 
     def begin() -> None:
         for number in _SIGNALS:
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.environ.update(environment)
         os.chdir(ROOT)
         body()
 
+    # A signal must not meet the parent's handlers in the child.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Child(pid)
     become(begin, log)
 

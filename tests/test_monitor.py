@@ -1,6 +1,7 @@
 """The monitor of a run that torchrun started, which may begin after the ranks have."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from omegaconf import OmegaConf
 from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import read_summary
 from xcloud.run.monitor import Monitor, main
+from xcloud.security.wire_audit import audit_file
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -46,3 +49,20 @@ def test_a_monitor_outlives_the_signals_that_torchrun_sends_to_rank_0_and_its_ch
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.timeout(60)  # it waited for ever, and rank 0 for it
+def test_a_rank_that_is_lost_at_its_end_is_not_waited_for_once_rank_0_has_closed_its_links(
+    tmp_path: Path,
+) -> None:
+    monitor_after([("finish", 0)], tmp_path)
+    audit_file(tmp_path, 0).write_text("{}")
+    file = tmp_path / configs.EXPERIMENT_FILE
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        words = [str(tmp_path), "--experiment", str(file), "--parent", str(os.getppid())]
+        assert main([*words, "--again"]) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert read_summary(tmp_path)["cause"] == "the run ended before rank 1 had finished"

@@ -301,13 +301,15 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.exit(f"xcloud: {error}")
     monitor.start(arguments.again)
     essential = monitor.experiment.essential_ranks
-    while os.getppid() == arguments.parent and essential - monitor.finished_ranks:
+    record = arguments.run_dir / "rank0.wire.json"  # its last file, when all its links have closed
+    while os.getppid() == arguments.parent and not record.exists():
+        if not essential - monitor.finished_ranks:
+            break
         monitor.poll()
         monitor.lost_lines()
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
-    record = arguments.run_dir / "rank0.wire.json"
     while os.getppid() == arguments.parent and not record.exists():
         if time.monotonic() > give_up_at_s:
             break
