@@ -33,7 +33,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
     "models": {"training"},  # its optimizer, to pretrain a backbone
 }
 HYDRA = {"job/config.py", "job/follow_up.py", "run/local.py"}
-MLFLOW = {"record/tracking.py", "record/mlflow_store.py"}
+MLFLOW = {"record/mlflow_sender.py", "record/mlflow_store.py"}
 
 
 def level(room: str) -> int:

@@ -12,9 +12,10 @@ import pytest
 
 from tests.event_lines import append_event, append_step
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.mlflow_sender import TrackedRun
 from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
 from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import MlflowTracker, TrackedRun
+from xcloud.record.tracking import MlflowTracker
 from xcloud.report.mlflow_view import places_of, prepared_view
 
 REPOSITORY = Path(__file__).parent.parent
@@ -134,7 +135,8 @@ import sys
 from pathlib import Path
 from tests.event_lines import append_event
 from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import MlflowTracker, TrackedRun
+from xcloud.record.mlflow_sender import TrackedRun
+from xcloud.record.tracking import MlflowTracker
 
 root, number = sys.argv[1:]
 run_dir = Path(root).parent / number

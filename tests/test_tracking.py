@@ -16,10 +16,11 @@ from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
 from xcloud.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.mlflow_sender import TrackedRun
 from xcloud.record.mlflow_store import Store
 from xcloud.record.summary import RunStatistics
 from xcloud.record.tracked_values import final_metrics
-from xcloud.record.tracking import MlflowTracker, NullTracker, TrackedRun, Tracker
+from xcloud.record.tracking import MlflowTracker, NullTracker, Tracker
 from xcloud.report.mlflow_view import places_of
 
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
@@ -123,7 +124,7 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.tracking.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("xcloud.record.mlflow_sender.RETRY_AFTER_S", 0.01)
     tracker = MlflowTracker(flush_s=0.01)
     with caplog.at_level(logging.WARNING):
         tracker.start(tracked(tmp_path))
@@ -157,7 +158,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    monkeypatch.setattr("xcloud.record.mlflow_sender.FINISH_ATTEMPTS", 1)
     tracker = MlflowTracker(flush_s=0.01)
     tracker.start(tracked(tmp_path))
     append_step(tmp_path, 1, 1.0)
@@ -323,7 +324,7 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
             is_down.set()
         tracker.finish("finished", SUMMARY)
 
-    monkeypatch.setattr("xcloud.record.tracking.FINISH_ATTEMPTS", 1)
+    monkeypatch.setattr("xcloud.record.mlflow_sender.FINISH_ATTEMPTS", 1)
     whole, broken = FakeClient(refuse), FakeClient(refuse)
     (tmp_path / "whole").mkdir()
     attempt(whole, tmp_path / "whole", range(1, 1501), is_killed=False)

@@ -16,14 +16,20 @@ from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
+from xcloud.job.experiment_checks import (
+    check_autopilot,
+    check_defences,
+    check_privacy,
+    check_sharded,
+    check_tied,
+    check_visibility,
+)
 from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule, put_off
-from xcloud.parallel.sharding import check_in_step
-from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.security.defences import LABEL, Defence
+from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.strategy import Strategy
+from xcloud.security.defences import Defence
 from xcloud.security.observer import LeakMeter
-from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Checkpoints, Training
@@ -47,7 +53,7 @@ class Experiment(Job):
         super().__post_init__()
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         if self.autopilot is not None:
-            self._check_autopilot()
+            check_autopilot(self)
             object.__setattr__(self, "compression", self.autopilot.around(self.compression))
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
@@ -76,50 +82,14 @@ class Experiment(Job):
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
-            self._check_visibility(replica, fields)
+            check_visibility(self, replica, fields)
         if self.ties_ends:
-            self._check_tied()
-        self._check_sharded()
+            check_tied(self)
+        check_sharded(self)
         self.security.defences.check(fields[layout.num_stages - 1])
         for replica in range(layout.num_replicas):
-            self._check_defences(replica)
-        self._check_privacy()
-
-    def _check_autopilot(self) -> None:
-        layout = self.cluster
-        if self.plan is not None:
-            raise ConfigError(
-                "plan= prices one compression for the whole run, and autopilot changes it: leave "
-                "one of the two out"
-            )
-        if layout.num_replicas > 1:
-            raise ConfigError(
-                f"autopilot decides in one rank for a single pipeline, and strategy="
-                f"{self.strategy.name} makes {layout.num_replicas} of it: set autopilot=off"
-            )
-        for stage in range(layout.num_stages - 1):
-            here, there = (layout.ranks_of(s)[0] for s in (stage, stage + 1))
-            if layout.wan_between(here, there) == "real":
-                raise ConfigError(
-                    "autopilot follows the seconds in which an emulated line is busy, and nobody "
-                    f"counts them on the real network behind stage {stage} (cluster.wan=real): "
-                    "set autopilot=off"
-                )
-
-    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
-        layout, clouds = self.cluster, tuple(self.cluster.clouds)
-        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
-        try:
-            self.security.check(clouds, fields, stage_cloud)
-            if self.security.weights:
-                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
-                self.security.check_weights(clouds, parts, stage_cloud)
-        except ConfigError as error:
-            if replica == 0:
-                raise
-            raise ConfigError(
-                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
-            ) from error
+            check_defences(self, replica)
+        check_privacy(self)
 
     @property
     def ties_ends(self) -> bool:
@@ -127,137 +97,8 @@ class Experiment(Job):
         ties = getattr(self.model, "ties_ends", None)
         return ties is not None and bool(ties(self.cluster.num_stages))
 
-    def _check_sharded(self) -> None:
-        layout = self.cluster
-        for name, cloud in layout.clouds.items():
-            if not cloud.shard:
-                continue
-            what = f"cluster.clouds.{name}"
-            if self.ties_ends or isinstance(self.strategy.averaging, LocalUpdates):
-                other = "model.embeddings=tie" if self.ties_ends else self.strategy.label
-                raise ConfigError(
-                    f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
-                    "with other clouds: leave one of the two out"
-                )
-            for stage in cloud.stages or ():
-                dealt = {
-                    name: (other.shard, len(layout.ranks_of(stage, other.replica)))
-                    for name, other in layout.clouds.items()
-                    if stage in (other.stages or ())
-                }
-                if len(set(dealt.values())) > 1:
-                    raise ConfigError(
-                        f"{what}.shard: each rank averages what it holds with one that holds the "
-                        f"same, but stage {stage} is held as (shard, ranks) {dealt}; give these "
-                        "clouds the same num_ranks and shard"
-                    )
-            if self.security.privacy is not None:
-                raise ConfigError(
-                    f"{what}.shard: security.privacy bounds gradients of whole stages, and each "
-                    "rank would hold a part: leave one of the two out"
-                )
-            turns = [
-                {stage: layout.turn(stage, rank) for stage in layout.placement(rank).stages}
-                for rank in layout.ranks_in(name)
-            ]
-            for stage in cloud.stages or ():
-                if len(layout.ranks_of(stage, cloud.replica)) < 2:
-                    raise ConfigError(
-                        f"{what}.shard: stage {stage} is held by one rank; give the cloud more "
-                        "(num_ranks), or leave shard out"
-                    )
-                holders = [own for own in turns if stage in own]
-                check_in_step(self.schedule, layout.num_stages, holders, what)
-
-    def _check_tied(self) -> None:
-        """The gradient of the embeddings tells which words are in a batch, and that of the head
-        which are to be guessed: neither may go where these may not be."""
-        layout = self.cluster
-        if self.security.privacy is not None:
-            raise ConfigError(
-                "model.embeddings=tie hands the other end gradients as they are, and "
-                "security.privacy noises them apart: take untie or freeze"
-            )
-        if not isinstance(self.strategy.averaging, GradientAveraging | None):
-            raise ConfigError(
-                f"model.embeddings=tie needs both ends in every update, and {self.strategy.name} "
-                "brings replicas together from time to time: take untie or freeze"
-            )
-        for replica in range(layout.num_replicas):
-            first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
-            for name, cloud in (("text", last), (LABEL, first)):
-                holders = self.security.holders.get(name)
-                if first != last and holders is not None and cloud not in holders:
-                    raise ConfigError(
-                        f"model.embeddings=tie sends cloud {cloud!r} gradients that tell which "
-                        f"words are in {name!r}, and security.holders.{name} keeps these in "
-                        f"{', '.join(holders)}: take untie or freeze, or put both ends of the "
-                        "model into one cloud (cluster=u_shape)"
-                    )
-
-    def _check_defences(self, replica: int) -> None:
-        """A defence that reads labels must act in ranks that load them."""
-        layout = self.cluster
-        for stage in range(layout.num_stages - 1):
-            acting = self._defences_at(stage, replica).get("backward")
-            if acting is None or not acting.needs_labels:
-                continue
-            for rank in layout.ranks_of(stage + 1, replica):
-                if LABEL not in self.fields_of(rank):
-                    raise ConfigError(
-                        f"security.defences.backward: {acting.label} needs labels in rank {rank} "
-                        f"of cloud {layout.placement(rank).cloud!r}, which sends gradients away "
-                        f"but reads none; let its ranks hold the last stage too "
-                        "(one_stage_per_rank: false)"
-                    )
-
-    def _check_privacy(self) -> None:
-        """Clipping with noise must protect from whoever sees what the other clouds get."""
-        privacy, layout = self.security.privacy, self.cluster
-        if isinstance(privacy, CloudPrivacy) and layout.num_replicas == 1:
-            raise ConfigError(
-                "security/privacy=cloud noises what replicas in several clouds give to an "
-                "averaging, and here is one replica; choose strategy=data_parallel or "
-                "local_updates, or security/privacy=sample"
-            )
-        if isinstance(privacy, CloudPrivacy) and self.strategy.is_elastic:
-            raise ConfigError(
-                "security/privacy=cloud cannot be with strategy.averaging.late=skip or "
-                "leave=go_on: what a merge left out is sent again with the next one, so that no "
-                "bound holds; set late=wait and leave=fail, or choose security/privacy=sample"
-            )
-        if not isinstance(privacy, SamplePrivacy):
-            return
-        if any(cloud.shard for cloud in layout.clouds.values()):
-            raise ConfigError(
-                "security/privacy=sample clips each sample's gradient in one rank, but "
-                "cluster.clouds.*.shard deals sums of them over a cloud's ranks; leave shard out"
-            )
-        if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
-            raise ConfigError(
-                "security/privacy=sample noises parameter gradients, but this cluster cuts the "
-                "model between clouds, which pass each sample's activations and gradients on "
-                "without that noise, so its epsilon would not hold there. Keep each replica in "
-                "one cloud (strategy=data_parallel), or noise what crosses (security/defences)"
-            )
-        stages = range(layout.num_stages)
-        if any(put_off(self.schedule.actions(stage, layout.num_stages)) for stage in stages):
-            raise ConfigError(
-                "security/privacy=sample clips each sample's gradient before the next one's is "
-                f"computed, but {self.schedule.label} puts off those of weights; choose "
-                "schedule=one_forward_one_backward or gpipe"
-            )
-        pieces = self.schedule.num_micro_batches * self.training.accumulate_steps
-        if self.training.batch_size != pieces:
-            raise ConfigError(
-                "security/privacy=sample clips each sample's gradient, so every micro-batch must "
-                f"be one sample, but training.batch_size is {self.training.batch_size} and there "
-                f"are {pieces} micro-batches (schedule.num_micro_batches * "
-                "training.accumulate_steps); make them equal, most cheaply by "
-                "training.accumulate_steps"
-            )
-
-    def _defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
+    def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
+        """By direction, of the border behind `stage`."""
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
         return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
 
@@ -285,7 +126,7 @@ class Experiment(Job):
         if not defences.label:
             return "none"
         borders = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
-        acts = any(self._defences_at(stage, replica) for stage, replica in borders)
+        acts = any(self.defences_at(stage, replica) for stage, replica in borders)
         return defences.label if acts else "off"
 
     @property

@@ -35,10 +35,11 @@ from xcloud.record.events import (
     Event,
     EventReader,
 )
+from xcloud.record.mlflow_sender import TrackedRun
 from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
-from xcloud.record.tracking import Status, TrackedRun
+from xcloud.record.tracking import Status
 from xcloud.report.mlflow_view import places_of, prepared_view
 from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.report.progress import ProgressLine
