@@ -112,8 +112,8 @@ def test_a_peer_that_says_nothing_is_given_what_its_message_may_take() -> None:
 def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer() -> None:
     """Silence for lost_after_s ends it before overdue_s, life does not prolong that."""
 
-    def waited_s(overdue_s: float, lives_s: float) -> tuple[float, str]:
-        life = PeerLife(Liveness(0.1, 0.5))
+    def waited_s(overdue_s: float, lives_s: float, lost_after_s: float) -> tuple[float, str]:
+        life = PeerLife(Liveness(0.1, lost_after_s))
         life.beats = True
         end, started_s = ReceivingEnd(InSettings("rank 1", 1000, life=life)), time.monotonic()
         beating = Heartbeat(0.1, lambda: time.monotonic() - started_s < lives_s and life.note())
@@ -121,10 +121,10 @@ def test_a_message_of_a_step_is_waited_for_while_its_sender_lives_and_not_longer
             end.recv(MessageKey(Kind.GRADIENT, 3), overdue_s)
         return time.monotonic() - started_s, str(raised.value)
 
-    seconds, said = waited_s(overdue_s=30.0, lives_s=0.8)
-    assert 1.0 < seconds < 5.0 and "Its last sign of life came" in said
-    seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0)
-    assert 1.4 < seconds < 5.0
+    seconds, said = waited_s(overdue_s=30.0, lives_s=0.8, lost_after_s=1.0)
+    assert 1.0 < seconds < 15.0 and "Its last sign of life came" in said
+    seconds, _ = waited_s(overdue_s=1.5, lives_s=60.0, lost_after_s=20.0)
+    assert 1.4 < seconds < 15.0
 
 
 @pytest.mark.parametrize("settings", [(0.0, 60.0), (5.0, 0.0), (5.0, 14.0), (5.0, 20.0, 0.0)])
