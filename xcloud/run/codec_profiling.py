@@ -98,8 +98,8 @@ def _way(
         seal_frame(frame, 0.0)
         parts = decode_frame(frame, "this process").parts
         num_bytes.append((b, len(frame)))
-        compress_s.append((b, watch.median_s(partial(end.encode, message))))
-        decompress_s.append((b, watch.median_s(partial(end.decode, parts))))
+        compress_s.append((b, watch.median_s(partial(end.encode, message), cold=True)))
+        decompress_s.append((b, watch.median_s(partial(end.decode, parts), cold=True)))
     return Way(Curve(num_bytes), Curve(compress_s), Curve(decompress_s))
 
 
@@ -128,6 +128,6 @@ def averaging_codec(
 
     return AveragingCodec(
         frame_bytes(codec.wire_specs),
-        watch.median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0)),
-        watch.median_s(merge),
+        watch.median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0), cold=True),
+        watch.median_s(merge, cold=True),
     )
