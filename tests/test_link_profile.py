@@ -68,6 +68,13 @@ def test_random_outages_are_there_whatever_was_sent_before() -> None:
     ]
 
 
+def test_a_message_ends_whichever_lap_of_a_trace_it_crosses() -> None:
+    """6 * 7.3 + 7.3 is a little less than 7 * 7.3: the sixth lap had no end."""
+    profile = LinkProfile(1e6, trace=[[0.1, 1e6], [2.2, 3e5], [5, 2e6]], trace_period_s=7.3)
+    for lap in range(1, 200):
+        assert profile.sent_at(7.3 * lap - 0.8, 250_000) < 7.3 * lap + 7.3
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     start=st.floats(0, 100),

@@ -155,7 +155,8 @@ class LinkProfile:
             entry = self.trace[-1] if period and lap else nominal
         if index + 1 < len(starts):
             return entry, base + starts[index + 1]
-        return entry, base + period if period else math.inf
+        # Not base + period, which may round to now_s: the next lap would never begin.
+        return entry, (lap + 1) * period if period else math.inf
 
     @cached_property
     def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
