@@ -133,11 +133,11 @@ def test_only_bytes_go_forth_and_only_small_integers_come_back(two: Path) -> Non
 def test_whoever_is_ready_is_taken_by_order_of_arrival(tmp_path: Path) -> None:
     summary = start(
         tmp_path, WIDE, feed={"order": "arrival", "on_slow": "redistribute"},
-        model={"batch_s": {"two": 0.2}}, training={"max_steps": 30},
+        model={"batch_s": {"two": 0.1}, "step_s": 0.02}, training={"max_steps": 60},
     )  # fmt: skip
     producers = summary["feed"]["producers"]
 
-    assert summary["num_steps"] == 30 and summary["feed"]["num_batches"] == 60
+    assert summary["num_steps"] == 60 and summary["feed"]["num_batches"] == 120
     assert producers["one"]["share_taken"] > 0.5 > producers["two"]["share_taken"] > 0
 
 
