@@ -24,11 +24,14 @@ from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.local_rounds import LocalRounds, MakeAverager, local_exchanges
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
+from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.pace import Pace
 from xcloud.parallel.rank_group import RankGroup
 
 PATIENCE_S = 20.0
 ALONE = RankGroup.alone()
+MEAN = OuterOptimizer(1.0, 0.0, False)
+DILOCO = OuterOptimizer(0.7, 0.9)
 
 
 @dataclass
@@ -213,3 +216,37 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def furthest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def reference(
+    count: int,
+    rounds: Sequence[Sequence[int]],
+    outer: tuple[float, float, bool],
+    weights: Sequence[float],
+) -> list[Tensor]:
+    """DiLoCo as in arXiv:2311.08105, algorithm 1, in one process: the outer optimizer is torch's.
+    rounds: the steps of each."""
+    shared = model()
+    rate, momentum, nesterov = outer
+    outer_optimizer = torch.optim.SGD(
+        shared.parameters(), rate, momentum=momentum, nesterov=nesterov
+    )
+    workers = [model() for _ in range(count)]
+    optimizers = [inner(worker) for worker in workers]
+    for steps in rounds:
+        for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            worker.load_state_dict(shared.state_dict())
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(worker, replica, step).backward()
+                optimizer.step()
+        for parameters in zip(
+            shared.parameters(), *(w.parameters() for w in workers), strict=True
+        ):
+            anchor, *values = parameters
+            gradients = [anchor.detach() - value.detach() for value in values]
+            anchor.grad = sum(
+                (w * g for w, g in zip(weights, gradients, strict=True)), torch.zeros_like(anchor)
+            ) / sum(weights)
+        outer_optimizer.step()
+    return [p.detach() for p in shared.parameters()]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.causal_models import WORDS as NUM_WORDS
+from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
 from tests.replicas import connected
-from tests.test_gradient_attacks import TEXTS, as_batch, causal, gradients, run
-from tests.test_gradient_attacks import WORDS as NUM_WORDS
 from xcloud.comm.cast import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.stage import NO_TOKEN

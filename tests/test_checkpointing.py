@@ -14,7 +14,7 @@ import pytest
 
 from tests.channels import same_state
 from tests.pipelines import in_threads
-from tests.test_resume import CODECS, SHAPES, Shape, job
+from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.comm.memory import load_states, states_of
 from xcloud.errors import ConfigError, DataError

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.causal_models import WIDTH, WORDS, batch_of, loss_of, saved, words
-from tests.causal_models import build as build_causal
-from tests.causal_models import where as where_causal
+from tests.causal_models import WIDTH, WORDS, words
+from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
-from xcloud.contracts.stage import Batch, Stage
-from xcloud.models.causal import CausalLM
+from xcloud.contracts.stage import Stage
 from xcloud.models.lora import Lora
 from xcloud.security.gradient_attacks import (
     attack_layers,
@@ -31,34 +29,8 @@ from xcloud.security.gradient_matching import (
     soft_word_gradients,
 )
 
-TEXTS = [[3, 9, 4, 11], [20, 21, 9]]
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it
 EMBEDDINGS, HEAD = "network.model.embed_tokens.weight", "network.lm_head.weight"
-
-
-def causal(kind: str, folder: Path, lora: Lora | None = None) -> Stage:
-    saved(kind, folder / "model")
-    (stage,) = build_causal(CausalLM(str(folder / "model"), lora=lora), 1, where_causal(folder))
-    with torch.no_grad():
-        for name, parameter in stage.named_parameters():
-            if ".lora_B." in name:  # zero at the start of training
-                parameter.normal_(std=0.1)
-    return stage
-
-
-def run(stage: Stage, ids_NS: Tensor) -> None:
-    zeros = torch.zeros_like(ids_NS)
-    stage(None, {"ids": zeros[:, 0], "text": ids_NS, "types": zeros, "label": zeros - 100})
-
-
-def gradients(stages: list[Stage], batch: Batch) -> dict[str, Tensor]:
-    """Of the first stage, by parameter name."""
-    (loss_of(stages, batch) / 7).backward()
-    return {n: p.grad for n, p in stages[0].named_parameters() if p.grad is not None}
-
-
-def as_batch(texts: list[list[int]]) -> Batch:
-    return batch_of(*([text] for text in texts))
 
 
 def attacked(stage: Stage, changes: dict[str, Tensor]) -> tuple[set[int], list[list[int]]]:

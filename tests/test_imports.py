@@ -1,5 +1,6 @@
 """Who may import whom (docs/architecture.md): every file, no cycles, libraries in their places."""
 
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -120,3 +121,15 @@ def test_every_form_of_import_is_seen(tmp_path: Path) -> None:
     relative.write_text("from . import errors\n")
     with pytest.raises(AssertionError, match="imports are absolute here"):
         imports(relative)
+
+
+def test_nothing_is_imported_from_a_test() -> None:
+    """What two files use lies in a helper file (tests/README.md)."""
+    tests = Path(__file__).parent
+    found = [
+        f"{path.name}: {line}"
+        for path in sorted(tests.glob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"(from tests\.test_|import tests\.test_|from tests import .*\btest_)", line)
+    ]
+    assert found == []

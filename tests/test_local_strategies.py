@@ -9,7 +9,7 @@ import torch
 from tests.channels import stored
 from tests.configs import build
 from tests.pipelines import in_threads
-from tests.test_strategies import clouds, values
+from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, update
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from tests.channels import stored
 from tests.local_replicas import (
+    DILOCO,
+    MEAN,
     Post,
     Replica,
     averagers,
@@ -18,6 +20,7 @@ from tests.local_replicas import (
     inner,
     loss_of,
     model,
+    reference,
     run_together,
 )
 from xcloud.comm.chain import Chain
@@ -27,9 +30,6 @@ from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.pace import Pace
-
-MEAN = OuterOptimizer(1.0, 0.0, False)
-DILOCO = OuterOptimizer(0.7, 0.9)
 
 
 def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
@@ -45,40 +45,6 @@ def trained(
     run_together(job, last_step)
     assert all(equal(job[0].values, other.values) for other in job[1:])
     return job[0].values
-
-
-def reference(
-    count: int,
-    rounds: Sequence[Sequence[int]],
-    outer: tuple[float, float, bool],
-    weights: Sequence[float],
-) -> list[Tensor]:
-    """DiLoCo as in arXiv:2311.08105, algorithm 1, in one process: the outer optimizer is torch's.
-    rounds: the steps of each."""
-    shared = model()
-    rate, momentum, nesterov = outer
-    outer_optimizer = torch.optim.SGD(
-        shared.parameters(), rate, momentum=momentum, nesterov=nesterov
-    )
-    workers = [model() for _ in range(count)]
-    optimizers = [inner(worker) for worker in workers]
-    for steps in rounds:
-        for replica, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
-            worker.load_state_dict(shared.state_dict())
-            for step in steps:
-                optimizer.zero_grad()
-                loss_of(worker, replica, step).backward()
-                optimizer.step()
-        for parameters in zip(
-            shared.parameters(), *(w.parameters() for w in workers), strict=True
-        ):
-            anchor, *values = parameters
-            gradients = [anchor.detach() - value.detach() for value in values]
-            anchor.grad = sum(
-                (w * g for w, g in zip(weights, gradients, strict=True)), torch.zeros_like(anchor)
-            ) / sum(weights)
-        outer_optimizer.step()
-    return [p.detach() for p in shared.parameters()]
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_planner import EIGHT
+from tests.plan_pieces import EIGHT
 from xcloud.__main__ import main
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.quantize import BlockInt

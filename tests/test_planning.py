@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.configs import composed
-from tests.test_planner import COMPRESSORS, piece
+from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import ToyStage, toy_config
 from xcloud.cluster.frame import encode_frame
 from xcloud.comm.border import Message

@@ -6,7 +6,7 @@ of one process share torch's generator, so only the job of a single rank has dro
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,81 +14,14 @@ from torch.nn.functional import dropout
 
 from tests.channels import same_state, stored
 from tests.pipelines import in_threads, samples
-from tests.trainers import Rank, ranks
+from tests.resumable_jobs import CODECS, SHAPES, Shape, job
+from tests.trainers import Rank
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.chain import Chain
-from xcloud.comm.low_rank import Svd
-from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory, State
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.quantize import BlockInt
-from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
-from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Training
+from xcloud.comm.memory import State
+from xcloud.parallel.schedule import GPipe
 from xcloud.training.trainer import StepReport
 
-
-class Shape(NamedTuple):
-    """num_lanes: groups of lanes that keep their samples; 0: there is one lane everywhere. layout:
-    as the strategy arranges it."""
-
-    layout: ClusterLayout
-    schedule: Schedule
-    passes: int = 1
-    num_lanes: int = 0
-    strategy: Strategy = Strategy()
-
-
-LATE = Strategy("data_parallel", None, GradientAveraging(delay=1, check_every=2))
-APART = Strategy("local_updates", 2, LocalUpdates(every=4, fragments=2, overlap=1, mix=0.2))
-SHAPES = {
-    "two clouds, GPipe": Shape(ClusterLayout({"a": Cloud(), "b": Cloud()}), GPipe(2)),
-    "U-shape, 1F1B, accumulated": Shape(
-        ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}), OneForwardOneBackward(2), 2
-    ),
-    "2x2 lanes, 1F1B": Shape(
-        ClusterLayout({"a": Cloud(2), "b": Cloud(2)}), OneForwardOneBackward(4), 1, 2
-    ),
-    "2 lanes to 1, GPipe, accumulated": Shape(
-        ClusterLayout({"a": Cloud(2), "b": Cloud()}), GPipe(2), 2, 2
-    ),
-    "3 replicas, one update late": Shape(
-        ClusterLayout({"a": Cloud(2), "b": Cloud(), "c": Cloud()}), GPipe(4), 1, 6, LATE
-    ),
-    "2 pipelines apart, fragments under way": Shape(
-        ClusterLayout({name: Cloud() for name in "abcd"}), GPipe(2), 2, 2, APART
-    ),
-}
-INT4 = Chain(int4=BlockInt(4, stochastic=True))
-SVD = Chain(svd=Svd(0.4), int8=BlockInt(8, stochastic=True))
-CODECS = {
-    "plain": Compression(Chain(), Chain()),
-    "int4, delta": Compression(INT4, INT4, DeltaCache(), DeltaCache("bfloat16")),
-    "topk and randomk, error feedback": Compression(
-        Chain(topk=TopK(0.2)), RandomK(0.3), ErrorFeedback(), ErrorFeedback(0.9)
-    ),
-    "svd with warm start, int4": Compression(SVD, INT4, ErrorFeedback(), NoMemory()),
-    "randomk unbiased, delta": Compression(RandomK(0.5, unbiased=True), SVD, DeltaCache()),
-    "phases": Phased(
-        early=Phase(4, Compression(SVD, INT4, ErrorFeedback(), NoMemory())),
-        late=Phase(None, Compression(INT4, INT4, DeltaCache(), DeltaCache())),
-    ),
-}
-TRAINING = {"batch_size": 8, "optimizer": Optimizer(0.05, 3, weight_decay=0.1, clip_norm=1.0)}
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
-
-
-def job(shape: Shape, compression: Compression | Phased) -> list[Rank]:
-    training = Training(9, accumulate_steps=shape.passes, **TRAINING)  # type: ignore[arg-type]
-    plan = BatchPlan(16, training.batch_size, 1)
-    if shape.num_lanes:
-        num_pieces = shape.passes * shape.schedule.num_micro_batches
-        lanes = [number % shape.num_lanes for number in range(num_pieces)]
-        plan = PinnedBatchPlan(16, training.batch_size, 1, lanes)
-    return ranks(shape.layout, training, compression, shape.schedule, plan, shape.strategy)
 
 
 def train(made: Sequence[Rank], until_step: int) -> dict[tuple[int, int], Any]:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.configs import composed
 from tests.pipelines import CPU, D, ToyStage, samples
-from tests.test_conf import composed
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
 from xcloud.errors import ConfigError

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, spoil, update
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -33,11 +33,6 @@ ONE_BATCH = BatchPlan(16, 16, 1)
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 
 
-def clouds(count: int, num_ranks: Sequence[int] | int = 1) -> ClusterLayout:
-    numbers = [num_ranks] * count if isinstance(num_ranks, int) else num_ranks
-    return ClusterLayout({f"c{i}": Cloud(numbers[i]) for i in range(count)}, "free")
-
-
 def train(job: Sequence[Rank], until_step: int = 4) -> list[list[float]]:
     """By update, the loss and the gradient's norm as the rank that tells the loss has them."""
     told = []
@@ -47,14 +42,6 @@ def train(job: Sequence[Rank], until_step: int = 4) -> list[list[float]]:
         (one,) = (r for r in reports if r.loss is not None)
         told.append([one.loss or 0.0, one.grad_norm or 0.0])
     return told
-
-
-def values(job: Sequence[Rank], stage: int) -> list[Tensor]:
-    """The stage's parameters in every rank that holds it, as one vector each."""
-    found = [r.trainer.pipeline.stages.get(stage) for r in job]
-    return [
-        torch.cat([p.detach().reshape(-1) for p in s.parameters()]) for s in found if s is not None
-    ]
 
 
 def sent(job: Sequence[Rank], kind: Kind) -> list[tuple[int, int]]:

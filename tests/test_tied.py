@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.causal_models import batch_of, build, loss_of, saved, where, words
+from tests.configs import composed
 from tests.pipelines import D, ToyStage
-from tests.test_conf import composed
 from tests.trainers import Rank, ranks, update
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain

@@ -7,8 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.configs import CONF, build
-from tests.test_conf import composed
+from tests.configs import CONF, build, composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.errors import ConfigError, RunFailed
