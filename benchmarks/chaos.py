@@ -37,7 +37,7 @@ from benchmarks import namespaces
 from benchmarks.chaos_faults import FAULTS, WEIGHTS, Target
 from benchmarks.chaos_play import Defect, Disturbed, causes
 from benchmarks.chaos_record import GOOD, Fault, Outcome, print_table, read_record
-from benchmarks.chaos_runs import IMPORTED, Launched, Machines, Run, Torchrun
+from benchmarks.chaos_runs import Launched, Machines, Run, Torchrun, prepare_to_fork
 from xcloud.project import commit
 from xcloud.record.summary import read_summary
 
@@ -213,10 +213,7 @@ def main(words: list[str] | None = None) -> int:
     if asked.table:
         print_table(read_record(asked.table))
         return 0
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in IMPORTED:  # once, for all processes; no thread may run when they fork
-        importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
+    prepare_to_fork()
     # Half a second of each attempt, and not what is disturbed.
     vars(importlib.import_module("xcloud.report.pictures"))["write_pictures"] = lambda *_: []
     jobs = importlib.import_module("benchmarks.chaos_jobs")

@@ -40,6 +40,14 @@ _CLONE_NEWNET = 0x40000000
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+def prepare_to_fork() -> None:
+    """Import what the children need; no thread may run when they fork."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in IMPORTED:
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+
+
 def fork(body: Callable[[], object], log: Path, environment: dict[str, str]) -> Child:
     def begin() -> None:
         for number in _SIGNALS:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_jobs import losses_of, weights_of
-from benchmarks.chaos_runs import IMPORTED, LOG, ROOT, Launched
+from benchmarks.chaos_runs import LOG, ROOT, Launched, prepare_to_fork
 from tests.forks import Child
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
@@ -158,10 +157,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(words)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in IMPORTED:  # no thread may run when they fork
-        importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
+    prepare_to_fork()
     folder = Path(tempfile.mkdtemp(prefix="preempted-"))
     config = config_of(round(60 * asked.minutes * STEPS_PER_S), asked.checkpoint)
     found = {}

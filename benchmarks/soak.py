@@ -10,7 +10,6 @@ than 10,000 steps say nothing of memory: imports and caches are still filling. L
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_runs import IMPORTED, Launched
+from benchmarks.chaos_runs import Launched, prepare_to_fork
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.summary import read_summary
 from xcloud.run.launch import EXIT_START_AGAIN
@@ -161,10 +160,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(words)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in IMPORTED:  # no thread may run when they fork
-        importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
+    prepare_to_fork()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     run_dir, store = folder / "run", folder / "store"
     run_dir.mkdir()

@@ -50,7 +50,7 @@ def print_planned(
     console.print(table)
     notes = [
         f"{planned.num_plans:,} plans, {planned.num_simulated:,} simulated, in {took_s:.1f} s; "
-        "the best of each strategy and compressor, to 5 %",
+        "the best that an approximate search found of each strategy and compressor",
         "inside: stages that a cloud's ranks are dealt to; busy: share of all ranks' time that "
         "computes; Mtok: a million tokens; compression and local updates touch what is learned, "
         "which is not predicted",
