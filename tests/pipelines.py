@@ -95,6 +95,7 @@ def wired(
     on_report: Callable[[Frame], None] = lambda frame: None,
     run_dir: Path = Path("no file is written"),
     ties_ends: bool = False,
+    kept_bytes: int = 0,
 ) -> list[Wired]:
     """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
     any with as many micro-batches under way. record_from: as of StepClock."""
@@ -105,6 +106,7 @@ def wired(
         wiring = wire(
             world.transport(rank), layout, dict(borders), compression, max_samples, CPU, clock,
             run_dir, on_report, schedule, defences, seed=seed, ties_ends=ties_ends,
+            kept_bytes=kept_bytes,
         )  # fmt: skip
         return Wired(wiring, clock)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.comm.border import Border
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
@@ -66,12 +67,14 @@ def ranks(
     privacy: Privacy | None = None,
     toy: Callable[[int, int], Stage] = ToyStage,
     are_early: bool = True,
+    borders: Mapping[int, Border] | None = None,
+    kept_bytes: int = 0,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
     toy: makes a stage, by its number and the number of stages. are_early: sums inside a cloud may
-    begin in the backward."""
+    begin in the backward. borders: by the stage before; None: the toy's. kept_bytes: see wire."""
     layout = strategy.arrange(layout)
-    borders = dict.fromkeys(range(layout.num_stages - 1), BORDER)
+    borders = borders or dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
 
     guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
@@ -112,7 +115,7 @@ def ranks(
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}
 
     ties_ends = stages()[0].tied() is not None
-    joined = wired(layout, borders, compression, ties_ends=ties_ends)
+    joined = wired(layout, borders, compression, ties_ends=ties_ends, kept_bytes=kept_bytes)
     # In turn: threads share torch's generator.
     held = [pipeline(one, layout, stages()) for one in joined]
     both = zip(joined, held, strict=True)

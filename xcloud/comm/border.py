@@ -89,12 +89,15 @@ class Border:
     """All that crosses between stage s and stage s+1.
 
     start: tensors that stage s hands over once, before the first step, as they are.
+    is_constant: nothing before the border is trained or drawn at random, so that a sample's rows
+    are the same in every epoch, but for rounding that depends on the samples computed with it.
     """
 
     fields: tuple[BorderField, ...]
     max_rows_per_sample: int
     gradient_returns: bool = True
     start: tuple[TensorSpec, ...] = ()
+    is_constant: bool = False
 
     @property
     def gradient_fields(self) -> tuple[BorderField, ...]:

@@ -19,6 +19,7 @@ from xcloud.errors import ConfigError
 from xcloud.job.experiment_checks import (
     check_autopilot,
     check_defences,
+    check_keeping,
     check_privacy,
     check_sharded,
     check_tied,
@@ -147,6 +148,8 @@ class Experiment(Job):
             )
         parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
         parts.append(f"compression: {compression}")
+        if self.training.keep_frozen_mb:
+            parts.append(f"keeps up to {self.training.keep_frozen_mb} MB of frozen rows")
         if self.strategy_in_force:
             parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
@@ -202,7 +205,7 @@ class Experiment(Job):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
-        _ = self.borders
+        check_keeping(self, self.borders)
 
     @property
     def borders(self) -> dict[int, Border]:
@@ -211,6 +214,14 @@ class Experiment(Job):
             stage: self.model.border(stage, self.cluster.num_stages, self.task.max_length)
             for stage in range(self.cluster.num_stages - 1)
         }
+
+    @property
+    def keeping_borders(self) -> list[int]:
+        """Borders behind which clouds keep rows of frozen parts."""
+        if not self.training.keep_frozen_mb:
+            return []
+        leaves = self.cluster.leaves_cloud
+        return [s for s, border in self.borders.items() if border.is_constant and leaves(s)]
 
     @property
     def max_micro_batch(self) -> int:
@@ -229,7 +240,8 @@ class Experiment(Job):
         periods = [
             layout.lane_period(stage)
             for stage in range(layout.num_stages - 1)
-            if layout.leaves_cloud(stage) and self.compression.at_border(stage).has_memory
+            if layout.leaves_cloud(stage)
+            and (self.compression.at_border(stage).has_memory or stage in self.keeping_borders)
         ]
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:

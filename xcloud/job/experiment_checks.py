@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.border import Border
+from xcloud.comm.kept_rows import decodes_rows_alone
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.per_border import PerBorder
+from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import SplitModel
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
@@ -42,7 +50,13 @@ class Checked(Protocol):
     def security(self) -> Visibility: ...
 
     @property
+    def compression(self) -> Compression | Phased | PerBorder | Switched: ...
+
+    @property
     def ties_ends(self) -> bool: ...
+
+    @property
+    def keeping_borders(self) -> list[int]: ...
 
     def fields_of(self, rank: int) -> frozenset[str]: ...
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]: ...
@@ -170,6 +184,66 @@ def check_defences(job: Checked, replica: int) -> None:
                     f"of cloud {layout.placement(rank).cloud!r}, which sends gradients away "
                     f"but reads none; let its ranks hold the last stage too "
                     "(one_stage_per_rank: false)"
+                )
+
+
+def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
+    """Rows may be kept only where the same ones would cross again in every epoch."""
+    megabytes, layout = job.training.keep_frozen_mb, job.cluster
+    if not megabytes:
+        return
+
+    def refused(why: str) -> ConfigError:
+        return ConfigError(f"training.keep_frozen_mb is {megabytes}, but {why}, or set it to 0")
+
+    if not job.security.may_keep_rows:
+        raise refused(
+            "security.may_keep_rows=false forbids a cloud to keep another's rows: allow it"
+        )
+    if job.strategy.is_elastic:
+        raise refused(
+            f"strategy={job.strategy.name} lets clouds leave and come back, and one that does has "
+            "lost what the others take for kept: set strategy.averaging.leave=fail and late=wait"
+        )
+    reasons = {
+        stage: "something before it is trained"
+        if border.gradient_returns
+        else "dropout is active before it"
+        for stage, border in borders.items()
+        if layout.leaves_cloud(stage) and not border.is_constant
+    }
+    if not job.keeping_borders:
+        found = "; ".join(f"at border {stage} {why}" for stage, why in reasons.items())
+        raise refused(
+            f"no border between clouds has the same rows in every epoch "
+            f"({found or 'none leaves its cloud'}): freeze what lies before one "
+            "(model.split.layer and model.split.freeze_bottom=true)"
+        )
+    for stage in job.keeping_borders:
+        for replica in range(layout.num_replicas):
+            if (defence := job.defences_at(stage, replica).get("forward")) is not None:
+                raise refused(
+                    f"security.defences.forward={defence.label} adds new noise in every epoch, "
+                    "which would no longer protect: leave it out"
+                )
+        compression = job.compression.at_border(stage)
+        if not isinstance(compression, Compression):
+            raise refused(
+                f"compression changes during the run ({compression.label}): take one for all of it"
+            )
+        if not isinstance(compression.forward_memory, NoMemory):
+            raise refused(
+                f"compression.forward_memory ({compression.forward_memory.label}) changes rows "
+                "from epoch to epoch: leave it out"
+            )
+        for field in borders[stage].fields:
+            width = math.prod(field.features)
+            floats = field.dtype.is_floating_point
+            if floats and not decodes_rows_alone(compression.forward, width):
+                raise refused(
+                    f"compression.forward={compression.forward.label} makes of the same row "
+                    "another one in each message (it draws, remembers, or looks at several rows "
+                    f"at once): take none, fp16, bf16 or integers whose block divides {width}"
                 )
 
 

@@ -43,6 +43,7 @@ from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_source import PublicTexts, check_public_text
 
+DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 WHOLE = Split(None)  # all features cross
 
@@ -165,7 +166,8 @@ class CausalLM:
             shapes = ((whole, width), (num_places(cut.anchor_kind, max_length), whole))
             start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
         trains = self._trains_up_to(config, part.blocks.stop, stage)
-        return Border(fields, max_length, trains, start)
+        draws = not self._freezes(stage) and _has_dropout(config)
+        return Border(fields, max_length, trains, start, is_constant=not (trains or draws))
 
     def build_stage(
         self, stage: int, num_stages: int, context: BuildContext, measures: bool = True
@@ -253,7 +255,7 @@ class CausalLM:
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
             network.activation_checkpointing_enable({"use_reentrant": False})
-        frozen = part.is_first and self._cut.layer is not None and self._cut.freeze_bottom
+        frozen = part.is_first and self._freezes(0)
         tied = self.embeddings == "tie" and part.is_first != part.is_last
         return CausalStage(
             network, part, self.vocabulary_chunk, about, cut, handed_over, frozen, tied
@@ -323,13 +325,21 @@ class CausalLM:
     def with_block_counts(self, counts: Sequence[int]) -> CausalLM:
         return replace(self, blocks_per_stage=tuple(counts[:-1]))
 
+    def _freezes(self, stage: int) -> bool:
+        """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
+        return stage == 0 and self._cut.layer is not None and self._cut.freeze_bottom
+
     def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
         """Whether anything in front of block `end`, where this stage ends, is trained."""
-        if self._cut.layer is not None:
-            if stage == 0 and self._cut.freeze_bottom:
-                return False
-            if self._cut.is_low_rank:  # the projections are
-                return True
+        if self._freezes(stage):
+            return False
+        if self._cut.layer is not None and self._cut.is_low_rank:  # the projections are
+            return True
         if self.lora is not None:
             return any(layer < end for layer in self.lora.layers_in(config))
         return self.embeddings != "freeze" or end > 0
+
+
+def _has_dropout(config: Any) -> bool:
+    """Whether blocks or embeddings of any type in KINDS drop something in training."""
+    return any(getattr(config, name, 0) for name in DROPOUTS)

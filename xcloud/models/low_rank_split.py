@@ -131,7 +131,8 @@ class LowRankSplit:
                 places = num_places(self.split.anchor_kind, max_length)
                 shapes = ((whole, self.split.rank or 0), (places, whole))
                 start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
-            return Border((counts, hidden), max_length, not self._freezes_bottom, start)
+            frozen = self._freezes_bottom
+            return Border((counts, hidden), max_length, not frozen, start, is_constant=frozen)
         whole = self.backbone.width()
         features = (self.split.kept_head_rank or whole,)
         if self.output == "sample":

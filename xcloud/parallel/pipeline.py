@@ -17,6 +17,7 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, Message
 from xcloud.comm.channel import Receiver, Sender
+from xcloud.comm.kept_rows import KeptSamples, by_sample, message_at, samples_at
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.deferred_weights import DeferredWeights, can_wait
@@ -28,7 +29,8 @@ class BorderPorts:
     """The ends of one border's channels that this rank holds, by peer rank.
 
     A rank before the border has forward_out and backward_in, a rank after it the other two; a rank
-    on both sides has all four, and is its own peer.
+    on both sides has all four, and is its own peer. kept: what each receiver of forward_out keeps
+    of a constant border.
     """
 
     border: Border
@@ -36,6 +38,7 @@ class BorderPorts:
     forward_in: dict[int, Receiver] = field(default_factory=dict)
     backward_out: dict[int, Sender] = field(default_factory=dict)
     backward_in: dict[int, Receiver] = field(default_factory=dict)
+    kept: dict[int, KeptSamples] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,13 +214,32 @@ class Pipeline:
         self, action: Action, batch: Batch, now: Pass, weights: DeferredWeights | None = None
     ) -> _InFlight:
         received = self._receive(action, batch, now)
+        kept = self._kept(action, now)
+        if kept is not None:
+            missing = kept.missing(batch["ids"])
+            if not len(missing):
+                return _InFlight(batch, None, None, None, weights)
+            if received is not None:
+                fields = self.ports[action.stage - 1].border.fields
+                received = message_at(received, fields, batch, missing)
+            batch = samples_at(batch, missing)
         output = self._compute(action, received, batch, now, weights)
         sent = output.send
         if sent is not None:
             peer = self.owner(action.stage + 1, action.micro_batch)
-            channel = self.ports[action.stage].forward_out[peer]
-            sent = channel.send(now.key(action), sent, batch)
+            port = self.ports[action.stage]
+            sent = port.forward_out[peer].send(now.key(action), sent, batch)
+            if kept is not None:
+                kept.note(batch["ids"], by_sample(sent, port.border.fields, batch))
         return _InFlight(batch, received, sent, output.loss, weights)
+
+    def _kept(self, action: Action, now: Pass) -> KeptSamples | None:
+        """What the next stage keeps of this one's rows; None in an evaluation, and where it keeps
+        nothing."""
+        if now.kind is Kind.EVALUATION or action.stage not in self.ports:
+            return None
+        peer = self.owner(action.stage + 1, action.micro_batch)
+        return self.ports[action.stage].kept.get(peer)
 
     def _backward(self, action: Action, work: _InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:

@@ -34,6 +34,7 @@ from xcloud.comm.channel import (
     SwitchedCodecs,
 )
 from xcloud.comm.draws import ChannelId
+from xcloud.comm.kept_rows import KeepingChannel, KeptSamples
 from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
@@ -153,6 +154,7 @@ def wire(
     seed: int,
     ties_ends: bool = False,
     is_elastic: bool = False,
+    kept_bytes: int = 0,
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
@@ -161,7 +163,8 @@ def wire(
     messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
     first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
     draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
-    is_elastic: see Wiring.
+    is_elastic: see Wiring. kept_bytes: most that a rank keeps of the rows that come over a border,
+    if that is constant and between clouds.
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
@@ -192,7 +195,7 @@ def wire(
                 protected = defences.at(stage, cloud_of, layout.num_stages - 1)
             _BorderBuilder(
                 wiring, layout, number, stage, border, compression.at_border(stage), max_samples,
-                device, clock, schedule, protected, seed,
+                device, clock, schedule, protected, seed, kept_bytes,
             ).join()  # fmt: skip
     return wiring
 
@@ -273,6 +276,7 @@ class _BorderBuilder:
     schedule: Schedule
     defences: Mapping[str, Defence]
     seed: int
+    kept_bytes: int
 
     def join(self) -> None:
         ends, layout, stage = self.wiring.ends, self.layout, self.stage
@@ -292,7 +296,12 @@ class _BorderBuilder:
         in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
         ports = BorderPorts(self.border)
         self.wiring.ports[stage] = ports
-        for a, b in sorted(set(meets[self.replica :: layout.num_replicas])):
+        pairs = sorted(set(meets[self.replica :: layout.num_replicas]))
+        for a, b in pairs:
+            if ends.rank in (a, b) and self._keeps(a, b):
+                # A share for each sender: it cannot know what others have sent.
+                share = self.kept_bytes // sum(receiver == b for _, receiver in pairs)
+                ports.kept[b if ends.rank == a else a] = KeptSamples(share)
             ahead = max(in_flight[a, b], _FORWARD_AHEAD)
             self._join("forward", a, b, ahead, ports.forward_out, ports.forward_in)
             if self.border.gradient_fields:
@@ -335,13 +344,19 @@ class _BorderBuilder:
         else:
             advice = self.layout.overdue_advice(ends.rank, peer)
             inlink = ends.incoming(line, peer, capacity, window, border=self.stage, advice=advice)
-            received = ReceiveChannel(
+            kept = wiring.ports[self.stage].kept.get(peer)
+            channel_of = ReceiveChannel if kept is None else partial(KeepingChannel, kept)
+            received = channel_of(
                 inlink, fields, codecs, self.clock, identity, self.device, overdue_s
             )
             ins[peer] = wiring.channels[str(identity)] = received
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)
                 wiring.guards.append(taken)
+
+    def _keeps(self, sender: int, receiver: int) -> bool:
+        crosses = self.layout.wan_between(sender, receiver) is not None
+        return bool(self.kept_bytes) and self.border.is_constant and crosses
 
     def _line(self, direction: str) -> str:
         return f"{self.stage}.{direction}" + (f".{self.replica}" if self.replica else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from xcloud.checks import check_choice
 from xcloud.errors import ConfigError
 from xcloud.security.defences import Defences
 from xcloud.security.observer import LeakMeter
@@ -24,12 +25,15 @@ class Visibility:
     holders: field name -> clouds that may hold it. Unnamed fields may be held wherever a stage
         reads them.
     weights: the same for parts of the model, such as embeddings, layers, head.
+    may_keep_rows: whether a cloud may keep what crossed from another for later epochs
+        (training.keep_frozen_mb).
     defences: noise on what crosses a border. meter: measure after training what others could
         recover. privacy: clip and noise gradients or weight changes, and account for it.
     """
 
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    may_keep_rows: bool = True
     defences: Defences = field(default_factory=Defences)
     meter: LeakMeter | None = None
     privacy: Privacy | None = None
@@ -45,6 +49,7 @@ class Visibility:
                     raise ConfigError(
                         f"security.{setting}.{name} must be a list of cloud names, got {clouds!r}"
                     )
+        check_choice("security.may_keep_rows", self.may_keep_rows, (True, False))
         if not isinstance(self.defences, Defences):
             raise ConfigError(f"security.defences must be Defences, got {self.defences!r}")
         if self.meter is not None and not isinstance(self.meter, LeakMeter):

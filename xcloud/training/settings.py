@@ -48,6 +48,9 @@ class Training:
     bf16, a CPU with AMX), else fp32. Border tensors and optimizer states stay FP32.
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
     eval_samples: at most so many samples of a split are scored (the first ones); None = all.
+    keep_frozen_mb: where all that lies before a border between clouds is frozen, a rank behind it
+    keeps up to so many megabytes of the rows that cross there (10**6 bytes, at each border), which
+    then cross in the first epoch only. 0 = none.
     on_divergence: what to do with an update whose loss or gradient is not finite in any cloud:
     stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
@@ -59,6 +62,7 @@ class Training:
     evaluate_every: int = 0
     eval_batch_size: int = 64
     eval_samples: int | None = None
+    keep_frozen_mb: int = 0
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -72,6 +76,7 @@ class Training:
         check_int("training.eval_batch_size", self.eval_batch_size, 1)
         if self.eval_samples is not None:
             check_int("training.eval_samples", self.eval_samples, 1)
+        check_int("training.keep_frozen_mb", self.keep_frozen_mb, 0)
         check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
         check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
         if not isinstance(self.optimizer, Optimizer):
