@@ -29,6 +29,7 @@ from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere
 from xcloud.models.lora import Lora
+from xcloud.models.split_point import Split
 from xcloud.training.memory_meter import SavedTensors
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
@@ -187,8 +188,21 @@ def test_gradients_come_back_only_where_something_below_is_trained(
     model = trained(tmp_path, **settings)
     bottom = build(model, 2, where(tmp_path))[0]
 
-    assert model.border(0, 2, 16).gradient_returns is returns
+    border = model.border(0, 2, 16)
+    assert border.gradient_returns is returns
+    assert border.is_constant is not returns
     assert any(parameter.requires_grad for parameter in bottom.parameters()) is returns
+
+
+def test_rows_are_not_constant_where_dropout_is_active(tmp_path: Path) -> None:
+    for rate in (0.0, 0.1):
+        saved("gpt2", tmp_path, attn_pdrop=rate)
+        model = trained(tmp_path, lora=Lora(r=2, layers=[2, 3]))
+        border = model.border(0, 2, 16)
+        assert not border.gradient_returns
+        assert border.is_constant is (rate == 0)
+        frozen = Split(1, rank=None, method="pca", freeze_bottom=True)
+        assert trained(tmp_path, lora=Lora(r=2), split=frozen).border(0, 2, 16).is_constant
 
 
 def test_what_crosses_is_what_the_border_says(tmp_path: Path) -> None:

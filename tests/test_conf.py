@@ -174,6 +174,8 @@ def test_compression_is_said_to_be_off_where_no_border_leaves_a_cloud() -> None:
         ("schedule.num_micro_batches=lots", "schedule.num_micro_batches must be a whole number"),
         ("training.max_steps=0", "training.max_steps"),
         ("training.precision=fp8", "fp32, bf16, auto"),
+        ("training.keep_frozen_mb=-1", "training.keep_frozen_mb"),
+        ("security.may_keep_rows=never", "security.may_keep_rows"),
         ("seed=-1", "seed must be"),
         ("compression.forward.svd.rate=2", "compression.forward.svd"),
         ("cluster.wan=oregon_tokyo", "cluster/wan=oregon_tokyo"),

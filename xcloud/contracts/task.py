@@ -44,7 +44,8 @@ class TaskData(Protocol):
         """Token ids of the training texts of a visible field, without special ids."""
 
     def batch(self, split: Split, ids: Tensor) -> Batch:
-        """The visible fields of these samples, padded to the longest. ids: int64 [B]."""
+        """The visible fields of these samples, padded to the longest; the same in every epoch.
+        ids: int64 [B]."""
 
     def weight(self, ids: Tensor) -> float:
         """Weight of these training samples in the loss, such as their target tokens."""
