@@ -35,15 +35,6 @@ class KeptSamples:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def describe(self) -> str:
-        said = f"kept the frozen rows of {len(self)} samples in {self.num_bytes / MEGABYTE:.1f} MB"
-        if not self.refused:
-            return said
-        return (
-            f"{said}; {len(self.refused)} did not fit and crossed in every epoch: raise "
-            "training.keep_frozen_mb"
-        )
-
     def missing(self, ids: Tensor) -> Tensor:
         """Positions, int64 [M], of the samples that must cross. ids: int64 [B]."""
         found = [n for n, sample in enumerate(ids.tolist()) if sample not in self._ids]
@@ -64,6 +55,20 @@ class KeptSamples:
             self.num_bytes += num_bytes
             new.append(position)
         return new
+
+
+def describe(all_kept: Sequence[KeptSamples]) -> str:
+    """What one rank keeps, in a line."""
+    num_bytes = sum(kept.num_bytes for kept in all_kept)
+    num_kept = sum(len(kept) for kept in all_kept)
+    num_refused = sum(len(kept.refused) for kept in all_kept)
+    said = f"kept the frozen rows of {num_kept} samples in {num_bytes / MEGABYTE:.2f} MB"
+    if not num_refused:
+        return said
+    return (
+        f"{said}; {num_refused} did not fit and crossed in every epoch: raise "
+        "training.keep_frozen_mb"
+    )
 
 
 class KeepingChannel(ReceiveChannel):

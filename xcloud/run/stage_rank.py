@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.kept_rows import MEGABYTE, KeepingChannel
+from xcloud.comm.kept_rows import MEGABYTE, KeepingChannel, describe
 from xcloud.comm.memory import Stateful
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
@@ -177,8 +177,7 @@ class StageRank(Role[Experiment]):
         # Rank 0 has a word in every step with all that save, or they go by the step alone.
         is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
         trainer.decide = checkpoints.decide if is_told else checkpoints.decide_by_step
-        keeping = [c for c in self.wiring.channels.values() if isinstance(c, KeepingChannel)]
-        if trainer.num_updates and keeping:
+        if trainer.num_updates and rank == 0 and job.keeping_borders:
             self.reporter.note("rows kept of frozen parts are in no checkpoint: they cross again")
         if trainer.num_updates:  # another cloud may load longer than a message may take
             self.wiring.meet()
@@ -225,8 +224,9 @@ class StageRank(Role[Experiment]):
             contributions = job.strategy.most_contributions(made)
             told = account(privacy, trainer.plan, made, contributions)
             self.reporter.event("privacy", **told)
-        for channel in keeping:
-            self.reporter.note(channel.kept.describe())
+        channels = self.wiring.channels.values()
+        if kept := [c.kept for c in channels if isinstance(c, KeepingChannel)]:
+            self.reporter.note(describe(kept))
         moments = optimizer_bytes(trainer.optimizers)
         self.reporter.event("memory", **memory.describe(stages.values(), moments))
         # None is recorded if the last step was made before the run went on.
