@@ -22,11 +22,20 @@ from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
-from xcloud.run import codec_profiling
+from xcloud.run import codec_profiling, planning, profiling
 from xcloud.run.local import run
 from xcloud.run.planning import Planner, planned
 from xcloud.run.profiling import BUDGET_S
 from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the machine's reference takes, in place of measuring it."""
+    now = {"reference_s": 0.01}
+    for module in (planning, profiling):
+        monkeypatch.setattr(module, "reference_s", lambda device, threads: now["reference_s"])
+    return now
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
@@ -37,7 +46,7 @@ def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
 
 
 def test_show_measures_once_tells_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steady: dict[str, float]
 ) -> None:
     config = toy(tmp_path, "plan=show", "cluster/wan=line_8m")
     config.cluster.wan.bandwidth_bits_per_s = 1e5
@@ -59,6 +68,12 @@ def test_show_measures_once_tells_and_runs_nothing(
     assert planned(config, tmp_path / "again") is None
     said = capsys.readouterr().out
     assert "measuring" not in said and "profile may not hold" not in said
+
+    steady["reference_s"] = 0.0125
+    assert planned(config, tmp_path / "later") is None
+    assert "this machine now takes 1.25 times as long" in capsys.readouterr().out
+    table = json.loads((tmp_path / "later" / PLAN_FILE).read_text())
+    assert len(table["profile"]["stale"]) == 1 and ".json" in table["profile"]["stale"][0]
 
 
 def test_a_profile_of_something_else_is_named_and_used(
