@@ -2,7 +2,7 @@
 
     python -m benchmarks.predictions [--points 64] [--crossings] [--json FILE]
 
-Profiles once a causal language model of 4.6 million weights, then runs points of split x
+Profiles anew a causal language model of 4.6 million weights, then runs points of split x
 micro-batches x schedule x compressor x line x strategy, in random order: two ranks of one thread
 over an emulated line, through run.py's own launch and wiring (ranks are forked from a process that
 has imported torch). 12 timed steps each, after 4. Half of the points are "held out", by a digest
@@ -71,7 +71,8 @@ LINES = {
     "30 Mbit/s, 150 ms": LinkProfile(3e7, 0.075),
 }  # fmt: skip
 BASE = (
-    "+exp=lora_clm", "plan=show", "tracker=none", "model.lora=null", "model.own.num_texts=2000",
+    "+exp=lora_clm", "plan=show", "plan.max_age_days=0", "tracker=none",
+    "model.lora=null", "model.own.num_texts=2000",
     "model.own.hidden=256", f"model.own.num_layers={BLOCKS}", "model.own.num_heads=8",
     "model.own.num_kv_heads=4", "model.own.feed_forward=512", "model.own.pretraining.steps=0",
     "task.max_length=64", "task.num_train=400",
