@@ -22,7 +22,7 @@ from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
-from xcloud.run import codec_profiling, planning, profiling
+from xcloud.run import codec_profiling, planning, profiling, reference
 from xcloud.run.local import run
 from xcloud.run.planning import Planner, planned
 from xcloud.run.profiling import BUDGET_S
@@ -192,6 +192,21 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
     found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
+
+
+def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_alone() -> None:
+    device, threads, state = torch.device("cpu"), torch.get_num_threads(), torch.get_rng_state()
+    trained = {"weight": torch.nn.Parameter(torch.full((4, 8), 0.3)),
+               "bias": torch.nn.Parameter(torch.full((8,), -0.7))}  # fmt: skip
+
+    found = codec_profiling.around_averaging_s(trained, Stopwatch(device))
+
+    assert min(found) > 0 and codec_profiling.around_averaging_s({}, Stopwatch(device)) == (0, 0)
+    assert all(parameter.grad is None for parameter in trained.values())
+    assert torch.equal(trained["weight"], torch.full((4, 8), 0.3))
+    assert torch.equal(trained["bias"], torch.full((8,), -0.7))
+    assert reference.reference_s(device, threads + 1, lasting_s=0.0) > 0
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_a_plan_the_config_stays() -> None:
