@@ -16,8 +16,8 @@ all seconds of work in the profile multiplied by (reference around the point) / 
 profile). Where the references before and after differ by more than a tenth, the point is measured
 again, at most twice: whatever its error is, which that rule does not know.
 
-Run it alone on the machine, and without chrt: threads of links then wait behind ranks that
-compute, and messages came 20 to 30 ms late. A point takes 6 to 9 seconds: 64 points 10 minutes,
+Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
+while their messages came 20 to 30 ms late. A point takes 6 to 9 seconds: 64 points 10 minutes,
 crossings 4.
 """
 
