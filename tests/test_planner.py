@@ -265,6 +265,28 @@ def test_an_old_profile_or_one_of_something_else_says_so() -> None:
     assert said[0] == "torch was '2.1', now '2.2'" and "10 days old" in said[1]
 
 
+def test_what_goes_on_around_the_codec_of_an_average_is_part_of_the_step() -> None:
+    around = replace(EIGHT, around_gradients_s=0.25, around_changes_s=0.5)
+    given = {
+        "parallel": Strategy("data_parallel", None, GradientAveraging()),
+        "local": Strategy("local_updates", None, LocalUpdates(every=10)),
+    }
+    for name, more_s in (("parallel", 0.25), ("local", 0.05)):
+        plan = Plan(name, (8,), 4, None, NO_COMPRESSION)
+        without, found = (pricer(p, **given).price(plan) for p in (EIGHT, around))
+        assert found.step_s == pytest.approx(without.step_s + more_s)
+        assert found.spent_s["codec of averaging"] >= more_s
+
+
+def test_a_profile_says_when_its_machine_has_another_speed() -> None:
+    profile = replace(EIGHT, reference_s=0.1)
+
+    assert EIGHT.off_speed_because(1.0) == []  # nobody said how fast it was
+    assert profile.off_speed_because(0.109) == [] == profile.off_speed_because(0.091)
+    assert "takes 1.20 times as long" in profile.off_speed_because(0.12)[0]
+    assert "takes 0.80 times as long" in profile.off_speed_because(0.08)[0]
+
+
 def test_a_real_network_needs_numbers() -> None:
     with pytest.raises(ConfigError, match="real network from 'a' to 'b'"):
         pricer(layout=replace(TWO, wan="real"))

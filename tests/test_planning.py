@@ -22,11 +22,20 @@ from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
 from xcloud.record.summary import read_summary
-from xcloud.run import codec_profiling
+from xcloud.run import codec_profiling, planning, profiling, reference
 from xcloud.run.local import run
 from xcloud.run.planning import Planner, planned
 from xcloud.run.profiling import BUDGET_S
 from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the machine's reference takes, in place of measuring it."""
+    now = {"reference_s": 0.01}
+    for module in (planning, profiling):
+        monkeypatch.setattr(module, "reference_s", lambda device, threads: now["reference_s"])
+    return now
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
@@ -37,7 +46,7 @@ def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
 
 
 def test_show_measures_once_tells_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steady: dict[str, float]
 ) -> None:
     config = toy(tmp_path, "plan=show", "cluster/wan=line_8m")
     config.cluster.wan.bandwidth_bits_per_s = 1e5
@@ -59,6 +68,12 @@ def test_show_measures_once_tells_and_runs_nothing(
     assert planned(config, tmp_path / "again") is None
     said = capsys.readouterr().out
     assert "measuring" not in said and "profile may not hold" not in said
+
+    steady["reference_s"] = 0.0125
+    assert planned(config, tmp_path / "later") is None
+    assert "this machine now takes 1.25 times as long" in capsys.readouterr().out
+    table = json.loads((tmp_path / "later" / PLAN_FILE).read_text())
+    assert len(table["profile"]["stale"]) == 1 and ".json" in table["profile"]["stale"][0]
 
 
 def test_a_profile_of_something_else_is_named_and_used(
@@ -177,6 +192,21 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
     found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
+
+
+def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_alone() -> None:
+    device, threads, state = torch.device("cpu"), torch.get_num_threads(), torch.get_rng_state()
+    trained = {"weight": torch.nn.Parameter(torch.full((4, 8), 0.3)),
+               "bias": torch.nn.Parameter(torch.full((8,), -0.7))}  # fmt: skip
+
+    found = codec_profiling.around_averaging_s(trained, Stopwatch(device))
+
+    assert min(found) > 0 and codec_profiling.around_averaging_s({}, Stopwatch(device)) == (0, 0)
+    assert all(parameter.grad is None for parameter in trained.values())
+    assert torch.equal(trained["weight"], torch.full((4, 8), 0.3))
+    assert torch.equal(trained["bias"], torch.full((8,), -0.7))
+    assert reference.reference_s(device, threads + 1, lasting_s=0.0) > 0
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_a_plan_the_config_stays() -> None:

@@ -55,9 +55,10 @@ def exchange_of(
     costs: AveragingCodec,
     shares: Sequence[float],
     lines: Mapping[str, Line],
+    around_s: float = 0.0,
 ) -> Exchange:
     """shares: of the trained values, by stage; one entry where replicas hold the whole model.
-    lines: by "a-b"."""
+    lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
     num_replicas, fragments, per_step, hides = layout.num_replicas, 1, 1.0, 0.0
     is_elastic = False
     if isinstance(averaging, LocalUpdates):
@@ -82,6 +83,7 @@ def exchange_of(
             # Of its own part a replica hands back the result in place of sending a contribution.
             size, mergers = whole / num_replicas, clouds
             codec_s = encode_s + 2 * decode_s * (num_replicas - 1) / num_replicas
+        codec_s += around_s * share / lanes
         took = {}
         for a, b in permutations(clouds, 2):
             if not mergers or a in mergers or b in mergers:

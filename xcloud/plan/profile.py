@@ -20,6 +20,7 @@ from xcloud.plan.cost_file import build, listed, table_of
 
 VERSION = 1
 DAY_S = 86_400.0
+OFF_SPEED = 0.1  # share by which a machine's speed may differ without a word
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,10 @@ class CompressorCosts:
 class Profile:
     """of: what was measured where (machine, torch, model, shapes …), in words. fetch_s: of the
     samples of a micro-batch. lines: "a-b", or "*" for all, to what joins two clouds; they come
-    before the layout's own. tokens_per_sample: for costs per token."""
+    before the layout's own. tokens_per_sample: for costs per token. around_gradients_s,
+    around_changes_s: what an exchange of all trained values takes beside its codec, of gradients
+    and after local updates. reference_s: what the machine took for run/reference.py's work at the
+    time; 0 = not known."""
 
     pieces: Sequence[Piece]
     compressors: Mapping[str, CompressorCosts]
@@ -135,6 +139,9 @@ class Profile:
     lines: Mapping[str, LinkProfile] = field(default_factory=dict)
     control_bytes: int = 128
     tokens_per_sample: float = 0.0
+    around_gradients_s: float = 0.0
+    around_changes_s: float = 0.0
+    reference_s: float = 0.0
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -143,6 +150,8 @@ class Profile:
                 f"this profile is of version {self.version}, and {VERSION} is read here: measure "
                 "it again"
             )
+        for name in ("around_gradients_s", "around_changes_s", "reference_s"):
+            check_number(f"profile: {name}", getattr(self, name), 0.0)
         if not self.pieces:
             raise ConfigError("a profile needs at least one piece of a model")
         if not self.compressors:
@@ -176,6 +185,17 @@ class Profile:
         if self.measured_at_s and age_days > max_age_days:
             found.append(f"it is {age_days:.0f} days old (plan.max_age_days is {max_age_days:g})")
         return found
+
+    def off_speed_because(self, reference_s: float) -> list[str]:
+        """Why its seconds may not hold on the machine where it was measured; empty if they do.
+        reference_s: what run/reference.py's work takes there now."""
+        ratio = reference_s / self.reference_s if self.reference_s else 1.0
+        if abs(ratio - 1) <= OFF_SPEED:
+            return []
+        return [
+            f"this machine now takes {ratio:.2f} times as long as when it was measured, so steps "
+            "may too; is something else running here?"
+        ]
 
 
 def write_profile(path: Path, profile: Profile) -> None:

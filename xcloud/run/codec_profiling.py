@@ -27,7 +27,11 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
+from xcloud.parallel.anchor import Anchored
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.merging import Contribution, weighted_sum
+from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.plan.profile import AveragingCodec, BorderCodec, Curve, Way
 from xcloud.run.stopwatch import Stopwatch
 
@@ -131,3 +135,37 @@ def averaging_codec(
         watch.median_s(lambda: encode_frame(key, codec.encode(tensors)[0], 0), cold=True),
         watch.median_s(merge, cold=True),
     )
+
+
+def around_averaging_s(
+    trained: Mapping[str, nn.Parameter], watch: Stopwatch
+) -> tuple[float, float]:
+    """What an exchange of all trained values takes beside its codec: of gradients, and of changes
+    after local updates."""
+    parameters = [*trained.values()]
+    if not parameters:
+        return 0.0, 0.0
+    buffer = FlatBuffer(parameters)
+    merged = [torch.zeros_like(p) for p in parameters]
+
+    def gradients() -> None:
+        """As parallel/across.py."""
+        buffer.is_finite()
+        for parameter, tensor in zip(parameters, merged, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(tensor).mul_(1)
+
+    alone = RankGroup.alone()
+    anchored = Anchored(parameters, [range(len(parameters))], alone, OuterOptimizer())
+    anchored.drop()
+
+    def changes() -> None:
+        """As parallel/local_rounds.py."""
+        anchored.gradient()
+        anchored.move(merged)
+        anchored.take()
+
+    found = watch.median_s(gradients, cold=True), watch.median_s(changes, cold=True)
+    for parameter in parameters:
+        parameter.grad = None
+    return found

@@ -39,6 +39,7 @@ from xcloud.record.timeline import write_trace
 from xcloud.report.plan_picture import write_plan_picture
 from xcloud.report.plan_table import print_plans
 from xcloud.run import profile_key, profiling
+from xcloud.run.reference import reference_s
 
 PICTURE = "plan.png"
 
@@ -251,14 +252,17 @@ class Planner:
         of = profile_key.what_is_measured(job, self.candidates, sizes)
         if plan.profile is not None:
             found = read_profile(in_project(plan.profile))
-            return found, found.stale_because(of, plan.max_age_days)
+            stale = found.stale_because(of, plan.max_age_days)
+            is_here = found.of.get("machine") == of["machine"]
+            return found, [*stale, *(self._off_speed(found) if is_here else ())]
         lines_of(self.cluster, {})  # raises before anything is measured
         file = profile_key.profile_file(job.cache_path, of)
         if file.exists():
             found = read_profile(file)
             stale = found.stale_because(of, plan.max_age_days)
             if not stale:
-                return found, []
+                off_speed = self._off_speed(found)
+                return found, [f"{why} To measure again delete {file}" for why in off_speed]
             print(f"measuring again: {'; '.join(stale)}", flush=True)
         found = profiling.measure(
             job, self.candidates, sizes, lambda line: print(line, flush=True)
@@ -266,6 +270,10 @@ class Planner:
         write_profile(file, found)
         print(f"profile: {file}", flush=True)
         return found, []
+
+    def _off_speed(self, profile: Profile) -> list[str]:
+        device, threads = profile_key.device_of(self.job), profile_key.threads_of(self.cluster)
+        return profile.off_speed_because(reference_s(device, threads))
 
     def _measured_job(self) -> Experiment:
         """The job as one pipeline."""

@@ -29,8 +29,9 @@ from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile
-from xcloud.run.codec_profiling import averaging_codec, border_codec
+from xcloud.run.codec_profiling import around_averaging_s, averaging_codec, border_codec
 from xcloud.run.profile_key import Candidates, device_of, threads_of, what_is_measured
+from xcloud.run.reference import reference_s
 from xcloud.run.stage_rank import context_of
 from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
 from xcloud.training.memory_meter import SavedTensors, bytes_of
@@ -89,6 +90,8 @@ class _Measuring:
 
     def profile(self) -> Profile:
         model, length = self.job.model, self.job.task.max_length
+        threads = threads_of(self.job.cluster)
+        before_s = reference_s(self.device, threads)
         num_blocks = model.num_blocks(length) if isinstance(model, FreelyCut) else 0
         if num_blocks >= 2:
             assert isinstance(model, FreelyCut)
@@ -111,6 +114,7 @@ class _Measuring:
             for name, found in self.candidates.items()
         }
         fetch = [(b, self.watch.median_s(partial(self._batch, b, 0))) for b in self.sizes]
+        around_gradients_s, around_changes_s = around_averaging_s(first.trained, self.watch)
         return Profile(
             tuple(pieces),
             compressors,
@@ -118,6 +122,9 @@ class _Measuring:
             time.time(),
             Curve(fetch),
             tokens_per_sample=self._tokens(),
+            around_gradients_s=around_gradients_s,
+            around_changes_s=around_changes_s,
+            reference_s=(before_s + reference_s(self.device, threads)) / 2,
         )
 
     # Pieces.
@@ -150,6 +157,11 @@ class _Measuring:
                 kinds.append((met, 0))
             numbers.append(keys.index(key))
         rows = [first.costs[0], *[each] * between, last.costs[1]]
+        # Differences of optimizers would be mostly noise, and each takes its time by the byte.
+        measured = [*first.costs, *last.costs]
+        per_byte_s = sum(row[-1] for row in measured) / max(1.0, sum(row[-2] for row in measured))
+        for row in rows:
+            row[-1] = per_byte_s * row[-2]
         pieces = [
             self._piece(f"block {i}", row, border, 1)
             for i, (row, border) in enumerate(zip(rows, [*numbers, None], strict=True))
@@ -257,18 +269,24 @@ class _Measuring:
                 found.messages[s, b] = inputs[-1]  # type: ignore[assignment]
             if output.loss is not None:
                 loss = output.loss
+            del output
         for s in reversed(range(len(stages))):
-            pairs: list[tuple[Tensor, Tensor | None]] = [(loss / b, None)]
-            if s < len(stages) - 1:
+            pairs: list[tuple[Tensor, Tensor | None]]
+            if s == len(stages) - 1:
+                pairs = [(loss / b, None)]
+                del loss
+            else:
                 if not borders[s].gradient_returns:
                     break
-                given = found.gradients[s, b]
-                pairs = [(outputs[s][f.name], given[f.name]) for f in borders[s].gradient_fields]
+                made, given = outputs.pop(), found.gradients[s, b]
+                pairs = [(made[f.name], given[f.name]) for f in borders[s].gradient_fields]
+                del made
             needed = [pair for pair in pairs if pair[0].requires_grad]
             started_s = self.watch.now_s()
             with weights[s], saved[s] if counts else nullcontext():
                 if needed:
                     torch.autograd.backward([p[0] for p in needed], [p[1] for p in needed])
+            del pairs, needed  # letting go of the graph takes its time in the pipeline, too
             seconds[s][1] = self.watch.now_s() - started_s
             if defers:
                 kept[s] = saved[s].num_bytes
