@@ -168,6 +168,21 @@ def test_the_head_is_trained_or_frozen_as_set(tmp_path: Path) -> None:
         assert not last.embeddings.words.weight.requires_grad  # type: ignore[union-attr]
 
 
+def test_an_output_embedding_of_its_own_starts_as_the_tied_one_and_is_trained_alone(
+    tmp_path: Path,
+) -> None:
+    stages = build(MODEL, 2, context(tmp_path))
+    apart = build(with_(train_output_embedding=True), 2, context(tmp_path))
+    losses = [backward_split(pair, BATCH) for pair in (stages, apart)]
+    assert losses[0] == losses[1]
+    last = apart[1]
+    assert not last.embeddings.words.weight.requires_grad  # type: ignore[union-attr]
+    before = last.embeddings.words.weight.clone()  # type: ignore[union-attr]
+    torch.optim.SGD([p for p in last.parameters() if p.requires_grad], lr=1.0).step()
+    assert torch.equal(last.embeddings.words.weight, before)  # type: ignore[union-attr, arg-type]
+    assert not torch.equal(last.head.words, before)  # type: ignore[union-attr, arg-type]
+
+
 def test_what_comes_later_does_not_change_earlier_scores(tmp_path: Path) -> None:
     stages = build(MODEL, 2, context(tmp_path))
     inputs = torch.randint(4, IDS.size, (6, 7))
@@ -303,6 +318,7 @@ def test_a_stage_is_saved_and_built_again_without_texts_or_checkpoint(tmp_path: 
         MODEL,
         with_(encoder=PretrainedBackbone(str(tmp_path / "bert"))),
         with_(decoder=PretrainedBackbone(str(tmp_path / "bert"))),
+        with_(train_output_embedding=True),
     ):
         stages = build(model, 2, context(tmp_path))
         again = []
@@ -346,6 +362,7 @@ def test_a_middle_stage_of_an_own_backbone_must_see_the_source(tmp_path: Path) -
         ({"backbone_dropout": -1}, "AbNet.backbone_dropout must be"),
         ({"label_smoothing": 1.0}, "AbNet.label_smoothing must be"),
         ({"train_head": "yes"}, "AbNet.train_head must be true or false, got 'yes'"),
+        ({"train_output_embedding": 1}, "AbNet.train_output_embedding must be true or false"),
         ({"encoder_layers_per_stage": "3"}, "must be a list of layer counts or null, got '3'"),
         ({"encoder_layers_per_stage": [0]}, "encoder_layers_per_stage must be a whole number"),
         ({"decoding": "greedy"}, "AbNet.decoding must be a Greedy or a Beam, got 'greedy'"),

@@ -291,6 +291,33 @@ def test_real_corpora_are_read(
     assert tuple(corpus.splits[s].num_rows for s in ("train", "dev", "test")) == rows
 
 
+def test_further_texts_are_read_where_their_side_is_seen_and_without_those_that_are_scored(
+    tmp_path: Path,
+) -> None:
+    write_tsv(tmp_path / "train.tsv", PAIRS)
+    write_tsv(tmp_path / "dev.tsv", [("sí", "yes")])
+    write_tsv(tmp_path / "test.tsv", [("no", "no")])
+    further = tmp_path / "further.es.gz"
+    further.write_bytes(gzip.compress("uno\nsí\n\n dos \nno\n".encode()))
+    corpus = Pairs(
+        Folder(str(tmp_path)),
+        source_monolingual_file=str(further),
+        target_monolingual_file=str(tmp_path / "nowhere.en"),
+    )
+    seen = corpus.read("es", "en", frozenset({"es"}))
+    assert seen.monolingual == {"es": ["uno", "dos"]}
+    assert seen.texts("es") == [*(es for es, _ in PAIRS), "uno", "dos"]
+    assert "2 further texts in es (2 of dev or test left out)" in seen.remarks
+    assert seen.splits["train"].num_rows == len(PAIRS)
+    with pytest.raises(DataError, match=r"nowhere\.en: cannot be read"):
+        corpus.read("es", "en", BOTH)
+    further.write_bytes(gzip.compress(b"\n"))
+    with pytest.raises(DataError, match="no texts"):
+        corpus.read("es", "en", frozenset({"es"}))
+    with pytest.raises(ConfigError, match=r"task\.source_monolingual_file must be the path"):
+        Pairs(Folder(str(tmp_path)), source_monolingual_file=3)  # type: ignore[arg-type]
+
+
 @needs_shared
 def test_tatoeba_leaves_train_extra_alone() -> None:
     corpus = read(SHARED / "tatoeba_es_en", frozenset({"en"}))

@@ -269,6 +269,7 @@ GRAMMAR = Group(DemoGrammar, ("num_dev", "num_test"), seed="corpus_seed")
 FILES = Group(Folder)
 ARCHIVE = Group(Wit3, ("sampling",))
 COLUMNS = Group(Pairs, ("source", "sampling"))
+MONOLINGUAL = Group(Pairs, ("source", "sampling", "source_column", "target_column"))
 SAMPLING = Group(Sampling, ("unit",), seed="split_seed")
 
 
@@ -282,6 +283,7 @@ def translation_from_demo(**settings: Any) -> Translation:
 
 @settings_of(
     FILES,
+    MONOLINGUAL,
     SAMPLING,
     OWN,
     source_tokenizer=TrainedTokenizer(8000),
@@ -289,7 +291,8 @@ def translation_from_demo(**settings: Any) -> Translation:
 )
 def translation_from_files(**settings: Any) -> Translation:
     """Your own parallel corpus in the folder `path`."""
-    corpus = Pairs(FILES.make(settings), sampling=SAMPLING.make(settings))
+    sampling = SAMPLING.make(settings)
+    corpus = MONOLINGUAL.make(settings, source=FILES.make(settings), sampling=sampling)
     return OWN.make(settings, corpus=corpus)
 
 

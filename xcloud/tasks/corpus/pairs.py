@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from xcloud.contracts.task import Split
-from xcloud.errors import DataError
+from xcloud.errors import ConfigError, DataError
+from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import is_usual_name
 from xcloud.tasks.corpus.source import Form, Found, Source
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
@@ -14,12 +17,28 @@ from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
 @dataclass(frozen=True)
 class Pairs:
     """A Corpus. source_column, target_column: if not named like the languages. A missing dev or
-    test set is held out of train by `sampling`."""
+    test set is held out of train by `sampling`.
+
+    source_monolingual_file, target_monolingual_file: further texts of one language, one in a line
+    (.gz may be packed), for tokenizers and for backbones to be pretrained on. Only a cloud that
+    sees this side reads its file. Lines that are also in dev or test are left out.
+    """
 
     source: Source
     source_column: str | None = None
     target_column: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    source_monolingual_file: str | None = None
+    target_monolingual_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for side in ("source", "target"):
+            path = getattr(self, f"{side}_monolingual_file")
+            if path is not None and (not isinstance(path, str) or not path):
+                raise ConfigError(
+                    f"task.{side}_monolingual_file must be the path of a text file or null, "
+                    f"got {path!r}"
+                )
 
     def describe(self) -> str:
         return self.source.describe()
@@ -41,7 +60,13 @@ class Pairs:
             raise DataError(f"{self.source.where}: the training set has no rows")
         splits, remarks = self.sampling.apply(splits, self.source.where)
         agreed = {**found.facts, "sampling": repr(self.sampling)}
-        return Parallel(self.describe(), splits, remarks, agreed)
+        files = {source: self.source_monolingual_file, target: self.target_monolingual_file}
+        monolingual = {}
+        for language in sorted(visible):
+            if path := files[language]:
+                monolingual[language], remark = _further_texts(path, language, splits)
+                remarks.append(remark)
+        return Parallel(self.describe(), splits, remarks, agreed, monolingual)
 
     def _find(self, source: str, target: str) -> Found:
         expected = (
@@ -49,3 +74,17 @@ class Pairs:
             f"train.{source} and train.{target}"
         )
         return self.source.find(Form(expected, is_usual_name, languages=(source, target)))
+
+
+def _further_texts(
+    path: str, language: str, splits: Mapping[Split, Rows]
+) -> tuple[list[str], str]:
+    """Lines of the file that are neither empty nor in dev or test, and a remark for the user."""
+    scored = {text for split in ("dev", "test") for text in splits[split].texts[language]}
+    lines = [line.strip() for line in read_lines(Path(path).expanduser())]
+    texts = [line for line in lines if line and line not in scored]
+    if not texts:
+        raise DataError(f"{path}: no texts for task.*_monolingual_file ({language})")
+    left_out = sum(line in scored for line in lines)
+    remark = f"{len(texts):,} further texts in {language}"
+    return texts, remark + (f" ({left_out:,} of dev or test left out)" if left_out else "")
