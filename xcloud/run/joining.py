@@ -49,7 +49,7 @@ class Joining:
         lost_after_s: float,
         on_lost: Callable[[LinkError], None],
     ) -> None:
-        self._rank, self._name_of, self._on_lost = rank, name_of, on_lost
+        self._rank, self._name_of, self.on_lost = rank, name_of, on_lost
         self._lost_after_s = lost_after_s
         self._lines: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Joining:
 
     def _end(self, error: LinkError) -> None:
         if not self._over.wait(GRACE_S):
-            self._on_lost(error)
+            self.on_lost(error)
 
 
 class _Line:

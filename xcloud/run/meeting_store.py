@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -46,7 +47,7 @@ def of_this_attempt(
             store.set(f"{part}.{rank}", name)
             watch(0, _line(store, part, name))
             signed_in = attempt
-    raise LinkTimeout(f"rank 0 began no attempt in {store.timeout}")
+    raise LinkTimeout(f"rank 0 began no attempt in {_timeout(store)}")
 
 
 def _call_in(store: Store, num_ranks: int, watch: Callable[[int, Store], None]) -> Store:
@@ -63,15 +64,21 @@ def _call_in(store: Store, num_ranks: int, watch: Callable[[int, Store], None]) 
         if len(names) == num_ranks - 1:
             store.set(f"{part}.all", ",".join(names.values()))
             return PrefixStore(part, store)
-    raise LinkTimeout(f"ranks {', '.join(map(str, missing))} have not come in {store.timeout}")
+    who = ", ".join(map(str, missing))
+    raise LinkTimeout(f"ranks {who} have not come in {_timeout(store)}")
 
 
 def _looks(store: Store) -> Iterator[None]:
     """Every now and then, as long as the store's timeout."""
-    until_s = time.monotonic() + store.timeout.total_seconds()
+    until_s = time.monotonic() + _timeout(store).total_seconds()
     while time.monotonic() < until_s:
         yield
         time.sleep(_LOOK_EVERY_S)
+
+
+def _timeout(store: Store) -> timedelta:
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout
 
 
 def _line(store: Store, part: str, name: str) -> Store:

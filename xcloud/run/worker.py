@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from xcloud.cluster.liveness import Heartbeat, PeerLife
 from xcloud.cluster.pair_transport import PairTransport
-from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.errors import ConfigError, FrameError, LinkError, LinkTimeout, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
+from xcloud.parallel.rank_group import lost_in_call
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
@@ -52,6 +55,7 @@ EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
+WATCH_EVERY_S = 0.5
 _SETUP_TIMEOUT = timedelta(hours=12)  # for ranks that have not come yet
 
 
@@ -83,8 +87,11 @@ def live(
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
+    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if joining is not None:
         joining.met()
+        check = partial(_check_calls, job, role.lives, joining.on_lost)
+        watch = Heartbeat(WATCH_EVERY_S, check)
     if state is not None:
         state.lives = role.lives
     try:
@@ -92,7 +99,7 @@ def live(
             raise ConfigError(agreed.verdict.text)
         if rank == 0 and agreed.verdict.text and not agreed.verdict.refused:
             reporter.note(agreed.verdict.text)
-        with role.alive():
+        with role.alive(), watch:
             role.run()
             reporter.flush()
             role.close()
@@ -110,6 +117,22 @@ def live(
         records = [*agreed.records, *role.records]
         write_rank_audit(
             run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
+        )
+
+
+def _check_calls(
+    job: Job, lives: Mapping[int, PeerLife], on_lost: Callable[[LinkError], None]
+) -> None:
+    """Where no launcher sees that a rank is stopped: whether one is, in a collective."""
+    found = lost_in_call(lives)
+    if found is not None:
+        rank, call = found
+        on_lost(
+            LinkTimeout(
+                f"{rank_name(job, rank)} gave no sign of life for "
+                f"{job.cluster.liveness.lost_after_s:g} s while this rank waited for {call}. Is "
+                "that rank stopped, or its link down?"
+            )
         )
 
 
@@ -239,9 +262,8 @@ def main(words: Sequence[str] | None = None) -> None:
             transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
             if under_torchrun:
-                lost_after_s = job.cluster.liveness.lost_after_s
                 joining = Joining(
-                    rank, lambda r: rank_name(job, r), lost_after_s,
+                    rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
                     lambda error: _end_alone(run_dir, rank, state, error),
                 )  # fmt: skip
             _join(job, rank, run_dir, joining)
