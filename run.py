@@ -51,14 +51,14 @@ def main(config: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         # The launcher keeps the folder of a point that can go on. It says why one failed, and goes
         # on with the next.
-        run(config, run_dir, resumes=True)
+        run(config, run_dir, resumes=True, more_follows=True)
         return
     with exit_codes():
         chosen = planned(config, run_dir)
         if chosen is None:  # it was only to be shown
             return
         following = compose_follow_up(chosen, CONF, run_dir)
-        run(chosen, run_dir)
+        run(chosen, run_dir, more_follows=following is not None)
         if following is not None:
             run(following, run_dir / "follow_up")
 
@@ -82,7 +82,7 @@ def go_on(words: list[str]) -> None:
                 f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
             )
         if has_more:
-            run(config, run_dir, resumes=True)
+            run(config, run_dir, resumes=True, more_follows=following is not None)
         if following is not None:
             run(following, run_dir / "follow_up", resumes=True)
 

@@ -1,12 +1,9 @@
 """What checkpoints and signs of life cost: python -m benchmarks.checkpoint_cost [--turns N]
-[--parameters N] [--folder DIR]
 
-1. Step time of a small pipeline with neither, with a checkpoint every few steps, with a sign of
-   life every few milliseconds, and with both, side by side in turns, so that what else the machine
-   does falls on all. Both are far more frequent than by default, which is calculated from that.
-2. The pause of the training thread and the time to write, for a simulated state: a model of
-   --parameters FP32 values with two moments each, copied as a rank copies its own. It is scaled
-   down to what fits into memory twice and into the folder once, and says so.
+Step time of a small pipeline with neither, with a checkpoint every few steps, with a sign of life
+every few milliseconds, and with both, side by side in turns, so that what else the machine does
+falls on all. Both are far more frequent than by default, which is calculated from that.
+The pause that a large state makes: benchmarks/checkpoint_pause.py.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -28,7 +24,6 @@ from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
-from xcloud.comm.memory import State
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
@@ -40,66 +35,7 @@ SETTINGS = {  # checkpoints every so many steps, signs of life
     "neither": (0, False), "checkpoints": (EVERY, False), "signs of life": (0, True),
     "both": (EVERY, True),
 }  # fmt: skip
-BYTES_PER_PARAMETER = 12  # value, two moments
 ABOUT = {"release": "", "attempt": 1, "stages": [], "settings": {}, "facts": {}}
-
-
-class Simulated:
-    """The state of a model in tensors of 64 MB."""
-
-    def __init__(self, num_parameters: int) -> None:
-        size = 1 << 24
-        sizes = [min(size, num_parameters - at) for at in range(0, num_parameters, size)]
-        self.tensors = {
-            f"{kind}.{number}": torch.ones(n)
-            for kind in ("values", "moments.exp_avg", "moments.exp_avg_sq")
-            for number, n in enumerate(sizes)
-        }
-
-    def state_dict(self) -> State:
-        return {name: value.clone() for name, value in self.tensors.items()}
-
-    def load_state_dict(self, state: State) -> None:
-        self.tensors = {name: state[name].clone() for name in self.tensors}
-
-
-def largest(wanted: int, folder: Path) -> int:
-    """Parameters whose state fits twice into free memory, with a tenth to spare, and into the
-    folder: there memory too, if it is a tmpfs."""
-    free = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        free[name] = 1024 * int(value.split()[0])
-    is_memory = str(folder).startswith("/dev/shm")
-    copies = 3 if is_memory else 2
-    fits = min(
-        0.9 * free["MemAvailable"] / copies, 0.9 * shutil.disk_usage(folder).free
-    ) / BYTES_PER_PARAMETER  # fmt: skip
-    return min(wanted, int(fits))
-
-
-def pause(num_parameters: int, folder: Path) -> dict[str, object]:
-    simulated = Simulated(num_parameters)
-    events: list[bytes] = []
-    made = Checkpointer(
-        Checkpoints(1, 0), CheckpointFolder(folder), 0, None, {"model": simulated}, ABOUT,
-        Reporter(0, "a", events.append),
-    )  # fmt: skip
-    pauses = []
-    for step in (1, 2, 3):  # the first one touches new memory, as in a run
-        started_s = time.perf_counter()
-        made.save(step)
-        pauses.append(time.perf_counter() - started_s)
-        made.wait()
-    made.close()
-    made._reporter.flush()
-    told = [json.loads(line) for lines in events for line in lines.splitlines()]
-    return {
-        "parameters": num_parameters,
-        "state_GB": round(num_parameters * BYTES_PER_PARAMETER / 1e9, 2),
-        "pause_s": [round(seconds, 2) for seconds in pauses],
-        "write_s": [event["write_s"] for event in told if event["event"] == "checkpoint"],
-    }
 
 
 def checkpointers(ranks: list[Rank], folder: Path, settings: Checkpoints) -> list[Checkpointer]:
@@ -185,7 +121,6 @@ def costs(series: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
     if not _MEMORY.items() <= os.environ.items():  # as the launcher has it: freed memory is kept
@@ -193,13 +128,7 @@ def main() -> None:
                   {**os.environ, **_MEMORY})  # fmt: skip
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
-        print(json.dumps(side_by_side(folder, arguments.turns)), flush=True)
-        wanted = int(arguments.parameters)
-        num_parameters = largest(wanted, folder)
-        if num_parameters < wanted:
-            print(f"scaled down from {wanted:,} to {num_parameters:,} parameters", flush=True)
-        print(json.dumps(pause(num_parameters, folder)), flush=True)
+        print(json.dumps(side_by_side(Path(name), arguments.turns)), flush=True)
 
 
 if __name__ == "__main__":

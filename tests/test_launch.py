@@ -150,13 +150,15 @@ def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_no
 ) -> None:
     """Where no link looks for signs of life: while ranks join, and in a collective."""
 
-    def ranks_of(script: str) -> LocalRanks:
-        ranks = LocalRanks(tmp_path, ["a", "b"], lost_after_s=1.0)
+    def ranks_of(script: str, essential: frozenset[int] | None = None) -> LocalRanks:
+        ranks = LocalRanks(tmp_path, ["a", "b"], essential, lost_after_s=1.0)
         ranks.processes = [subprocess.Popen(["sh", "-c", text]) for text in ("sleep 2", script)]
         return ranks
 
     with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b': was stopped .* more than 1 s"):
         ranks_of("kill -STOP $$; sleep 1000").wait(lambda: True)
+    with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b': was stopped .* more than 1 s"):
+        ranks_of("kill -STOP $$; sleep 1000", frozenset({0})).wait(lambda: False)  # not met
     ranks_of("(sleep 0.4; kill -CONT $$) & kill -STOP $$").wait(lambda: True)
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.runs import start, wait_for
 from tests.toy import toy_config
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.errors import ConfigError
+from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.rank_state import RankState, state_file
 from xcloud.run.status import culprits, describe, main, ranks_of
 
@@ -57,6 +60,45 @@ def test_who_waits_for_whom_leads_to_the_rank_that_hangs(tmp_path: Path) -> None
     assert "rank 2 is waited for by ranks 0, 1" in said
     assert "no checkpoint yet" in said
     assert "rank 2 is gone" in describe(tmp_path)  # it was killed
+
+
+def test_lanes_in_a_collective_wait_for_the_one_that_is_not_in_it(tmp_path: Path) -> None:
+    """Three consumers of a one-way job; the second one waits for its producer, rank 3."""
+    what = "the sum of 3 ranks"
+    write(tmp_path, 0, waits_for=[wait(2, what, 9.0), wait(1, what, 9.0)])
+    write(tmp_path, 1, waits_for=[wait(3, "batch 8")])
+    write(tmp_path, 2, waits_for=[wait(0, what), wait(1, what)])
+    write(tmp_path, 3)
+    said = describe(tmp_path)
+    assert "rank 0: training for 60 s; waits for the sum of 3 ranks from rank 1 for 9 s" in said
+    assert "rank 2: training for 60 s; waits for the sum of 3 ranks from rank 1 for 12 s" in said
+    assert culprits(ranks_of(tmp_path)) == {3: [0, 1, 2]}
+
+
+def test_a_rank_in_a_collective_notes_whom_it_waits_for(tmp_path: Path) -> None:
+    state, lives = RankState(tmp_path, 0), {1: PeerLife(), 2: PeerLife()}
+    state.lives = lives
+    world = MemoryWorld()
+    group, other = (
+        RankGroup(rank, (0, 1), world.transport(rank).group((0, 1)), lives if not rank else {})
+        for rank in (0, 1)
+    )
+    calls = {
+        "sum": lambda one: one.sum(torch.ones(1)),
+        "barrier": RankGroup.barrier,
+        "sum in the background": lambda one: one.start_sum(torch.ones(1))(),
+        "broadcast": lambda one: one.from_leader(torch.ones(1)),
+        "gathering": lambda one: one.gather(torch.ones(1)),
+    }
+    for name, call in calls.items():
+        waiting = threading.Thread(target=call, args=(group,))
+        waiting.start()
+        said = f"the {name.split(' in ')[0]} of 2 ranks"
+        wait_for(lambda: said == str((lives[1].awaited or [""])[0]), 10)  # noqa: B023
+        call(other)
+        waiting.join()
+    assert lives[2].awaited is None
+    state.close("has done its part")
 
 
 def test_a_rank_elsewhere_is_judged_by_its_last_sign_of_life(tmp_path: Path) -> None:

@@ -204,9 +204,9 @@ class Control:
             if now_s < life.deadline_s(started_s, self.overdue_s):
                 return False
             raise LinkTimeout(
-                f"rank {peer} has not come to the meeting of all ranks after an evaluation or "
-                f"export, and gave no sign of life for {min(life.silent_s, now_s - started_s):.0f}"
-                " s. Is that rank stopped, or its link down?"
+                f"rank {peer} has not come to the meeting of all ranks, and gave no sign of life "
+                f"for {min(life.silent_s, now_s - started_s):.0f} s. Is that rank stopped, or its "
+                "link down?"
             ) from None
         return True
 

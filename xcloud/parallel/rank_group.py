@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import Collectives
 
 
 @dataclass(frozen=True)
 class RankGroup:
     """`rank` is this rank, one of `ranks`, which are in the order of their lanes. group: what
-    joins them; None where the rank is alone, and then every method returns at once."""
+    joins them; None where the rank is alone, and then every method returns at once. lives: of the
+    others, by rank, where they are noted as waited for."""
 
     rank: int
     ranks: tuple[int, ...]
     group: Collectives | None = None
+    lives: Mapping[int, PeerLife] = field(default_factory=dict)
 
     @staticmethod
     def alone(rank: int = 0) -> RankGroup:
@@ -42,27 +46,75 @@ class RankGroup:
 
     def barrier(self) -> None:
         if self.group is not None:
-            self.group.barrier()
+            with self._awaiting("barrier"):
+                self.group.barrier()
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce in place."""
         if self.group is not None:
-            self.group.sum(values)
+            with self._awaiting("sum"):
+                self.group.sum(values)
         return values
 
     def start_sum(self, values: Tensor) -> Callable[[], object]:
         """All-reduce in place. `values` are left alone until the returned call has come back."""
-        return _nothing if self.group is None else self.group.start_sum(values)
+        if self.group is None:
+            return _nothing
+        wait = self.group.start_sum(values)
+
+        def noted() -> None:
+            with self._awaiting("sum"):
+                wait()
+
+        return noted
 
     def from_leader(self, values: Tensor) -> Tensor:
         """Broadcast in place."""
         if self.group is not None:
-            self.group.broadcast(values, self.leader)
+            with self._awaiting("broadcast"):
+                self.group.broadcast(values, self.leader)
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Of every lane, in order; all must be of one shape."""
-        return [values] if self.group is None else self.group.gather(values)
+        if self.group is None:
+            return [values]
+        with self._awaiting("gathering"):
+            return self.group.gather(values)
+
+    @contextmanager
+    def _awaiting(self, what: str) -> Iterator[None]:
+        """Each of the others is waited for: nobody knows who of them is late."""
+        call = _Call(f"the {what} of {len(self.ranks)} ranks")
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                if rank in self.lives:
+                    stack.enter_context(self.lives[rank].awaiting(call))
+            yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a collective: the next one is another."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def lost_in_call(lives: Mapping[int, PeerLife]) -> tuple[int, str] | None:
+    """A rank that is waited for in a collective and lost (with the call's name), where all give
+    signs of life all the time. Links see to theirs; torch would wait on. Ranks hear of each other
+    by way of rank 0, so where that one is silent it is the one."""
+    for rank, life in lives.items():
+        found, lost_after_s = life.awaited, life.policy.lost_after_s
+        if found is None or not life.beats or not isinstance(found[0], _Call):
+            continue
+        if min(found[1], life.silent_s) > lost_after_s:
+            hub = lives.get(0, life)
+            return (0 if hub.silent_s > lost_after_s and 0 in lives else rank), str(found[0])
+    return None
 
 
 def _nothing() -> None:

@@ -83,7 +83,7 @@ def agree(
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     table = {**make_table(settings), **(held or {})}
     if num_ranks == 1:
-        alone = judge({0: table}, {}, lambda r: _name(job, r), job.refused_with)[0]
+        alone = judge({0: table}, {}, lambda r: rank_name(job, r), job.refused_with)[0]
         if alone.kind == "stop":
             raise ConfigError(alone.text)
         return Agreed(replace(alone, attempt=time.time_ns()))
@@ -95,8 +95,8 @@ def agree(
         if known and job.cluster.wan_between(rank, peer) is not None:
             record = LinkRecord(job.cluster.placement(peer).cloud, peer, None)
             records.append(record)
-        links[peer] = MeetingLink(peer, _name(job, peer), CAPACITY_BYTES, WAIT_S, record)
-    verdict = exchange(rank, table, links, links, lambda r: _name(job, r), job.refused_with)
+        links[peer] = MeetingLink(peer, rank_name(job, peer), CAPACITY_BYTES, WAIT_S, record)
+    verdict = exchange(rank, table, links, links, lambda r: rank_name(job, r), job.refused_with)
     if verdict.kind == "stop":
         raise ConfigError(verdict.text)
     return Agreed(verdict, records)
@@ -242,7 +242,7 @@ def _names(ranks: Sequence[int], name_of: Callable[[int], str]) -> str:
     return ", ".join(name_of(rank) for rank in ranks[:_MAX_SHOWN]) + more
 
 
-def _name(job: Job, rank: int) -> str:
+def rank_name(job: Job, rank: int) -> str:
     if rank >= job.cluster.num_ranks:  # this rank's file knows fewer
         return f"rank {rank}"
     return f"rank {rank} (cloud {job.cluster.placement(rank).cloud})"

@@ -63,7 +63,9 @@ class Ends:
     def group(self, ranks: Sequence[int]) -> RankGroup | None:
         """The group of these ranks, in the order of their lanes; None outside it."""
         joined = self._transport.group(ranks)
-        return RankGroup(self.rank, tuple(ranks), joined) if self.rank in ranks else None
+        if self.rank not in ranks:
+            return None
+        return RankGroup(self.rank, tuple(ranks), joined, self.lives)
 
     def out(
         self,

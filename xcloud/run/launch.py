@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class LocalRanks:
     may be lost once they are ready, which the remaining ranks report. None: all ranks.
     restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
     error of its own; None: never. lost_after_s: an essential rank that is stopped (SIGSTOP) for so
-    long is ended, whatever the others wait for; None: never."""
+    long is ended, whatever the others wait for, and until all have met any rank; None: never."""
 
     def __init__(
         self,
@@ -165,9 +165,9 @@ class LocalRanks:
         done_at_s = 0.0
         try:
             while True:
-                self._end_stopped()
-                codes = [process.poll() for process in self.processes]
                 met = meanwhile()
+                self._end_stopped(self.essential if met else range(len(self.processes)))
+                codes = [process.poll() for process in self.processes]
                 needed = [codes[rank] for rank in self.essential]
                 if any(map(_has_failed, codes)) and (not met or self._lost_before_ready()):
                     self._fail(self._first_cause())
@@ -188,11 +188,11 @@ class LocalRanks:
         finally:
             self.end()
 
-    def _end_stopped(self) -> None:
+    def _end_stopped(self, watched: Iterable[int]) -> None:
         """A stopped rank would keep others waiting where no link looks for signs of life: while
         they join, and in a collective."""
         now_s = time.monotonic()
-        for rank in self.essential:
+        for rank in watched:
             if not _is_stopped(self.processes[rank].pid):
                 self._stopped_s.pop(rank, None)
             elif self._lost_after_s is not None:

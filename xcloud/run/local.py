@@ -26,13 +26,17 @@ from xcloud.run.resume import check_can_go_on
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, Any]:
+def run(
+    config: DictConfig, run_dir: Path, resumes: bool = False, more_follows: bool = False
+) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
     cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
     have saved the step under way, KeyboardInterrupt on the second; every rank is gone by then and
-    summary.json says what happened.
+    summary.json says what happened. A first signal after the ranks have ended waits until the
+    record is written, and changes nothing else; a second one ends that too.
 
-    resumes: an earlier run in run_dir goes on, if there is one.
+    resumes: an earlier run in run_dir goes on, if there is one. more_follows: this process has
+    more to run, so a signal while the record is written raises RunStopped as well.
     """
     experiment = configs.job_from_config(config)
     if experiment.plan is not None:
@@ -60,26 +64,29 @@ def run(config: DictConfig, run_dir: Path, resumes: bool = False) -> dict[str, A
     )  # fmt: skip
     cause: str | None = "the run was ended from outside"
     is_stopped = False
-    try:
-        with stop_signals(ranks.ask_to_stop):
+    with StopSignals(ranks.ask_to_stop) as signals:
+        try:
             monitor.start()
             _train(ranks, monitor, experiment)
-        cause = None
-    except RunFailed as error:
-        cause = str(error)
-        raise
-    except RunStopped:
-        cause, is_stopped = f"interrupted (Ctrl+C, SIGTERM or SIGUSR1); {_rest(run_dir)}", True
-        raise RunStopped(cause) from None
-    except KeyboardInterrupt:
-        cause = f"interrupted (Ctrl+C or SIGTERM); {_rest(run_dir)}"
-        raise
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        ranks.end()
-        summary = monitor.finish(cause, is_stopped)
+            cause = None
+        except RunFailed as error:
+            cause = str(error)
+            raise
+        except RunStopped:
+            cause, is_stopped = f"interrupted (Ctrl+C, SIGTERM or SIGUSR1); {_rest(run_dir)}", True
+            raise RunStopped(cause) from None
+        except KeyboardInterrupt:
+            cause = f"interrupted (Ctrl+C or SIGTERM); {_rest(run_dir)}"
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            signals.only_the_record_is_left()
+            ranks.end()
+            summary = monitor.finish(cause, is_stopped)
+            if signals.came_late and more_follows:
+                raise RunStopped(cause or "this run had finished; more would have followed")
     print(run_dir / SUMMARY_FILE, flush=True)
     return summary
 
@@ -120,32 +127,39 @@ def _rest(run_dir: Path) -> str:
     return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
 
 
-@contextmanager
-def stop_signals(on_first: Callable[[], None]) -> Iterator[None]:
-    """The first of STOP_SIGNALS calls on_first, any later one raises KeyboardInterrupt."""
-    was_asked = False
+class StopSignals:
+    """`with StopSignals(on_first)`: the first of STOP_SIGNALS calls on_first, any later one raises
+    KeyboardInterrupt. came_late: the first one came after `only_the_record_is_left`. Outside the
+    main thread (a launcher of sweeps) it does nothing: its owner handles signals."""
 
-    def take(number: int, frame: object) -> None:
-        nonlocal was_asked
-        if was_asked:
-            raise KeyboardInterrupt
-        was_asked = True
-        with contextlib.suppress(OSError):  # not print: it may be what was interrupted
-            os.write(2, b"\nfinishing this step; once more, to end at once\n")
-        on_first()
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.came_late = False
+        self._on_first, self._was_asked = on_first, False
+        self._writes_record = False
+        self._before: dict[int, Any] = {}
 
-    before = {}
-    try:
-        for number in STOP_SIGNALS:
-            before[number] = signal.signal(number, take)
-    except ValueError:  # not the main thread (a launcher of sweeps): its owner handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def only_the_record_is_left(self) -> None:
+        self._writes_record = True
+
+    def __enter__(self) -> StopSignals:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in STOP_SIGNALS:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _take(self, number: int, frame: object) -> None:
+        if self._was_asked:
+            raise KeyboardInterrupt
+        self._was_asked = True
+        self.came_late = self._writes_record
+        doing = "writing the record of the run" if self.came_late else "finishing this step"
+        with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+            os.write(2, f"\n{doing}; once more, to end at once\n".encode())
+        self._on_first()
 
 
 @contextmanager

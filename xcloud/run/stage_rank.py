@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
@@ -127,8 +126,8 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         if self.facts is not None:
             self.facts.agree(parameters_fact(stages))
-        elif layout.num_ranks > 1:
-            dist.barrier()  # a cloud may prepare longer than a message may take
+        else:
+            self.wiring.meet()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
         if layout.clouds[self.placement.cloud].shard:
             for stage, module in stages.items():

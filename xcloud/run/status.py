@@ -82,10 +82,27 @@ def _process(pid: int, host: str) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(state, "running")
 
 
+def waited_for(ranks: Sequence[RankStatus]) -> dict[int, tuple[int, str, float]]:
+    """The longest wait of each rank that waits. In a collective a rank waits for all others, and
+    those that are in it too are not the reason."""
+    found = {}
+    waits = {one.rank: one.waits for one in ranks}
+    for one in ranks:
+        late = [
+            wait
+            for wait in one.waits
+            if (one.rank, wait[1]) not in [other[:2] for other in waits.get(wait[0], ())]
+        ]
+        if one.waits:
+            found[one.rank] = (late or one.waits)[0]
+    return found
+
+
 def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     """Of the ranks at the end of each chain of waiting: who waits for them, directly or not. A
     circle of ranks that wait for each other has no end, and its ranks are not listed."""
-    waits_for = {one.rank: one.waits[0][0] for one in ranks if one.waits and one.is_well}
+    well = [one.rank for one in ranks if one.is_well]
+    waits_for = {rank: wait[0] for rank, wait in waited_for(ranks).items() if rank in well}
     found: dict[int, list[int]] = {}
     for rank in waits_for:
         seen, end = {rank}, waits_for[rank]
@@ -116,7 +133,8 @@ def describe(run_dir: Path) -> str:
     if not ranks and not has_events(run_dir):
         raise ConfigError(f"{run_dir} holds no run: there is no {EVENTS_FILE}, no rank's state")
     lines = [f"{run_dir}: {_whole(run_dir, ranks)}", ""]
-    lines += [_line(one) for one in ranks]
+    waits = waited_for(ranks)
+    lines += [_line(one, waits.get(one.rank)) for one in ranks]
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
@@ -143,12 +161,13 @@ def _ill(one: RankStatus) -> str:
     return what.get(one.process, f"gave no sign of life for {_age(one.silent_s)}")
 
 
-def _line(one: RankStatus) -> str:
+def _line(one: RankStatus, wait: tuple[int, str, float] | None) -> str:
     done = "" if one.step is None else f", step {one.step} done {_age(one.step_s or 0.0)} ago"
     head = f"rank {one.rank}: {one.phase} for {_age(one.phase_s)}{done}"
     if one.has_ended:
         return head
-    for peer, message, seconds in one.waits[:1]:
+    if wait is not None:
+        peer, message, seconds = wait
         head += f"; waits for {message} from rank {peer} for {_age(seconds)}"
     return f"{head}; process {one.process}, last sign of life {_age(one.silent_s)} ago"
 

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from xcloud.cluster.liveness import Heartbeat, PeerLife
 from xcloud.cluster.pair_transport import PairTransport
-from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
+from xcloud.errors import ConfigError, FrameError, LinkError, LinkTimeout, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
+from xcloud.parallel.rank_group import lost_in_call
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
 from xcloud.record.summary import read_summary
 from xcloud.run import elastic
-from xcloud.run.agreement import Agreed, agree
+from xcloud.run.agreement import Agreed, agree, rank_name
 from xcloud.run.checkpointing import StopSignal
+from xcloud.run.joining import Joining
 from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
 from xcloud.run.meeting_store import of_this_attempt
 from xcloud.run.resume import Holder
@@ -51,7 +55,8 @@ EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
-_SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
+WATCH_EVERY_S = 0.5
+_SETUP_TIMEOUT = timedelta(hours=12)  # for ranks that have not come yet
 
 
 def live(
@@ -63,6 +68,7 @@ def live(
     asked: StopSignal,
     transport: PairTransport | None = None,
     state: RankState | None = None,
+    joining: Joining | None = None,
 ) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run. Returns whether the run has ended early, as asked.
@@ -81,6 +87,11 @@ def live(
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
+    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if joining is not None:
+        joining.met()
+        check = partial(_check_calls, job, role.lives, joining.on_lost)
+        watch = Heartbeat(WATCH_EVERY_S, check)
     if state is not None:
         state.lives = role.lives
     try:
@@ -88,7 +99,7 @@ def live(
             raise ConfigError(agreed.verdict.text)
         if rank == 0 and agreed.verdict.text and not agreed.verdict.refused:
             reporter.note(agreed.verdict.text)
-        with role.alive():
+        with role.alive(), watch:
             role.run()
             reporter.flush()
             role.close()
@@ -109,6 +120,22 @@ def live(
         )
 
 
+def _check_calls(
+    job: Job, lives: Mapping[int, PeerLife], on_lost: Callable[[LinkError], None]
+) -> None:
+    """Where no launcher sees that a rank is stopped: whether one is, in a collective."""
+    found = lost_in_call(lives)
+    if found is not None:
+        rank, call = found
+        on_lost(
+            LinkTimeout(
+                f"{rank_name(job, rank)} gave no sign of life for "
+                f"{job.cluster.liveness.lost_after_s:g} s while this rank waited for {call}. Is "
+                "that rank stopped, or its link down?"
+            )
+        )
+
+
 def _device(wanted: str) -> torch.device:
     """The device of this rank; "auto" takes a GPU if there is one."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -121,12 +148,13 @@ def _device(wanted: str) -> torch.device:
     return device
 
 
-def _join(job: Job, rank: int, run_dir: Path, under_torchrun: bool) -> None:
-    """Form the process group. On one machine a file in the run folder is the meeting point."""
+def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
+    """Form the process group. On one machine a file in the run folder is the meeting point, and
+    the launcher looks after the ranks. joining: of ranks under torchrun."""
     num_ranks = job.cluster.num_ranks
-    if under_torchrun:
+    if joining is not None:
         store, _, size = next(rendezvous("env://", timeout=_SETUP_TIMEOUT))
-        store = of_this_attempt(store, rank, size)
+        store = of_this_attempt(store, rank, size, joining.watch)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
@@ -219,7 +247,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
         stale.unlink(missing_ok=True)  # of an earlier run in this folder
     state, ending = RankState(run_dir, rank), "has done its part"
-    code, monitor = 0, None
+    code, monitor, joining = 0, None, None
     asked = StopSignal()
     ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()
     asked.install(signal.SIGUSR1, *ends, exit_code=EXIT_START_AGAIN)
@@ -233,7 +261,12 @@ def main(words: Sequence[str] | None = None) -> None:
         if job.is_elastic:
             transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
         else:
-            _join(job, rank, run_dir, under_torchrun)
+            if under_torchrun:
+                joining = Joining(
+                    rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
+                    lambda error: _end_alone(run_dir, rank, state, error),
+                )  # fmt: skip
+            _join(job, rank, run_dir, joining)
             agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
@@ -241,7 +274,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        if live(job, rank, run_dir, agreed, holder, asked, transport, state):
+        if live(job, rank, run_dir, agreed, holder, asked, transport, state, joining):
             ending = "has stopped as it was asked to"
             code = EXIT_START_AGAIN
         if monitor is not None:
@@ -250,7 +283,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 print("the monitor was killed; another one writes the run's record", flush=True)
                 _await_monitor(_start_monitor(run_dir, file, "--again"))
     except BaseException as error:
-        code, ending = EXIT_FAILED, f"has failed: {str(error)[:300]}"
+        code, ending = EXIT_FAILED, _failed(error)
+        if joining is not None:
+            joining.close()
         code = _write_failure(run_dir, rank, error)
     finally:
         state.close(ending)
@@ -259,6 +294,16 @@ def main(words: Sequence[str] | None = None) -> None:
                 stream.flush()
         # Background threads of a failed rank may sit in a receive for ever: do not wait for them.
         os._exit(code)
+
+
+def _failed(error: BaseException) -> str:
+    return f"has failed: {str(error)[:300]}"
+
+
+def _end_alone(run_dir: Path, rank: int, state: RankState, error: LinkError) -> None:
+    """From another thread: the main one may wait for a rank that is gone, inside torch."""
+    state.close(_failed(error))
+    os._exit(_write_failure(run_dir, rank, error))
 
 
 def _start_monitor(run_dir: Path, file: Path, *more: str) -> subprocess.Popen[bytes]:

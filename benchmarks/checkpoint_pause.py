@@ -1,0 +1,161 @@
+"""Does a checkpoint of a large model stop training for less than one step?
+python -m benchmarks.checkpoint_pause [--parameters N] [--tokens N] [--json FILE]
+
+A model of N parameters (1e9) in bf16 with its AdamW moments, on the CPU, saved as a rank of a
+pipeline saves its stage: the training thread copies the state, a thread writes it to --folder
+(/dev/shm, so that no disk is measured). Compared: the pause of the training thread with one step,
+which is the optimizer's, measured on all parameters, and forward and backward of --tokens tokens,
+measured on one layer and multiplied. Next to it the optimizer's step while the thread writes.
+
+Needs 18 bytes a parameter: values and moments (6), the copy (6) and the file (6); all matrices
+share one gradient. What does not fit into free memory is refused, with the number that does. About
+3 minutes and 18 GB for 1e9 on two cores. Sizes are simulated: the weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.project import commit
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.reporter import Reporter
+from xcloud.run.checkpointing import Checkpointer
+from xcloud.run.launch import _MEMORY
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Checkpoints
+from xcloud.training.trained_module import TrainedModule
+
+WIDTH = 4096
+BYTES_PER_PARAMETER = 18
+ABOUT: dict[str, Any] = {"release": "", "attempt": 1, "stages": [], "settings": {}, "facts": {}}
+
+
+def model_of(num_parameters: int) -> nn.Sequential:
+    """Square matrices of WIDTH, the last one with as many rows as are left; bf16."""
+    rows, layers = -(-num_parameters // WIDTH), []
+    while rows > 0:
+        layer = nn.Linear(WIDTH, min(WIDTH, rows), bias=False, dtype=torch.bfloat16)
+        rows -= WIDTH
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def seconds(work: Callable[[], object], times: int = 3) -> list[float]:
+    taken = []
+    for _ in range(times):
+        started_s = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started_s)
+    return taken
+
+
+def computing_s(layer: nn.Module, num_tokens: int) -> float:
+    """Of forward and backward through one layer, the gradient of its input included."""
+    x_ND = torch.randn(num_tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+
+    def both() -> None:
+        out: Tensor = layer(x_ND)
+        out.backward(torch.ones_like(out))
+
+    both()  # the first call prepares the matrix products
+    return statistics.median(seconds(both))
+
+
+def measure(num_parameters: int, num_tokens: int, folder: Path) -> dict[str, Any]:
+    module = model_of(num_parameters)
+    num_parameters = sum(p.numel() for p in module.parameters())
+    optimizer = Optimizer(learning_rate=1e-6).build(module.parameters())
+    layer_s = computing_s(module[0], num_tokens)
+    forward_backward_s = layer_s * num_parameters / module[0].weight.numel()
+    gradient = torch.full((WIDTH, WIDTH), 1e-3, dtype=torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad = gradient[: len(parameter)]
+    optimizer.step()  # the first one makes the moments
+    optimizer_s = statistics.median(seconds(optimizer.step))
+
+    told: list[bytes] = []
+    reporter, files = Reporter(0, "a", told.append), CheckpointFolder(folder)
+    checkpoints = Checkpointer(
+        Checkpoints(every_steps=1, keep=1), files, 0, None,
+        {"stage 0": TrainedModule(module, optimizer)}, ABOUT, reporter,
+    )  # fmt: skip
+    pauses_s, while_writing_s = [], []
+    for step in (1, 2, 3):  # the first one touches new memory, as in a run
+        pauses_s += seconds(lambda step=step: checkpoints.save(step), 1)
+        while_writing_s += seconds(optimizer.step, 1)
+        for _ in ("written", "agreed"):
+            checkpoints.wait()
+        files.delete(step, 0)  # two would not fit
+    checkpoints.close()
+    reporter.flush()
+    events = [json.loads(line) for lines in told for line in lines.splitlines()]
+    step_s = optimizer_s + forward_backward_s
+    return {
+        "parameters": num_parameters,
+        "tokens": num_tokens,
+        "state_GB": round(6 * num_parameters / 1e9, 3),
+        "pause_s": [round(s, 3) for s in pauses_s],
+        "write_s": [e["write_s"] for e in events if e["event"] == "checkpoint"],
+        "lost": [e["reason"] for e in events if e["event"] == "lost_checkpoint"],
+        "optimizer_s": round(optimizer_s, 3),
+        "optimizer_while_writing_s": [round(s, 3) for s in while_writing_s],
+        "forward_backward_s": round(forward_backward_s, 3),
+        "step_s": round(step_s, 3),
+        "worst_pause_in_steps": round(max(pauses_s) / step_s, 3),
+        "worst_pause_in_optimizer_steps": round(max(pauses_s) / optimizer_s, 3),
+        "is_under_one_step": max(pauses_s) < step_s,
+    }
+
+
+def fitting(folder: Path) -> int:
+    """Parameters for which there is memory, a twentieth of it to spare."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    return int(0.95 * min(available / BYTES_PER_PARAMETER, shutil.disk_usage(folder).free / 6))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--json", type=Path, help="append the result to this file, too")
+    given = parser.parse_args()
+    if not _MEMORY.items() <= os.environ.items():  # as the launcher has it: freed memory is kept
+        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
+                  {**os.environ, **_MEMORY})  # fmt: skip
+    most = fitting(given.folder)
+    if not 1 <= given.parameters <= most:
+        parser.error(f"--parameters {given.parameters:,.0f}: 1 to {most:,} fit into memory now")
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        found = measure(int(given.parameters), given.tokens, Path(folder))
+    machine = f"{platform.node()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    text = json.dumps(
+        {"machine": machine, "commit": commit(), "torch": torch.__version__, **found}
+    )
+    print(text, flush=True)
+    if given.json is not None:
+        with open(given.json, "a") as file:
+            file.write(text + "\n")
+    if found["lost"]:
+        sys.exit("a checkpoint could not be written: its pause does not count")
+
+
+if __name__ == "__main__":
+    main()

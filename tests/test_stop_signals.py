@@ -1,0 +1,82 @@
+"""Signals to the launcher while it writes the record of a run whose ranks have ended."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.toy import toy_config
+from xcloud.errors import RunFailed
+from xcloud.run import local
+from xcloud.run.launch import RunStopped
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A run without ranks that gets so many signals while its record is written."""
+
+    class Record:
+        def __init__(self, *_: object) -> None: ...
+
+        def start(self) -> None: ...
+
+        def finish(self, cause: str | None, is_stopped: bool) -> dict[str, Any]:
+            for _ in range(num_signals):
+                signal.raise_signal(signal.SIGTERM)
+            (tmp_path / "written").touch()
+            return {"cause": cause}
+
+    num_signals = 0
+
+    def one(
+        signals: int, error: Exception | None = None, more_follows: bool = False
+    ) -> dict[str, Any]:
+        nonlocal num_signals
+        num_signals = signals
+
+        def train(*_: object) -> None:
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(local, "Monitor", Record)
+        monkeypatch.setattr(local, "_train", train)
+        config = OmegaConf.create(toy_config("two_clouds"))
+        return local.run(config, tmp_path, more_follows=more_follows)
+
+    def nobody_waits(number: int, frame: object) -> None:
+        raise AssertionError("in a real process nothing would have been written")
+
+    before = signal.signal(signal.SIGTERM, nobody_waits)
+    yield one
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_signal_lets_the_record_be_written_and_changes_nothing_else(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    assert run(signals=1) == {"cause": None}
+    with pytest.raises(RunFailed, match="rank 1 is gone"):
+        run(signals=1, error=RunFailed("rank 1 is gone"))
+    assert (tmp_path / "written").exists()
+
+
+def test_the_second_signal_ends_at_once(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run(signals=2)
+    assert raised.type is KeyboardInterrupt and not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("error", [None, RunFailed("rank 1 is gone")])
+def test_what_would_have_followed_does_not_begin(
+    error: Exception | None, run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(RunStopped, match="rank 1 is gone" if error else "had finished"):
+        run(signals=1, error=error, more_follows=True)
+    assert (tmp_path / "written").exists()
