@@ -183,6 +183,7 @@ def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Chi
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the tests' process
+    # It ends with the tests' process, whose end of the socket then closes. Not by PR_SET_PDEATHSIG:
+    # that is sent when the thread ends that started it.
     with socket.socket(fileno=int(sys.argv[1])) as its_end:
         serve(its_end)
