@@ -168,19 +168,18 @@ def test_the_head_is_trained_or_frozen_as_set(tmp_path: Path) -> None:
         assert not last.embeddings.words.weight.requires_grad  # type: ignore[union-attr]
 
 
-def test_an_output_embedding_of_its_own_starts_as_the_tied_one_and_is_trained_alone(
+def test_word_adapters_change_nothing_at_first_and_are_trained_beside_frozen_words(
     tmp_path: Path,
 ) -> None:
-    stages = build(MODEL, 2, context(tmp_path))
-    apart = build(with_(train_output_embedding=True), 2, context(tmp_path))
-    losses = [backward_split(pair, BATCH) for pair in (stages, apart)]
-    assert losses[0] == losses[1]
-    last = apart[1]
-    assert not last.embeddings.words.weight.requires_grad  # type: ignore[union-attr]
-    before = last.embeddings.words.weight.clone()  # type: ignore[union-attr]
-    torch.optim.SGD([p for p in last.parameters() if p.requires_grad], lr=1.0).step()
-    assert torch.equal(last.embeddings.words.weight, before)  # type: ignore[union-attr, arg-type]
-    assert not torch.equal(last.head.words, before)  # type: ignore[union-attr, arg-type]
+    plain, adapted = (build(with_(word_adapters=on), 2, context(tmp_path)) for on in (False, True))
+    assert backward_split(plain, BATCH) == backward_split(adapted, BATCH)
+    for stage, name in zip(adapted, ("embeddings.word_adapter.weight", "head.words"), strict=True):
+        trained = {key for key, p in stage.named_parameters() if p.requires_grad}
+        assert name in trained and "embeddings.words.weight" not in trained
+        before = stage.state_dict()["embeddings.words.weight"].clone()
+        torch.optim.SGD([p for p in stage.parameters() if p.requires_grad], lr=1.0).step()
+        assert torch.equal(stage.state_dict()["embeddings.words.weight"], before)
+        assert stage.state_dict()[name].abs().sum() > 0
 
 
 def test_what_comes_later_does_not_change_earlier_scores(tmp_path: Path) -> None:
@@ -318,7 +317,7 @@ def test_a_stage_is_saved_and_built_again_without_texts_or_checkpoint(tmp_path: 
         MODEL,
         with_(encoder=PretrainedBackbone(str(tmp_path / "bert"))),
         with_(decoder=PretrainedBackbone(str(tmp_path / "bert"))),
-        with_(train_output_embedding=True),
+        with_(word_adapters=True),
     ):
         stages = build(model, 2, context(tmp_path))
         again = []
@@ -362,7 +361,7 @@ def test_a_middle_stage_of_an_own_backbone_must_see_the_source(tmp_path: Path) -
         ({"backbone_dropout": -1}, "AbNet.backbone_dropout must be"),
         ({"label_smoothing": 1.0}, "AbNet.label_smoothing must be"),
         ({"train_head": "yes"}, "AbNet.train_head must be true or false, got 'yes'"),
-        ({"train_output_embedding": 1}, "AbNet.train_output_embedding must be true or false"),
+        ({"word_adapters": 1}, "AbNet.word_adapters must be true or false"),
         ({"encoder_layers_per_stage": "3"}, "must be a list of layer counts or null, got '3'"),
         ({"encoder_layers_per_stage": [0]}, "encoder_layers_per_stage must be a whole number"),
         ({"decoding": "greedy"}, "AbNet.decoding must be a Greedy or a Beam, got 'greedy'"),

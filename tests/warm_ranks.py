@@ -183,7 +183,7 @@ def fork_rank(command: list[str], environment: dict[str, str], log: Path) -> Chi
 
 
 if __name__ == "__main__":
-    # It ends with the tests' process, whose end of the socket then closes. Not by PR_SET_PDEATHSIG:
-    # that is sent when the thread ends that started it.
+    # Ends with the tests' process, when the socket closes; PR_SET_PDEATHSIG would end it with the
+    # thread that started it.
     with socket.socket(fileno=int(sys.argv[1])) as its_end:
         serve(its_end)

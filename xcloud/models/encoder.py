@@ -76,6 +76,12 @@ class Embeddings(nn.Module):
         self.types = nn.Embedding(config.type_vocab_size, config.hidden)
         self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.word_adapter: nn.Embedding | None = None
+
+    def adapt_words(self) -> None:
+        """Add to each word's vector a second one [V, H], trained and zero at first."""
+        zeros_VH = torch.zeros_like(self.words.weight)
+        self.word_adapter = nn.Embedding(*zeros_VH.shape, _weight=zeros_VH)
 
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""
@@ -92,7 +98,10 @@ class Embeddings(nn.Module):
 
     def _sum(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         of_type = self.types.weight[0] if types is None else self.types(types)
-        total: Tensor = self.dropout(self.norm(self.words(ids) + of_type + positions))
+        words = self.words(ids)
+        if self.word_adapter is not None:
+            words = words + self.word_adapter(ids)
+        total: Tensor = self.dropout(self.norm(words + of_type + positions))
         return total
 
 
