@@ -3,8 +3,8 @@
     python experiments/strategies/prepare_texts.py DATA OUT [--language fr-CA]
 
 DATA: a folder with squad_v1/{train,dev}.jsonl.gz (a paragraph a line: context, qas of question
-and answers) and ted_mono/{train,dev}.LANGUAGE.txt.gz (a subtitle a line). OUT gets chats/ and ted/,
-each with train, dev and test; dev and test are the halves of the source's dev part.
+and answers) and ted_mono/{train,dev}.LANGUAGE.txt.gz (a subtitle a line). OUT gets chats/ and
+ted/, each with train, dev and test; dev and test are the halves of the source's dev part.
 A chat: the part of a paragraph around an answer and the question, then the answer; nearly all fit
 64 tokens of base_model.py. Talks: SUBTITLES subtitles a document.
 """
