@@ -3,7 +3,7 @@ this study fine-tune.
 
     python experiments/strategies/base_model.py TEXT.txt[.gz] FOLDER [--steps 1500]
 
-TEXT: a paragraph a line. 1.4 million parameters (4 blocks of 128, 4,000 words). Minutes on a core.
+TEXT: a paragraph a line. 1.9 million parameters (4 blocks of 128, 4,000 words). Minutes on a core.
 """
 
 import argparse
