@@ -34,7 +34,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         for name, rounds in table.items():
             latest, step_s = rounds[-1], mean_step_s(rounds)
-            share = f"{mean_step_s(free[name]) / step_s:.0%}" if name in free else ABSENT
+            share = ABSENT
+            if name in free:
+                share = f"{100 * mean_step_s(free[name]) / step_s:.0f} %"
             sent = latest.get("counted_bytes_per_step", latest["line_bytes"] / steps)
             losses = smoothed(latest["curve"])[OVER:]
             reached = [at_s for at_s, loss in losses if goal is not None and loss <= goal]

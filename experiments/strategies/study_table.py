@@ -27,7 +27,7 @@ def main() -> None:
         seeds = sorted(by_seed)
         told = ", ".join(f"{perplexity(by_seed[seed]):.2f}" for seed in seeds)
         more = [perplexity(by_seed[s]) / perplexity(plain[s]) - 1 for s in seeds if s in plain]
-        against = ", ".join(f"{share:+.1%}" for share in more) if name != FP32 else ""
+        against = ", ".join(f"{100 * share:+.1f} %" for share in more) if name != FP32 else ""
         sent = statistics.mean(map(num_bytes, by_seed.values()))
         fewer = f"{num_bytes(plain[min(plain)]) / sent:,.0f}" if sent else ""
         print(f"| {name} | {told} | {against} | {sent:,.0f} | {fewer} |")
