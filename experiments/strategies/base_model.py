@@ -3,7 +3,7 @@ this study fine-tune.
 
     python experiments/strategies/base_model.py TEXT.txt[.gz] FOLDER [--steps 1500]
 
-TEXT: a paragraph a line. 1.4 million parameters (4 blocks of 128, 4,000 words). Minutes on a core.
+TEXT: a paragraph a line. 1.9 million parameters (4 blocks of 128, 4,000 words). Minutes on a core.
 """
 
 import argparse
@@ -16,6 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, LENGTH, BATCH = 4000, 64, 32
+CHAT = (  # a question as plain text, a space, the answer and an end
+    "<s>{% for m in messages %}"
+    "{{ m['content'] if m['role'] == 'user' else ' ' + m['content'] + '</s>' }}{% endfor %}"
+)
 
 
 def main() -> None:
@@ -36,8 +40,9 @@ def main() -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     ))  # fmt: skip
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        chat_template=CHAT,
+    )  # fmt: skip
     ids = [0, *(token for e in tokenizer.encode_batch(lines) for token in (*e.ids, 1))]
     stream = torch.tensor(ids)
 

@@ -5,7 +5,7 @@ DiLoCo, and xcloud's strategies, one after the other.
         [--steps 300] [--batch-size 8] [--rounds 1] [--only NAME ...]
 
 BASE, DATA: as study.py takes them. Two network namespaces, a rank of one thread in each, joined by
-a delaying line (benchmarks/delay_line.c; --mbit 0 --rtt-ms 0: a free one): root, iproute2, gcc and
+a delaying line (benchmarks/delay_line.c; --mbit 0: a free one): root, iproute2, gcc and
 /dev/net/tun; torchft rows need `pip install torchft`. All rows train the same model (this
 project's, whole in each rank or cut), from the same weights, on the same samples in one order,
 with the same AdamW; peers.py is the loop of those that are not xcloud's. A line of JSON for each
@@ -29,70 +29,52 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts  # noqa
+from rows import ROWS, add_arguments, settings  # noqa
 
-PEERS = Path(__file__).with_name("peers.py")
-FEDAVG = "strategy=fedavg"
-ROWS: dict[str, list[str]] = {  # without overrides: peers, whose name says what they do
-    "torch DDP FP32": [],
-    "torch DDP FP16 hook": [],
-    "torch DDP PowerSGD 4": [],
-    "torchft DiLoCo 15": [],
-    "xcloud data parallel INT4": ["strategy=data_parallel", "compression=int4"],
-    "xcloud data parallel PowerSGD 4": ["strategy=data_parallel", "compression=powersgd"],
-    "xcloud pipeline INT4": ["strategy=pipeline", "compression=int4"],
-    "xcloud FedAvg 15 INT4": [FEDAVG, "strategy.averaging.every=15", "compression=int4"],
-    "xcloud FedAvg 60 INT4": [FEDAVG, "strategy.averaging.every=60", "compression=int4"],
-    "xcloud streaming 16 INT4": [
-        "strategy=streaming", "strategy.averaging.every=16", "compression=int4",
-    ],
-}  # fmt: skip
+LOOP = Path(__file__).with_name("peers.py")
+PEERS = ("torch DDP FP32", "torch DDP FP16 hook", "torch DDP PowerSGD 4", "torchft DiLoCo 15")
+OWN = {f"xcloud {name}": row for name, row in ROWS.items() if name != "one process"}
+USUAL = (
+    *PEERS, "xcloud data parallel, INT4", "xcloud data parallel, PowerSGD 4",
+    "xcloud pipeline, INT4", "xcloud FedAvg every 15, INT4",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("base", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    add_arguments(parser)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 30.0, 10.0])
     parser.add_argument("--rtt-ms", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--only", nargs="+", choices=[*PEERS, *OWN], default=USUAL)
     given = parser.parse_args()
     if (reason := delay_available()) is not None:
         sys.exit(f"this study cannot run here: {reason}")
     for round_ in range(given.rounds):
         for mbit in given.mbit:
+            rtt_ms = given.rtt_ms if mbit else 0.0
             for name in given.only:
-                row = {"name": name, "mbit": mbit, "rtt_ms": given.rtt_ms, "round": round_,
-                       "steps": given.steps, **measure(name, mbit, given)}  # fmt: skip
+                row = {"name": name, "mbit": mbit, "rtt_ms": rtt_ms, "round": round_,
+                       "steps": given.steps, **measure(name, mbit, rtt_ms, given)}  # fmt: skip
                 with given.out.open("a") as out:
                     print(json.dumps(row), file=out)
                 shown = {key: value for key, value in row.items() if key != "curve"}
                 print(json.dumps(shown), flush=True)
 
 
-def measure(name: str, mbit: float, given: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, mbit: float, rtt_ms: float, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         file = folder / "experiment.yaml"
         command = [
-            sys.executable, "run.py", "+exp=lora_clm", "profile=files", "model.lora=null",
-            f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
-            "task.document=line", "task.max_length=64", "schedule.num_micro_batches=4",
-            f"training.batch_size={given.batch_size}", f"training.max_steps={given.steps}",
-            f"training.optimizer.learning_rate={given.learning_rate}", "cluster.wan=real",
-            "training.eval_batch_size=32", "training.precision=fp32", "tracker=none",
-            *(ROWS[name] or ["compression=none"]),
-            "--cfg", "job", "--resolve",
+            sys.executable, "run.py", *settings(given), "cluster.wan=real",
+            *OWN.get(name, ["compression=none"]), "--cfg", "job", "--resolve",
         ]  # fmt: skip
         file.write_text(subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout)
         tcp = {"tcp_slow_start_after_idle": "0"}
-        with two_hosts(mbit * 1e6 or None, given.rtt_ms / 1e3 or None, tcp) as hosts:
+        with two_hosts(mbit * 1e6 or None, rtt_ms / 1e3 or None, tcp) as hosts:
             ranks = [
                 start_rank(name, rank, host, file, folder / f"cloud_{'ab'[rank]}")
                 for rank, host in enumerate(hosts)
@@ -102,7 +84,7 @@ def measure(name: str, mbit: float, given: argparse.Namespace) -> dict[str, Any]
         if any(codes):
             logs = [(folder / f"cloud_{c}" / "log").read_text()[-2000:] for c in "ab"]
             raise RuntimeError(f"{name} ended with {codes}:\n" + "\n".join(logs))
-        found = peers_result if not ROWS[name] else own_result
+        found = own_result if name in OWN else peers_result
         return {"line_bytes": sent, **found(folder / "cloud_a")}
 
 
@@ -110,14 +92,14 @@ def start_rank(
     name: str, rank: int, host: str, file: Path, run_dir: Path
 ) -> subprocess.Popen[bytes]:
     run_dir.mkdir()
-    if ROWS[name]:
+    if name in OWN:
         cloud = run_dir.name
         words = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
                  "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29500",
                  "-m", "xcloud", "worker", str(file), "--cloud", cloud,
                  "--run-dir", str(run_dir)]  # fmt: skip
     else:
-        words = [str(PEERS), name, str(rank), str(file), str(run_dir / "result.json")]
+        words = [str(LOOP), name, str(rank), str(file), str(run_dir / "result.json")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])

@@ -1,11 +1,13 @@
 """Perplexity against bytes: every strategy fine-tunes the same model on the same tokens.
 
     python experiments/strategies/study.py BASE DATA OUT.jsonl [--seeds 1 2 3] [--at-once 2]
-        [--steps 300] [--batch-size 32] [--learning-rate 1e-3] [--only NAME ...]
+        [--steps 300] [--batch-size 8] [--learning-rate 5e-4] [--only NAME ...]
 
-BASE: folder of base_model.py. DATA: train.txt, dev.txt, test.txt. Each run is two clouds of a rank
-on an emulated link; a line of JSON each; runs that OUT holds already are left out. Runs at once
-share the processors, so their times mean nothing: bytes and perplexity do. For times see links.py.
+BASE: folder of base_model.py. DATA: train, dev and test as .txt, a document a line, or chats as
+.jsonl (prepare_texts.py makes some). Each run is two clouds of a rank on an emulated link; a line
+of JSON each; runs that OUT holds already are left out, so each DATA needs an OUT of its own. Runs
+at once share the processors, so their times mean nothing: bytes and perplexity do. For times see
+links.py.
 """
 
 import argparse
@@ -17,50 +19,18 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rows import ROWS, add_arguments, settings
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-LOCAL = "strategy=local_updates"
-ROWS = {
-    "one process": ["cluster=local", "compression=none"],
-    "data parallel, FP32": ["strategy=data_parallel", "compression=none"],
-    "data parallel, FP16": ["strategy=data_parallel", "compression=fp16"],
-    "data parallel, INT4": ["strategy=data_parallel", "compression=int4"],
-    "data parallel, sign": ["strategy=data_parallel", "compression=sign"],
-    "data parallel, PowerSGD 4": ["strategy=data_parallel", "compression=powersgd"],
-    "data parallel, CocktailSGD": ["strategy=data_parallel", "compression=cocktail"],
-    "pipeline, FP32": ["compression=none"],
-    "pipeline, INT4": ["compression=int4"],
-    "pipeline, INT4+INT2": ["compression=int4", "compression.backward.int4.bits=2"],
-    "local updates of 15, FP32": [LOCAL, "strategy.averaging.every=15", "compression=none"],
-    "local updates of 15, INT4": [LOCAL, "strategy.averaging.every=15", "compression=int4"],
-    "local updates of 50, INT4": [LOCAL, "strategy.averaging.every=50", "compression=int4"],
-    "local updates of 50, sign": [LOCAL, "strategy.averaging.every=50", "compression=sign"],
-    "local updates of 15, CocktailSGD": [
-        LOCAL, "strategy.averaging.every=15", "compression=cocktail",
-    ],
-    "FedAvg every 15, INT4": [
-        "strategy=fedavg", "strategy.averaging.every=15", "compression=int4",
-    ],
-    "FedAvg every 60, INT4": [
-        "strategy=fedavg", "strategy.averaging.every=60", "compression=int4",
-    ],
-    "streaming, every 16, INT4": [
-        "strategy=streaming", "strategy.averaging.every=16", "compression=int4",
-    ],
-}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("base", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    add_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     given = parser.parse_args()
     done = set()
@@ -68,18 +38,11 @@ def main() -> None:
         found = map(json.loads, given.out.read_text().splitlines())
         done = {(row["name"], row["seed"]) for row in found}
     wanted = [(name, seed) for seed in given.seeds for name in given.only]
-    setting = [
-        "+exp=lora_clm", "profile=files", "model.lora=null", "tracker=none",
-        f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
-        "task.document=line", "task.max_length=64", "cluster/wan=free",
-        f"training.batch_size={given.batch_size}",
-        "schedule.num_micro_batches=4", f"training.max_steps={given.steps}",
-        f"training.optimizer.learning_rate={given.learning_rate}", "training.eval_batch_size=32",
-    ]  # fmt: skip
+    common = [*settings(given), "cluster/wan=free"]
 
     def run(name: str, seed: int) -> dict[str, object]:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "run.py", *setting, *ROWS[name], f"seed={seed}",
+            command = [sys.executable, "run.py", *common, *ROWS[name], f"seed={seed}",
                        f"hydra.run.dir={folder}/run"]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             ended = subprocess.run(

@@ -1,0 +1,75 @@
+"""What study.py and links.py have in common: the strategies, and the settings of every run."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+AVERAGING = "strategy.averaging"
+INT2, INT4, SIGN = "compression=int2", "compression=int4", "compression=sign"
+
+
+def data_parallel(compression: str) -> list[str]:
+    return ["strategy=data_parallel", compression]
+
+
+def merged(strategy: str, every: int, compression: str) -> list[str]:
+    return [f"strategy={strategy}", f"{AVERAGING}.every={every}", compression]
+
+
+ROWS = {
+    "one process": ["cluster=local", "compression=none"],
+    "data parallel, FP32": data_parallel("compression=none"),
+    "data parallel, FP16": data_parallel("compression=fp16"),
+    "data parallel, INT4": data_parallel(INT4),
+    "data parallel, sign": data_parallel(SIGN),
+    "data parallel, PowerSGD 4": data_parallel("compression=powersgd"),
+    "data parallel, CocktailSGD": data_parallel("compression=cocktail"),
+    "pipeline, FP32": ["compression=none"],
+    "pipeline, INT4": [INT4],
+    "pipeline, INT4+INT2": [INT4, "compression.backward.int4.bits=2"],
+    "local updates of 15, FP32": merged("local_updates", 15, "compression=none"),
+    "local updates of 15, INT4": merged("local_updates", 15, INT4),
+    "local updates of 50, INT4": merged("local_updates", 50, INT4),
+    "local updates of 50, sign": merged("local_updates", 50, SIGN),
+    "local updates of 15, CocktailSGD": merged("local_updates", 15, "compression=cocktail"),
+    "FedAvg every 15, INT4": merged("fedavg", 15, INT4),
+    "FedAvg every 15, sign": merged("fedavg", 15, SIGN),
+    "FedAvg every 30, INT2": merged("fedavg", 30, INT2),
+    "FedAvg every 60, INT4": merged("fedavg", 60, INT4),
+    "FedAvg every 60, INT4, outer rate 1.5": [
+        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=1.5",
+    ],
+    "FedAvg every 60 in 4 parts, INT4": [  # each is under way for 8 steps
+        *merged("fedavg", 60, INT4), f"{AVERAGING}.fragments=4", f"{AVERAGING}.overlap=8",
+        f"{AVERAGING}.mix=0.5",
+    ],
+    "FedAvg every 120, INT4": merged("fedavg", 120, INT4),
+    "FedAvg every 240, INT4": merged("fedavg", 240, INT4),
+    "streaming, every 16, INT4": merged("streaming", 16, INT4),
+    "streaming, every 16, sign": merged("streaming", 16, SIGN),
+    "streaming, every 30, INT2": merged("streaming", 30, INT2),
+    "streaming, every 60, INT4": [
+        *merged("streaming", 60, INT4), f"{AVERAGING}.overlap=8",
+    ],
+}  # fmt: skip
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What both scripts are told of the model, the text, the training and where results go."""
+    parser.add_argument("base", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+
+
+def settings(given: Namespace) -> list[str]:
+    """Overrides of a run, without its strategy and its line."""
+    return [
+        "+exp=lora_clm", "profile=files", "model.lora=null", "tracker=none",
+        f"model.checkpoint={given.base.resolve()}", f"task.path={given.data.resolve()}",
+        "task.document=line", "task.max_length=64", "training.precision=fp32",
+        f"training.batch_size={given.batch_size}", "schedule.num_micro_batches=4",
+        f"training.max_steps={given.steps}", "training.eval_batch_size=32",
+        f"training.optimizer.learning_rate={given.learning_rate}",
+    ]  # fmt: skip
