@@ -81,7 +81,7 @@ class Embeddings(nn.Module):
     def adapt_words(self) -> None:
         """Add to each word's vector a second one [V, H], trained and zero at first."""
         zeros_VH = torch.zeros_like(self.words.weight)
-        self.word_adapter = nn.Embedding(*zeros_VH.shape, _weight=zeros_VH)
+        self.word_adapter = nn.Embedding(len(zeros_VH), zeros_VH.shape[1], _weight=zeros_VH)
 
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""
