@@ -1,8 +1,12 @@
 """Ranks that are started again in a store that has outlived the earlier ones."""
 
+from datetime import timedelta
+
+import pytest
 import torch.distributed as dist
 
 from tests.pipelines import in_threads
+from xcloud.errors import LinkTimeout
 from xcloud.run.meeting_store import of_this_attempt
 
 
@@ -42,3 +46,10 @@ def test_a_rank_that_comes_first_does_not_take_the_word_of_a_dead_one() -> None:
     assert order == [0, 1]
     late_store.set("x", "y")
     assert early_store.get("x") == b"y"
+
+
+def test_ranks_that_do_not_come_are_named_with_the_setting() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(LinkTimeout, match=r"ranks 1, 2 have not come .*liveness\.join_within_s"):
+        of_this_attempt(store, 0, 3)

@@ -26,16 +26,19 @@ class Liveness:
     lost_after_s: a rank is lost this many seconds after its last sign of life.
     overdue_after_s: how long a rank that lives may take for one message inside a step, where no
         emulated link says it.
+    join_within_s: how long ranks that torchrun has not started yet are waited for.
     """
 
     interval_s: float = 5.0
     lost_after_s: float = 20.0
     overdue_after_s: float = 300.0
+    join_within_s: float = 43_200.0
 
     def __post_init__(self) -> None:
         check_number("cluster.liveness.interval_s", self.interval_s, 0.0, above=True)
         check_number("cluster.liveness.lost_after_s", self.lost_after_s, 0.0, above=True)
         check_number("cluster.liveness.overdue_after_s", self.overdue_after_s, 0.0, above=True)
+        check_number("cluster.liveness.join_within_s", self.join_within_s, 0.0, above=True)
         if self.lost_after_s < 3 * self.interval_s:
             raise ConfigError(
                 f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from xcloud.errors import LinkTimeout
 
 _NAME = "xcloud.attempt"
+_SETTING = "cluster.liveness.join_within_s"
 _LOOK_EVERY_S = 0.05
 
 
@@ -47,7 +48,7 @@ def of_this_attempt(
             store.set(f"{part}.{rank}", name)
             watch(0, _line(store, part, name))
             signed_in = attempt
-    raise LinkTimeout(f"rank 0 began no attempt in {_timeout(store)}")
+    raise LinkTimeout(f"rank 0 has not come in {_timeout(store)} ({_SETTING})")
 
 
 def _call_in(store: Store, num_ranks: int, watch: Callable[[int, Store], None]) -> Store:
@@ -65,7 +66,7 @@ def _call_in(store: Store, num_ranks: int, watch: Callable[[int, Store], None]) 
             store.set(f"{part}.all", ",".join(names.values()))
             return PrefixStore(part, store)
     who = ", ".join(map(str, missing))
-    raise LinkTimeout(f"ranks {who} have not come in {_timeout(store)}")
+    raise LinkTimeout(f"ranks {who} have not come in {_timeout(store)} ({_SETTING})")
 
 
 def _looks(store: Store) -> Iterator[None]:
