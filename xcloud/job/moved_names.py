@@ -45,8 +45,12 @@ ADDED: dict[str, dict[str, object]] = (
             "max_skips_in_a_row": 10,
             "checkpoint": {"_target_": "xcloud.training.settings.Checkpoints"}
             | asdict(Checkpoints()),
+            **more,
         }
-        for target in ("xcloud.training.settings.Training", "xcloud.job.one_way.OneWayTraining")
+        for target, more in (
+            ("xcloud.training.settings.Training", {"keep_frozen_mb": 0}),
+            ("xcloud.job.one_way.OneWayTraining", {}),
+        )
     }
     | {
         f"xcloud.cluster.{target}": {
@@ -65,9 +69,18 @@ ADDED: dict[str, dict[str, object]] = (
             "autopilot": {"_target_": "xcloud.plan.autopilot.no_autopilot"},
         },
         "xcloud.security.visibility.Visibility": {
-            "privacy": {"_target_": "xcloud.security.privacy.no_privacy"}
+            "privacy": {"_target_": "xcloud.security.privacy.no_privacy"},
+            "may_keep_rows": True,
         },
         "xcloud.security.observer.LeakMeter": {"averaging_steps": 3},
+        "xcloud.models.abnet.AbNet": {"word_adapters": False},
+        "xcloud.cluster.liveness.Liveness": {"join_within_s": DEFAULT_LIVENESS.join_within_s},
+    }
+    | {
+        f"xcloud.tasks.translation.translation_from_{source}": {
+            f"{side}_monolingual_file": None for side in ("source", "target")
+        }
+        for source in ("files", "hub")
     }
 )
 """Settings that are new, with their defaults: so a run of today has the same as one of before."""
