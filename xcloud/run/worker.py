@@ -56,6 +56,7 @@ EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
 WATCH_EVERY_S = 0.5
+_SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
 def live(
@@ -151,15 +152,17 @@ def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point, and
     the launcher looks after the ranks. joining: of ranks under torchrun."""
     num_ranks = job.cluster.num_ranks
-    timeout = timedelta(seconds=job.cluster.liveness.join_within_s)
     if joining is not None:
-        store, _, size = next(rendezvous("env://", timeout=timeout))
+        join_within = timedelta(seconds=job.cluster.liveness.join_within_s)
+        store, _, size = next(rendezvous("env://", timeout=join_within))
         store = of_this_attempt(store, rank, size, joining.watch)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
+        )
     elif num_ranks > 1:
         store = f"file://{run_dir.resolve() / 'rendezvous'}"
         dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout
+            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
         )
 
 
