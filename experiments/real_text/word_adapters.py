@@ -46,7 +46,8 @@ def main() -> None:
                 for name, row in rows.items():
                     more = [f"training.max_steps={given.updates}", f"seed={seed}"]
                     found = run([*setting, *row, *more], given.out)
-                    line = {"corpus": corpus, "row": name, "seed": seed, **found}
+                    line = {"corpus": corpus, "row": name, "seed": seed,
+                            "updates": given.updates, **found}  # fmt: skip
                     with (given.out / "rows.jsonl").open("a") as file:
                         file.write(json.dumps(line) + "\n")
                     print(line, flush=True)
@@ -108,7 +109,6 @@ def run(row: list[str], out: Path) -> dict[str, object]:
     return {
         "quality": summary["quality"], "loss": summary["final_loss"],
         "step_time_s": summary["step_time_s"]["median"], "commit": summary["commit"],
-        "overrides": row,
     }  # fmt: skip
 
 
