@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from xcloud.errors import LinkTimeout
-from xcloud.run.meeting_store import of_this_attempt
+from xcloud.run.meeting_store import attempt_of, of_this_attempt
 
 
 def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:
@@ -53,3 +53,26 @@ def test_ranks_that_do_not_come_are_named_with_the_setting() -> None:
     store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(LinkTimeout, match=r"ranks 1, 2 have not come .*liveness\.join_within_s"):
         of_this_attempt(store, 0, 3)
+
+
+def test_a_rank_that_finds_the_store_of_an_attempt_that_ends_looks_again() -> None:
+    store, tries = dist.HashStore(), []
+
+    def connect(timeout_s: float) -> dist.Store:
+        tries.append(timeout_s)
+        if len(tries) < 3:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return store
+
+    def rank_0() -> dist.Store:
+        return of_this_attempt(store, 0, 2)
+
+    def rank_1() -> dist.Store:
+        return attempt_of(connect, 1, 2, lambda peer, line: None, 60.0)
+
+    first, second = in_threads([rank_0, rank_1])
+    first.set("x", "y")
+    assert second.get("x") == b"y" and len(tries) == 3
+    tries.clear()
+    with pytest.raises(dist.DistNetworkError):  # it has the store itself: nobody comes to mend it
+        attempt_of(connect, 0, 2, lambda peer, line: None, 60.0)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from xcloud.errors import LinkTimeout
@@ -17,6 +18,27 @@ from xcloud.errors import LinkTimeout
 _NAME = "xcloud.attempt"
 _SETTING = "cluster.liveness.join_within_s"
 _LOOK_EVERY_S = 0.05
+_CONNECT_EVERY_S = 0.2
+
+
+def attempt_of(
+    connect: Callable[[float], Store],
+    rank: int,
+    num_ranks: int,
+    watch: Callable[[int, Store], None],
+    within_s: float,
+) -> Store:
+    """`of_this_attempt` of the store that `connect` finds in at most so many seconds. A rank that
+    is started again may find the store of an attempt that just ends: it then looks again."""
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            store = connect(max(1.0, until_s - time.monotonic()))
+            return of_this_attempt(store, rank, num_ranks, watch)
+        except DistNetworkError:
+            if rank == 0 or time.monotonic() > until_s:
+                raise
+        time.sleep(_CONNECT_EVERY_S)
 
 
 def of_this_attempt(

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.liveness import Heartbeat, PeerLife
@@ -44,7 +45,7 @@ from xcloud.run.agreement import Agreed, agree, rank_name
 from xcloud.run.checkpointing import StopSignal
 from xcloud.run.joining import Joining
 from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
-from xcloud.run.meeting_store import of_this_attempt
+from xcloud.run.meeting_store import attempt_of
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role
 from xcloud.run.roles import role_of
@@ -153,17 +154,26 @@ def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
     the launcher looks after the ranks. joining: of ranks under torchrun."""
     num_ranks = job.cluster.num_ranks
     if joining is not None:
-        join_within = timedelta(seconds=job.cluster.liveness.join_within_s)
-        store, _, size = next(rendezvous("env://", timeout=join_within))
-        store = of_this_attempt(store, rank, size, joining.watch)
+        join_within_s = job.cluster.liveness.join_within_s
+        size = int(os.environ["WORLD_SIZE"])
+        store = attempt_of(_torchruns_store, rank, size, joining.watch, join_within_s)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
     elif num_ranks > 1:
-        store = f"file://{run_dir.resolve() / 'rendezvous'}"
+        meeting_point = f"file://{run_dir.resolve() / 'rendezvous'}"
         dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
+            "gloo",
+            init_method=meeting_point,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_SETUP_TIMEOUT,
         )
+
+
+def _torchruns_store(timeout_s: float) -> Store:
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+    return store
 
 
 def _check_started(job: Job) -> None:
