@@ -39,6 +39,7 @@ class FakeClient:
     def __init__(self, refuse: Callable[[str, Any], None] = lambda call, value: None) -> None:
         self.refuse = refuse
         self.calls: list[tuple[str, Any]] = []
+        self.tags: dict[str, str] = {}
 
     def create_run(self, *args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(info=SimpleNamespace(run_id="id-of-the-run"))
@@ -49,7 +50,10 @@ class FakeClient:
 
     def get_run(self, run_id: str) -> Any:
         latest = {name: value for batch in self.taken("metrics") for name, _, value in batch}
-        return SimpleNamespace(data=SimpleNamespace(metrics=latest))
+        return SimpleNamespace(data=SimpleNamespace(metrics=latest, tags=self.tags))
+
+    def delete_tag(self, run_id: str, key: str) -> None:
+        del self.tags[key]
 
     def get_metric_history(self, run_id: str, key: str) -> list[Any]:
         return [SimpleNamespace(step=step) for step, _ in self.curve(key)]
@@ -58,6 +62,7 @@ class FakeClient:
         self._take("metrics", [(metric.key, metric.step, metric.value) for metric in metrics])
         self._take("params", [(param.key, param.value) for param in params])
         self._take("tags", [(tag.key, tag.value) for tag in tags])
+        self.tags |= {tag.key: tag.value for tag in tags}
 
     def log_artifact(self, run_id: str, path: str, artifact_path: str | None = None) -> None:
         self._take("artifact", Path(path).read_text() and path)
@@ -290,11 +295,14 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
             append_step(tmp_path, number, float(number))
             scores = {"split": "dev", "step": number, "values": {"bleu": 1.0}}
             append_event(tmp_path / EVENTS_FILE, "quality", rank=0, cloud="c", **scores)
-        tracker.finish("finished", SUMMARY)
+        stopped = {"cause": "interrupted"} if resume is None else {}
+        tracker.finish("stopped" if stopped else "finished", {**SUMMARY, **stopped})
         return tracker
 
     attempt(1, 2, 3)
+    assert client.tags["cause"] == "interrupted"
     second = attempt(3, 4, resume=2, rate=0.7)
+    assert client.tags["status"] == "finished" and "cause" not in client.tags
 
     assert second.run_id == "id-of-the-run" and client.taken("reopened") == ["RUNNING"]
     assert client.curve("train/loss") == [(n, float(n)) for n in (1, 2, 3, 4)]

@@ -173,9 +173,12 @@ class Sender(threading.Thread):
         """Go on with an earlier record, after its last step; False if the store has it no more."""
         try:
             client.update_run(run_id, status="RUNNING")
+            found = client.get_run(run_id).data
+            for tag in {"status", "cause"} & found.tags.keys():  # of how it ended before
+                client.delete_tag(run_id, tag)
             steps = {
                 key: {metric.step for metric in client.get_metric_history(run_id, key)}
-                for key in client.get_run(run_id).data.metrics
+                for key in found.metrics
                 if key == _STEP_CURVE or is_score(key)
             }
         except Exception as error:
