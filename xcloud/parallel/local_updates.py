@@ -26,7 +26,7 @@ class LocalUpdates:
     fragments: parameters are merged in so many parts, one after the other, every / fragments steps
         apart (Streaming DiLoCo, arXiv:2501.18512).
     overlap: steps that a replica goes on while its change is merged (tau there).
-    mix: share of its own values that a replica keeps at a merge (alpha there: 0.5 with overlap; with
+    mix: share of its own values that a replica keeps at a merge (alpha there: 0.5 with overlap; if
         0 the steps made during the overlap are lost).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next: so a slow cloud does fewer steps
