@@ -47,6 +47,25 @@ def test_ranks_that_are_asked_to_stop_while_they_are_started_all_hear_it(
     assert {process.returncode for process in ranks.processes} == {-signal.SIGUSR1}
 
 
+def test_a_stop_before_all_have_met_does_not_wait_for_ranks_that_cannot_hear_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python's handlers do not run while the main thread waits in torch for a rank."""
+    monkeypatch.setattr(launch, "END_WITHIN_S", 0.2)
+    ranks = LocalRanks(tmp_path, ["a", "b"])
+    deaf = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True)"
+    deaf = f"{deaf}; time.sleep(1000)"
+    ranks.processes = [
+        subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE),
+        subprocess.Popen(["sleep", "1000"]),
+    ]
+    assert ranks.processes[0].stdout is not None and ranks.processes[0].stdout.readline()
+    ranks.ask_to_stop()
+    with pytest.raises(RunStopped):
+        ranks.wait(lambda: False)
+    assert ranks.processes[0].returncode == -signal.SIGTERM
+
+
 def test_a_rank_may_tell_its_last_steps_after_another_has_failed(tmp_path: Path) -> None:
     ranks = LocalRanks(tmp_path, ["a", "b"])
     ranks.log(1).touch()

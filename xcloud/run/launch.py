@@ -162,13 +162,18 @@ class LocalRanks:
         report the rest and end; those that do not are ended, as are all ranks on any other
         exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
-        done_at_s = 0.0
+        done_at_s, stopping_since_s = 0.0, float("inf")
         try:
             while True:
                 met = meanwhile()
                 self._end_stopped(self.essential if met else range(len(self.processes)))
                 codes = [process.poll() for process in self.processes]
                 needed = [codes[rank] for rank in self.essential]
+                if not met and any(code in _STOPPED for code in codes):
+                    # Those that wait for it inside torch hear no signal, and have nothing to save.
+                    stopping_since_s = min(stopping_since_s, time.monotonic())
+                    if time.monotonic() - stopping_since_s > END_WITHIN_S:
+                        raise RunStopped
                 if any(map(_has_failed, codes)) and (not met or self._lost_before_ready()):
                     self._fail(self._first_cause())
                 if any(map(_has_failed, needed)):
