@@ -59,7 +59,9 @@ def test_a_stop_before_all_have_met_does_not_wait_for_ranks_that_cannot_hear_it(
         subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE),
         subprocess.Popen(["sleep", "1000"]),
     ]
-    assert ranks.processes[0].stdout is not None and ranks.processes[0].stdout.readline()
+    assert ranks.processes[0].stdout is not None
+    with ranks.processes[0].stdout as told:
+        told.readline()
     ranks.ask_to_stop()
     with pytest.raises(RunStopped):
         ranks.wait(lambda: False)
