@@ -27,7 +27,7 @@ from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
-from xcloud.run.launch import _MEMORY
+from xcloud.run.launch import MEMORY_SETTINGS
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
@@ -123,9 +123,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
-    if not _MEMORY.items() <= os.environ.items():  # as the launcher has it: freed memory is kept
+    # As the launcher has it: freed memory is kept.
+    if not MEMORY_SETTINGS.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
-                  {**os.environ, **_MEMORY})  # fmt: skip
+                  {**os.environ, **MEMORY_SETTINGS})  # fmt: skip
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         print(json.dumps(side_by_side(Path(name), arguments.turns)), flush=True)

@@ -34,7 +34,7 @@ from xcloud.project import commit
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
-from xcloud.run.launch import _MEMORY
+from xcloud.run.launch import MEMORY_SETTINGS
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trained_module import TrainedModule
@@ -137,9 +137,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--json", type=Path, help="append the result to this file, too")
     given = parser.parse_args()
-    if not _MEMORY.items() <= os.environ.items():  # as the launcher has it: freed memory is kept
+    # As the launcher has it: freed memory is kept.
+    if not MEMORY_SETTINGS.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]],
-                  {**os.environ, **_MEMORY})  # fmt: skip
+                  {**os.environ, **MEMORY_SETTINGS})  # fmt: skip
     most = fitting(given.folder)
     if not 1 <= given.parameters <= most:
         parser.error(f"--parameters {given.parameters:,.0f}: 1 to {most:,} fit into memory now")

@@ -26,7 +26,7 @@ _LAST_WORDS_S = 3.0  # how long after a failure the others may take to report th
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 _STOPPED = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal came before it could be handled
-_MEMORY = {  # for texts of many lengths: CHANGELOG.md has what it saves
+MEMORY_SETTINGS = {  # for texts of many lengths: CHANGELOG.md has what it saves
     "LRU_CACHE_CAPACITY": "16",  # prepared matrix products kept, one for each shape (oneDNN)
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "MALLOC_ARENA_MAX": "2",  # glibc's; other C libraries pass these over
@@ -115,7 +115,7 @@ class LocalRanks:
         num_ranks = len(self.clouds)
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._environment = {
-            **_MEMORY,
+            **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "TOKENIZERS_PARALLELISM": "false",

@@ -1,7 +1,7 @@
 """Joins the ranks: process groups, links and channels of one rank, from the layout.
 
 Every border has one process group for each direction, so that both directions flow at once; the
-small messages besides go through a third kind of group, in a star around rank 0. Compression and
+small messages besides go through a third kind of group (control_wiring.py). Compression and
 the emulated link act where a border leaves a cloud; inside a cloud messages go as they are.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from xcloud.cluster.frame import Frame, Kind
+from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
 from xcloud.cluster.liveness import Heartbeat
@@ -41,17 +41,17 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched, Switches
 from xcloud.errors import LinkClosed, LinkTimeout
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
+from xcloud.parallel.control import Control, StageSums
 from xcloud.parallel.guard import ReceiveGuard, SendGuard
 from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
+from xcloud.run.control_wiring import join_control, join_control_of, join_sums
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
 
-_CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 _FORWARD_AHEAD = 32
 """Messages that may be under way forward where no gradient holds back the sender: an evaluation's
 pieces, and training over a border that no gradient crosses. More wait in the sender's queue."""
@@ -176,14 +176,14 @@ def wire(
             if lanes is not None:
                 wiring.lanes[stage] = lanes
     if layout.num_ranks > 1:
-        wiring.control = _join_control(ends, layout, on_report)
-        wiring.sums = _join_sums(ends, layout, replica, wiring.control)
+        wiring.control = join_control(ends, layout, on_report)
+        wiring.sums = join_sums(ends, layout, replica, wiring.control)
     if layout.num_replicas > 1:
         ReplicaEnds.join_lines(ends, layout)
         wiring.replicas = ReplicaEnds(ends, layout, device)
         if is_elastic:
             assert wiring.control is not None
-            rejoin = partial(_join_control_of, wiring.control, ends, layout, on_report)
+            rejoin = partial(join_control_of, wiring.control, ends, layout, on_report)
             wiring.replicas = HubEnds(ends, layout, device, rejoin)
     if ties_ends:
         wiring.tied = tied_ends(ends, layout, device)
@@ -198,65 +198,6 @@ def wire(
                 device, clock, schedule, protected, seed, kept_bytes,
             ).join()  # fmt: skip
     return wiring
-
-
-def _join_control(
-    ends: Ends, layout: ClusterLayout, on_report: Callable[[Frame], None]
-) -> Control:
-    rank, everyone = ends.rank, range(layout.num_ranks)
-    ends.line("control", everyone)
-    peers = everyone[1:] if rank == 0 else everyone[:1]
-    overdue_s = max(layout.overdue_s(rank, peer, 1024) for peer in peers)
-    control = Control(rank, {}, {}, overdue_s, ends.lives)
-    for peer in peers:
-        _join_control_of(control, ends, layout, on_report, peer)
-    return control
-
-
-def _join_control_of(
-    control: Control,
-    ends: Ends,
-    layout: ClusterLayout,
-    on_report: Callable[[Frame], None],
-    peer: int,
-) -> None:
-    rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
-    handlers: dict[Kind, Callable[[Frame], None]] = (
-        {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
-    )
-    window = ends.window(_CONTROL_AHEAD, capacity)
-    handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
-    overdue_s, advice = layout.overdue_s(rank, peer, capacity), layout.overdue_advice(rank, peer)
-    control.out[peer] = ends.out("control", peer, capacity, window, overdue_s=overdue_s)
-    control.incoming[peer] = ends.incoming(
-        "control", peer, capacity, window, handlers, advice=advice
-    )
-
-
-def _join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control) -> StageSums:
-    """In the replica of rank 0 over the links of `control`, in others over a star of their own."""
-    stars = {
-        r: layout.leaders(r) for r in range(layout.num_replicas) if 0 not in layout.leaders(r)
-    }
-    for number, leaders in stars.items():
-        if len(leaders) > 1:
-            ends.line(f"norms.{number}", leaders)
-    rank, leaders = ends.rank, layout.leaders(replica)
-    if replica not in stars:
-        return StageSums(rank, leaders, control.out, control.incoming, control.overdue_s)
-    if rank not in leaders:
-        return StageSums(rank, leaders)
-    peers = leaders[1:] if rank == leaders[0] else leaders[:1]
-    line, window = f"norms.{replica}", ends.window(_CONTROL_AHEAD, FRAME_SLACK_BYTES)
-    out = {peer: ends.out(line, peer, FRAME_SLACK_BYTES, window) for peer in peers}
-    incoming = {
-        peer: ends.incoming(
-            line, peer, FRAME_SLACK_BYTES, window, advice=layout.overdue_advice(rank, peer)
-        )
-        for peer in peers
-    }
-    overdue_s = max((layout.overdue_s(rank, peer, 1024) for peer in peers), default=0.0)
-    return StageSums(rank, leaders, out, incoming, overdue_s)
 
 
 @dataclass

@@ -60,11 +60,11 @@ class Pairs:
             raise DataError(f"{self.source.where}: the training set has no rows")
         splits, remarks = self.sampling.apply(splits, self.source.where)
         agreed = {**found.facts, "sampling": repr(self.sampling)}
-        files = {source: self.source_monolingual_file, target: self.target_monolingual_file}
         monolingual = {}
-        for language in sorted(visible):
-            if path := files[language]:
-                monolingual[language], remark = _further_texts(path, language, splits)
+        for side, language in (("source", source), ("target", target)):
+            path = getattr(self, f"{side}_monolingual_file")
+            if path is not None and language in visible:
+                monolingual[language], remark = _further_texts(side, path, language, splits)
                 remarks.append(remark)
         return Parallel(self.describe(), splits, remarks, agreed, monolingual)
 
@@ -77,14 +77,16 @@ class Pairs:
 
 
 def _further_texts(
-    path: str, language: str, splits: Mapping[Split, Rows]
+    side: str, path: str, language: str, splits: Mapping[Split, Rows]
 ) -> tuple[list[str], str]:
     """Lines of the file that are neither empty nor in dev or test, and a remark for the user."""
     scored = {text for split in ("dev", "test") for text in splits[split].texts[language]}
     lines = [line.strip() for line in read_lines(Path(path).expanduser())]
     texts = [line for line in lines if line and line not in scored]
     if not texts:
-        raise DataError(f"{path}: no texts for task.*_monolingual_file ({language})")
+        raise DataError(
+            f"task.{side}_monolingual_file={path}: no text in it that is not in dev or test"
+        )
     left_out = sum(line in scored for line in lines)
     remark = f"{len(texts):,} further texts in {language}"
     return texts, remark + (f" ({left_out:,} of dev or test left out)" if left_out else "")
