@@ -1,13 +1,20 @@
-"""FP32 step time against torch.distributed.pipelining (GPipe and 1F1B), side by side.
+"""Step time against torch.distributed.pipelining (GPipe and 1F1B), and against what computing
+alone takes, side by side.
 
-    python -m benchmarks.bench_pipelining [--mbit 30 100 1000 free] [--rounds 3] [--steps 10]
-        [--round-trip-ms 0 50 150] [--only xcloud]
+    python -m benchmarks.bench_pipelining [--mbit 3 10 30 100 1000 free] [--rounds 3] [--steps 10]
+        [--round-trip-ms 0 50 150] [--micro-batches 4] [--systems "xcloud ZB 8 INT4" ...]
 
 Two namespaces as hosts, one rank in each, the kernel limits their link (tbf), or a line in user
 space that also has a round trip. Every rank holds the
 same Transformer layers in both systems, computes the same micro-batches in FP32 and makes the same
-SGD step; the systems take turns within one pair of processes, so noise hits all alike. No
-compression. Prints the median step time of each, and writes JSON with --json.
+SGD step; the systems take turns within one pair of processes, so noise hits all alike. Prints the
+median step time of each, and writes JSON with --json.
+
+A system is named by whose it is, its schedule, micro-batches in flight (not for GPipe), and its
+compressor, forward and backward: "xcloud 1F1B 3 INT4+INT2". Without one nothing is compressed.
+"compute" is each rank's forward, backward and update of the same micro-batches with nobody to wait
+for, both ranks at once, the slower one: what a step takes at least, with one round trip
+(experiments/pipelining).
 
 Like for like, and by cause:
 - links: GPipe / GPipe and 1F1B / 1F1B, both with 2 micro-batches in flight. The schedule is the
@@ -40,11 +47,13 @@ from benchmarks.namespaces import (
     inside,
     two_hosts,
 )
+from xcloud.project import commit
 
-BATCH, LENGTH, HIDDEN, LAYERS, MICRO_BATCHES = 32, 64, 384, 3, 4
+BATCH, LENGTH, HIDDEN, LAYERS = 32, 64, 384, 3
+COMPUTE = "compute"
 SYSTEMS = (
-    "xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "xcloud ZB 2", "xcloud ZB 3", "torch GPipe",
-    "torch 1F1B 2",
+    COMPUTE, "xcloud GPipe", "xcloud 1F1B 2", "xcloud 1F1B 3", "xcloud ZB 2", "xcloud ZB 3",
+    "xcloud 1F1B 3 INT4", "xcloud 1F1B 3 INT4+INT2", "torch GPipe", "torch 1F1B 2",
 )  # fmt: skip
 RATIOS = {
     "links GPipe": ("xcloud GPipe", "torch GPipe"),
@@ -52,6 +61,8 @@ RATIOS = {
     "schedule": ("xcloud 1F1B 3", "xcloud 1F1B 2"),
     "split 2": ("xcloud ZB 2", "xcloud 1F1B 2"),
     "split 3": ("xcloud ZB 3", "xcloud 1F1B 3"),
+    "INT4": ("xcloud 1F1B 3 INT4", "xcloud 1F1B 3"),
+    "INT4+INT2": ("xcloud 1F1B 3 INT4+INT2", "xcloud 1F1B 3"),
 }
 
 
@@ -61,37 +72,45 @@ def main() -> None:
     )
     parser.add_argument("--mbit", nargs="+", default=["30", "100", "1000", "free"])
     parser.add_argument("--round-trip-ms", nargs="+", type=float, default=[0.0])
-    parser.add_argument("--only", default="", help="systems whose name begins so")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="steps of each system in a round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    names = [name for name in SYSTEMS if name.startswith(arguments.only)]
+    names = arguments.systems
     if arguments.rank is not None:
-        return rank_main(
-            arguments.rank, names, arguments.rounds, arguments.steps, arguments.out
-        )  # fmt: skip
+        return rank_main(arguments)
     reason = delay_available() if any(arguments.round_trip_ms) else available()
     if reason is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")
     results = {}
     pairs = {name: pair for name, pair in RATIOS.items() if set(pair) <= set(names)}
-    print(f"{'link':>19} | {' '.join(f'{name:>13}' for name in names)} | "
-          f"{' '.join(f'{name:>11}' for name in pairs)}")  # fmt: skip
+    from xcloud.run.profile_key import processor
+
+    print(f"{processor()}, commit {commit()}; m = {arguments.micro_batches}; seconds a step")
     for round_trip_ms, mbit in product(arguments.round_trip_ms, arguments.mbit):
         rate = None if mbit == "free" else float(mbit) * 1e6
         found = measure(rate, 1e-3 * round_trip_ms, arguments)
         medians = {name: statistics.median(times) for name, times in found["times"].items()}
         ratios = {name: medians[a] / medians[b] for name, (a, b) in pairs.items()}
-        row = " ".join(f"{medians[name]:>13.3f}" for name in names)
-        found_ratios = " ".join(f"{ratios[name]:>11.2f}" for name in pairs)
-        link = f"{mbit} Mbit, {round_trip_ms:g} ms"
-        print(f"{link:>19} | {row} | {found_ratios}", flush=True)
+        if COMPUTE in medians:
+            limit_s = medians[COMPUTE] + 1e-3 * round_trip_ms
+            ratios |= {f"{n} / limit": medians[n] / limit_s for n in names if n != COMPUTE}
+        link = f"{mbit} Mbit/s, {round_trip_ms:g} ms"
+        for table in (medians, ratios):
+            print(f"{link:>19} | " + "; ".join(f"{n} {v:.3f}" for n, v in table.items()),
+                  flush=True)  # fmt: skip
         results[link] = {"median_s": medians, "ratios": ratios, "losses": found["losses"]}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        if arguments.json:
+            about = {
+                "commit": commit(),
+                "cpu": processor(),
+                "micro_batches": arguments.micro_batches,
+            }
+            arguments.json.write_text(json.dumps(about | {"links": results}, indent=1) + "\n")
 
 
 def measure(
@@ -103,8 +122,9 @@ def measure(
         for rank, host in enumerate(hosts):
             command = [*inside(host), sys.executable, "-m", "benchmarks.bench_pipelining",
                        "--rank", str(rank), "--rounds", str(arguments.rounds),
-                       "--steps", str(arguments.steps), "--only", arguments.only,
-                       "--out", str(out)]  # fmt: skip
+                       "--steps", str(arguments.steps), "--out", str(out),
+                       "--micro-batches", str(arguments.micro_batches),
+                       "--systems", *arguments.systems]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE,
                            "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29555"}  # fmt: skip
             processes.append(subprocess.Popen(command, env=environment))
@@ -114,42 +134,82 @@ def measure(
         return dict(json.loads(out.read_text()))
 
 
-def rank_main(rank: int, names: list[str], rounds: int, steps: int, out: Path) -> None:
+def rank_main(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
-
+    rank, m = arguments.rank, arguments.micro_batches
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    schedules = {
-        "xcloud GPipe": GPipe(MICRO_BATCHES),
-        "xcloud 1F1B 2": OneForwardOneBackward(MICRO_BATCHES, 2),
-        "xcloud 1F1B 3": OneForwardOneBackward(MICRO_BATCHES, 3),
-        "xcloud ZB 2": ZeroBubble(MICRO_BATCHES, 2),
-        "xcloud ZB 3": ZeroBubble(MICRO_BATCHES, 3),
-        "torch GPipe": "ScheduleGPipe",
-        "torch 1F1B 2": "Schedule1F1B",
-    }
-    systems = {
-        name: (theirs if isinstance(schedules[name], str) else ours)(rank, schedules[name])
-        for name in names
-    }
+    systems = {name: system(name, rank, m) for name in arguments.systems}
     times: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
-    for round_ in range(rounds + 1):
+    for round_ in range(arguments.rounds + 1):
         for name, step in systems.items():
             dist.barrier()
-            for _ in range(steps if round_ else 2):
+            for _ in range(arguments.steps if round_ else 2):
                 started = time.perf_counter()
                 loss = step()
+                took_s = torch.tensor(time.perf_counter() - started)
+                if name == COMPUTE:
+                    dist.all_reduce(took_s, dist.ReduceOp.MAX)
                 if round_:  # round 0 warms up
-                    times[name].append(time.perf_counter() - started)
+                    times[name].append(float(took_s))
                 losses[name].append(loss)
     if rank == 1:  # only the last stage knows the losses; its steps take as long as rank 0's
-        out.write_text(json.dumps({"times": times, "losses": losses}))
+        arguments.out.write_text(json.dumps({"times": times, "losses": losses}))
     dist.barrier()
     os._exit(0)
+
+
+def system(name: str, rank: int, m: int):
+    """One step of it, as a function. Raises SystemExit for a name that is none."""
+    from xcloud.comm.chain import Chain
+    from xcloud.comm.memory import NoMemory
+    from xcloud.comm.phases import Compression
+    from xcloud.comm.quantize import BlockInt
+    from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
+
+    match name.split():
+        case ["compute"]:
+            return alone(rank, m)
+        case ["torch", "GPipe"]:
+            return theirs(rank, "ScheduleGPipe", m)
+        case ["torch", "1F1B", "2"]:
+            return theirs(rank, "Schedule1F1B", m)
+        case ["xcloud", "GPipe", *codec]:
+            schedule = GPipe(m)
+        case ["xcloud", ("1F1B" | "ZB") as kind, in_flight, *codec]:
+            schedule = (OneForwardOneBackward if kind == "1F1B" else ZeroBubble)(m, int(in_flight))
+        case _:
+            sys.exit(f"--systems: no such system: {name!r}; see --help")
+    codecs = [
+        BlockInt(int(bits.removeprefix("INT"))) for bits in "".join(codec).split("+") if bits
+    ]
+    forward, backward = (codecs * 2)[:2] if codecs else (Chain(), Chain())
+    return ours(rank, schedule, Compression(forward, backward, NoMemory(), NoMemory()))
+
+
+def alone(rank: int, m: int):
+    """Its micro-batches one after the other, with nobody to wait for."""
+    import torch
+
+    from xcloud.training.batch_plan import cut
+
+    module = layers(rank)
+    optimizer = torch.optim.SGD(module.parameters(), 1e-3)
+    x, y = data()
+    pieces = cut(torch.arange(BATCH), m)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        for ids in pieces:
+            found = module(x[ids].requires_grad_(rank == 1))
+            found.backward(y[ids])
+        optimizer.step()
+        return 0.0
+
+    return step
 
 
 def layers(rank: int):
@@ -173,15 +233,12 @@ def data():
     return torch.randn(2, BATCH, LENGTH, HIDDEN, generator=generator)
 
 
-def ours(rank: int, schedule):
+def ours(rank: int, schedule, compression):
     import torch
 
     from xcloud.cluster.layout import Cloud, ClusterLayout
     from xcloud.cluster.transport import GlooTransport
     from xcloud.comm.border import Border, BorderField
-    from xcloud.comm.chain import Chain
-    from xcloud.comm.memory import NoMemory
-    from xcloud.comm.phases import Compression
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.stage import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline
@@ -202,9 +259,8 @@ def ours(rank: int, schedule):
     border = Border((BorderField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
-    plain = Compression(Chain(), Chain(), NoMemory(), NoMemory())
     wiring = wire(
-        GlooTransport(rank), layout, {0: border}, plain, BATCH, cpu, clock, Path("."), print,
+        GlooTransport(rank), layout, {0: border}, compression, BATCH, cpu, clock, Path("."), print,
         schedule, seed=1,
     )  # fmt: skip
     stage = Layers()
@@ -215,7 +271,7 @@ def ours(rank: int, schedule):
     x, y = data()
     batches = {
         i: {"ids": ids, "x": x[ids], "y": y[ids]}
-        for i, ids in enumerate(cut(torch.arange(BATCH), MICRO_BATCHES))
+        for i, ids in enumerate(cut(torch.arange(BATCH), schedule.num_micro_batches))
     }
     counter = iter(range(1, 1_000_000))
 
@@ -229,7 +285,7 @@ def ours(rank: int, schedule):
     return step
 
 
-def theirs(rank: int, schedule_name: str):
+def theirs(rank: int, schedule_name: str, m: int):
     import torch
     from torch.distributed import pipelining
 
@@ -237,7 +293,7 @@ def theirs(rank: int, schedule_name: str):
     x, y = data()
     stage = pipelining.PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = getattr(pipelining, schedule_name)(
-        stage, MICRO_BATCHES, loss_fn=lambda found, target: ((found - target) ** 2).mean()
+        stage, m, loss_fn=lambda found, target: ((found - target) ** 2).mean()
     )
     optimizer = torch.optim.SGD(module.parameters(), 1e-3)
 

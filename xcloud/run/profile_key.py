@@ -29,7 +29,7 @@ def what_is_measured(
     model = hashlib.sha256(repr(job.model).encode()).hexdigest()[:8]
     compressors = json.dumps({name: repr(found) for name, found in sorted(candidates.items())})
     return {
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} processors",
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} processors",
         "device": device_of(job).type,
         "threads": str(threads_of(job.cluster)),
         "torch": torch.__version__,
@@ -68,7 +68,7 @@ def threads_of(layout: ClusterLayout) -> int:
     return max(1, len(os.sched_getaffinity(0)) // layout.num_ranks)
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
