@@ -217,6 +217,17 @@ def test_weights_that_wait_make_a_step_shorter_and_take_memory() -> None:
         assert memory["b"] == kept + 4 * 16_000
 
 
+def test_what_splitting_a_backward_costs_is_paid_where_it_is_split() -> None:
+    dear = [replace(piece, splitting_s=Curve([(1, 0.004)])) for piece in EIGHT.pieces]
+    costs = pricer(replace(EIGHT, pieces=dear)), pricer()
+    split, whole = (Plan("pipeline", (4, 8), 8, 4, NO_COMPRESSION, late) for late in (4, None))
+
+    longer, usual = (each.predict(split).ranks for each in costs)
+    assert longer[0].compute_s == pytest.approx(usual[0].compute_s)  # splits nothing
+    assert longer[1].compute_s == pytest.approx(usual[1].compute_s + 16 * 4 * 0.004)
+    assert costs[0].step_s(whole) == costs[1].step_s(whole)
+
+
 def test_a_dimension_that_is_not_searched_stays() -> None:
     priced = pricer(layout=replace(TWO, wan=LinkProfile(1e6, 0.01)))
     room = space(priced, varies=("micro_batches", "schedule"))

@@ -17,13 +17,14 @@ from xcloud.plan.profile import Profile
 
 class Sums(NamedTuple):
     """Of the pieces in front of each: seconds of forward, backward and the part of it that may be
-    put off; bytes of activations, and of what is kept for that part."""
+    put off; bytes of activations, and of what is kept for that part; what splitting adds."""
 
     forward: list[float]
     backward: list[float]
     weights: list[float]
     activations: list[float]
     put_off: list[float]
+    splitting: list[float]
 
     @staticmethod
     def of(profile: Profile, b: float) -> Sums:
@@ -37,6 +38,7 @@ class Sums(NamedTuple):
             [0.0, *accumulate(late_s)],
             [0.0, *accumulate(piece.activation_bytes.at(b) for piece in pieces)],
             [0.0, *accumulate(piece.put_off_bytes.at(b) for piece in pieces)],
+            [0.0, *accumulate(piece.splitting_s.at(b) for piece in pieces)],
         )
 
 

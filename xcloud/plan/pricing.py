@@ -20,7 +20,7 @@ from typing import NamedTuple
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
 from xcloud.plan.line import Line, lines_of
@@ -230,10 +230,15 @@ class Pricer:
             average_s = self._ring_s(layout.stage_cloud(stage), lanes, trained)
             optimizer_s = sum(piece.optimizer_s for piece in pieces)
             updates.append(Update(fetch_s, average_s, optimizer_s=optimizer_s))
-        forward_s, backward_s, weights_s = (
+        forward_s, backward_s, weights_s, splitting_s = (
             [of[end] - of[start] for start, end in pairs]
-            for of in (sums.forward, sums.backward, sums.weights)
+            for of in (sums.forward, sums.backward, sums.weights, sums.splitting)
         )
+        for stage in range(len(pairs)):
+            if backward_s[stage] and _splits(schedule, stage, len(pairs)):
+                longer = 1 + splitting_s[stage] / backward_s[stage]
+                backward_s[stage] *= longer
+                weights_s[stage] *= longer
         return TableCosts(
             forward_s,
             backward_s,
@@ -356,6 +361,11 @@ class Pricer:
         """Bytes of the fullest rank, by cloud."""
         sums = self._sums(self.samples(plan))
         return memory_of(plan, self.arranged[plan.strategy], self.profile, sums)
+
+
+@lru_cache(maxsize=4096)
+def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
+    return bool(put_off(schedule.actions(stage, num_stages)))
 
 
 Ways = tuple[tuple[Direction, Direction], ...]

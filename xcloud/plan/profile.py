@@ -59,7 +59,8 @@ class Curve:
 class Piece:
     """Consecutive work of a model. What leaves it is of border number `border`; None where the
     model cannot be cut behind it. forward_s, backward_s, activation_bytes: of a micro-batch.
-    weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then.
+    weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
+    splitting_s: how much longer than backward_s its two parts take, in proportion to their time.
     parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
     update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
 
@@ -74,6 +75,7 @@ class Piece:
     blocks: int = 0
     weights_s: Curve = Curve()
     put_off_bytes: Curve = Curve()
+    splitting_s: Curve = Curve()
 
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "trained_bytes", "blocks"):
@@ -233,8 +235,8 @@ def profile_from(table: object) -> Profile:
     return build("profile", Profile, given)
 
 
-_CURVES = ("forward_s", "backward_s", "weights_s", "activation_bytes", "put_off_bytes",
-           "num_bytes", "compress_s", "decompress_s")  # fmt: skip
+_CURVES = ("forward_s", "backward_s", "weights_s", "splitting_s", "activation_bytes",
+           "put_off_bytes", "num_bytes", "compress_s", "decompress_s")  # fmt: skip
 
 
 def _with_curves(name: str, table: object) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 
 BUDGET_S = 0.4  # for the runs of a size, beyond the first two
-QUANTITIES = 5  # of a stage and a size; see _Measuring._run_often
+QUANTITIES = 6  # of a stage and a size; see _Measuring._run_often
 
 
 def measure(
@@ -170,14 +170,14 @@ class _Measuring:
 
     def _piece(self, name: str, row: Sequence[float], border: int | None, blocks: int) -> Piece:
         n = len(self.sizes)
-        forward, backward, kept, weights, put_off = (
+        forward, backward, kept, weights, put_off, splitting = (
             Curve([(float(b), max(0.0, v)) for b, v in zip(self.sizes, part, strict=True)])
             for part in (row[k * n : (k + 1) * n] for k in range(QUANTITIES))
         )
         parameters, trained, optimizer_s = row[QUANTITIES * n :]
         return Piece(
             name, forward, backward, border, round(parameters), round(trained), kept,
-            max(0.0, optimizer_s), blocks, weights, put_off,
+            max(0.0, optimizer_s), blocks, weights, put_off, splitting,
         )  # fmt: skip
 
     def _build(self, model: SplitModel, num_stages: int) -> _Built:
@@ -214,7 +214,8 @@ class _Measuring:
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
     ) -> list[list[float]]:
         """QUANTITIES of each stage: forward and backward seconds (medians), bytes kept, the part
-        of the backward that can be put off, bytes kept for that."""
+        of the backward that can be put off, bytes kept for that, and how much longer than the
+        backward its two parts take."""
         _, kept = self._run(stages, borders, b, 0, found, counts=True)
         started_s = time.perf_counter()
         self._run(stages, borders, b, 1, found)
@@ -232,9 +233,11 @@ class _Measuring:
                 statistics.median(run[s][way] for run in times) for way in (0, 1)
             )
             share = statistics.median(run[s][2] / max(1e-9, sum(run[s][1:])) for run in split)
+            parts_s = statistics.median(sum(run[s][1:]) for run in split)
             rows.append(
-                [forward_s, backward_s, float(kept[s]), share * backward_s, float(put_off[s])]
-            )
+                [forward_s, backward_s, float(kept[s]), share * backward_s, float(put_off[s]),
+                 parts_s - backward_s]
+            )  # fmt: skip
         return rows
 
     def _run(
@@ -323,7 +326,7 @@ class _Measuring:
                 buffer.scale(1.0)
             optimizer.step()
 
-        took_s = self.watch.median_s(update)
+        took_s = self.watch.median_s(update, cold=True)
         for parameter in trained:
             parameter.grad = None
         return took_s
