@@ -1,11 +1,12 @@
 """How near the planner's predictions come to runs, and whether its choices are the best ones.
 
-    python -m benchmarks.predictions [--points 64] [--crossings] [--json FILE]
+    python -m benchmarks.predictions [--points 64] [--small] [--crossings] [--json FILE]
 
-Profiles anew a causal language model of 4.6 million weights, then runs points of split x
-micro-batches x schedule x compressor x line x strategy, in random order: two ranks of one thread
-over an emulated line, through run.py's own launch and wiring (ranks are forked from a process that
-has imported torch). 12 timed steps each, after 4. Half of the points are "held out", by a digest
+Profiles anew a causal language model (6 blocks of 384, batches of 32 x 64 tokens: steps of a
+second; --small: 6 of 256, 8 x 64: a fifth of one), then runs points of split x micro-batches x
+schedule x compressor x line x strategy, in random order: two ranks of one thread over an emulated
+line, through run.py's own launch and wiring (ranks are forked from a process that has imported
+torch). 8 timed steps each, after 2. Half of the points are "held out", by a digest
 of their names: whoever works on the prediction looks at the others (--half open). --crossings runs
 both sides of each bandwidth below which a compressor is said to pay, at 0.7 and 1.4 of it.
 
@@ -17,8 +18,7 @@ profile). Where the references before and after differ by more than a tenth, the
 again, at most twice: whatever its error is, which that rule does not know.
 
 Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
-while their messages came 20 to 30 ms late. A point takes 6 to 9 seconds: 64 points 10 minutes,
-crossings 4.
+while their messages came 20 to 30 ms late. 64 points take MINUTES, crossings MINUTES2.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from xcloud.run.local import run
 from xcloud.run.planning import Planner
 from xcloud.run.reference import reference_s
 
-BLOCKS, BATCH, EVERY = 6, 8, 4
-WARM_UP, TIMED = 4, 12  # steps; TIMED is a multiple of EVERY
+BLOCKS, EVERY = 6, 4
+WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
 AS_PROFILED, AT_SPEED = "as profiled", "at its speed"
 REFERENCE_S = 0.7  # how long each reference is measured
 MOST_ATTEMPTS = 3  # at a point
@@ -72,14 +72,27 @@ LINES = {
 }  # fmt: skip
 BASE = (
     "+exp=lora_clm", "plan=show", "plan.max_age_days=0", "tracker=none",
-    "model.lora=null", "model.own.num_texts=2000",
-    "model.own.hidden=256", f"model.own.num_layers={BLOCKS}", "model.own.num_heads=8",
-    "model.own.num_kv_heads=4", "model.own.feed_forward=512", "model.own.pretraining.steps=0",
-    "task.max_length=64", "task.num_train=400",
-    "task.num_dev=8", "task.num_test=8", f"training.batch_size={BATCH}",
+    "model.lora=null", "model.own.num_texts=2000", f"model.own.num_layers={BLOCKS}",
+    "model.own.num_heads=8", "model.own.num_kv_heads=4", "model.own.pretraining.steps=0",
+    "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8",
     f"training.max_steps={WARM_UP + TIMED}", "training.checkpoint.every_steps=0",
     "training.checkpoint.every_minutes=0",
 )  # fmt: skip
+
+
+class Size(NamedTuple):
+    hidden: int
+    feed_forward: int
+    batch: int
+    longest_s: float  # of a predicted step
+
+    @property
+    def settings(self) -> list[str]:
+        return [f"model.own.hidden={self.hidden}", f"model.own.feed_forward={self.feed_forward}",
+                f"training.batch_size={self.batch}"]  # fmt: skip
+
+
+LARGE, SMALL = Size(384, 1024, 32, 2.0), Size(256, 512, 8, 0.5)
 
 
 class Point(NamedTuple):
@@ -126,8 +139,8 @@ class Result(NamedTuple):
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.config = composed(*BASE)
+    def __init__(self, size: Size) -> None:
+        self.size, self.config = size, composed(*BASE, *size.settings)
         self.config.plan.strategies.local_updates.averaging.every = EVERY
         job = configs.job_from_config(self.config)
         assert job.plan is not None
@@ -145,7 +158,7 @@ class Bench:
             name: Arranged(found.strategy, found.strategy.arrange(cluster))
             for name, found in self.strategies.items()
         }
-        return Pricer(profile, arranged, BATCH)
+        return Pricer(profile, arranged, self.size.batch)
 
     def step_s(self, plan: Plan, line: LinkProfile) -> float:
         """Of a run: the median step, of ranks the mean. In the long run all take equally long, as
@@ -235,15 +248,21 @@ def all_points() -> list[Point]:
     return found
 
 
-def measure(bench: Bench, number: int, half: str, longest_s: float) -> list[Result]:
+def measure(bench: Bench, number: int, half: str) -> list[Result]:
     pricers = {name: bench.pricer(line) for name, line in LINES.items()}
     chosen: list[tuple[Point, Priced]] = []
     for point in all_points():
         priced = pricers[point.line].price(point.plan)
-        if priced.step_s <= longest_s and half in ("both", point.half.replace(" ", "-")):
+        if priced.step_s <= bench.size.longest_s and half in (
+            "both",
+            point.half.replace(" ", "-"),
+        ):
             chosen.append((point, priced))
     if len(chosen) < number:
-        print(f"{len(chosen)} points whose step is to take at most {longest_s:g} s", flush=True)
+        print(
+            f"{len(chosen)} points whose step is to take at most {bench.size.longest_s:g} s",
+            flush=True,
+        )
     del chosen[number:]
     random.shuffle(chosen)
     found = []
@@ -332,10 +351,7 @@ def main() -> None:
     )
     parser.add_argument("--points", type=int, default=64)
     parser.add_argument("--half", choices=("both", "open", "held-out"), default="both")
-    parser.add_argument(
-        "--longest", type=float, default=0.5, metavar="SECONDS",
-        help="leave slower steps out, so that no point takes more than 8 seconds",
-    )  # fmt: skip
+    parser.add_argument("--small", action="store_true", help="steps of a fifth of a second")
     parser.add_argument("--crossings", action="store_true", help="run these in place of points")
     parser.add_argument("--rounds", type=int, default=2, help="of each side of a crossing")
     parser.add_argument("--json", type=Path)
@@ -345,13 +361,13 @@ def main() -> None:
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         warm_ranks.import_first("transformers")
         try:
-            bench = Bench()
+            bench = Bench(SMALL if given.small else LARGE)
             written["profile"] = dict(bench.profile.of)
             written["profile_reference_s"] = bench.profile.reference_s
             if given.crossings:
                 written["crossings"] = list(cross(bench, given.rounds))
             else:
-                results = measure(bench, given.points, given.half, given.longest)
+                results = measure(bench, given.points, given.half)
                 written["points"] = [
                     {"name": r.point.name, "half": r.point.half,
                      "error_as_profiled": r.error(AS_PROFILED),

@@ -60,7 +60,7 @@ class Piece:
     """Consecutive work of a model. What leaves it is of border number `border`; None where the
     model cannot be cut behind it. forward_s, backward_s, activation_bytes: of a micro-batch.
     weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
-    splitting_s: how much longer than backward_s its two parts take, in proportion to their time.
+    splitting_s: what that adds to a forward and a backward together.
     parameter_bytes: of all weights; trained_bytes: of those that are trained. optimizer_s: of an
     update. blocks: of the model's blocks it holds so many; for the setting that cuts it."""
 

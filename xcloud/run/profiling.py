@@ -214,8 +214,8 @@ class _Measuring:
         self, stages: Sequence[Stage], borders: Sequence[Border], b: int, found: _Built
     ) -> list[list[float]]:
         """QUANTITIES of each stage: forward and backward seconds (medians), bytes kept, the part
-        of the backward that can be put off, bytes kept for that, and how much longer than the
-        backward its two parts take."""
+        of the backward that can be put off, bytes kept for that, and how much longer a forward
+        and the two parts of its backward take."""
         _, kept = self._run(stages, borders, b, 0, found, counts=True)
         started_s = time.perf_counter()
         self._run(stages, borders, b, 1, found)
@@ -233,10 +233,10 @@ class _Measuring:
                 statistics.median(run[s][way] for run in times) for way in (0, 1)
             )
             share = statistics.median(run[s][2] / max(1e-9, sum(run[s][1:])) for run in split)
-            parts_s = statistics.median(sum(run[s][1:]) for run in split)
+            longer_s = statistics.median(sum(run[s]) for run in split) - forward_s - backward_s
             rows.append(
                 [forward_s, backward_s, float(kept[s]), share * backward_s, float(put_off[s]),
-                 parts_s - backward_s]
+                 longer_s]
             )  # fmt: skip
         return rows
 
