@@ -3,7 +3,7 @@
 import json
 import time
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from xcloud.plan.search import (
     step_at,
 )
 from xcloud.plan.settings import DIMENSIONS, Planning
+from xcloud.run.profile_key import sizes_of
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 PIPELINE = Strategy()
@@ -323,3 +324,11 @@ def test_wrong_settings_are_named(settings: dict[str, object], said: str) -> Non
 def test_counts_go_up_to_the_batch_and_hold_the_own_one() -> None:
     assert Planning().counts(16, 5) == [1, 2, 3, 4, 5, 6, 8, 12, 16]
     assert Planning(search=["split"]).counts(16, 5) == [5]
+
+
+def test_every_size_that_a_plan_may_have_is_measured_or_they_are_evenly_spread() -> None:
+    assert sizes_of(32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]) == [1, 2, 4, 5, 8, 10, 16, 32]
+    assert sizes_of(4, [1, 2, 4]) == [1, 2, 4]
+    many = sizes_of(256, range(1, 257))
+    assert len(many) == 8 and many[0] == 1 and many[-1] == 256
+    assert all(1.5 < b / a < 3.1 for a, b in pairwise(many))

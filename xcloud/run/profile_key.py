@@ -19,6 +19,7 @@ from xcloud.job.experiment import Experiment
 
 PROFILES_DIR = "profiles"
 METHOD = "5"  # another one where the same work is measured in another way
+MOST_SIZES = 8
 Candidates = Mapping[str, Compression | Phased]
 
 
@@ -49,9 +50,15 @@ def profile_file(cache: Path, of: Mapping[str, str]) -> Path:
 
 
 def sizes_of(batch_size: int, counts: Sequence[int]) -> list[int]:
-    """The sizes of micro-batches to measure: the smallest, the largest and one between."""
-    low, high = max(1, batch_size // max(counts)), max(1, batch_size // min(counts))
-    return sorted({low, round(math.sqrt(low * high)), high})
+    """The sizes of micro-batches to measure: all that these counts have, or MOST_SIZES of them,
+    evenly spread by their ratios. Time over size is no straight line: matrix products of few rows
+    are slow, and caches end somewhere."""
+    found = sorted({max(1, batch_size // count) for count in counts})
+    if len(found) <= MOST_SIZES:
+        return found
+    ratio = (found[-1] / found[0]) ** (1 / (MOST_SIZES - 1))
+    wanted = [found[0] * ratio**i for i in range(MOST_SIZES)]
+    return sorted({min(found, key=lambda size: abs(math.log(size / w))) for w in wanted})
 
 
 def device_of(job: Experiment) -> torch.device:
