@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
+from xcloud.parallel.norm import squared_norm
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.training.trainer import StepReport, Trainer
 
@@ -138,3 +139,13 @@ def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
     update(ranks, 1)
 
     assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
+
+
+def test_the_squared_norm_is_that_of_float64_whatever_the_size() -> None:
+    for size in (0, 1, 70_000, 2 * 65_536):
+        values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+        assert squared_norm(values) == pytest.approx(float(values.double().square().sum()), 1e-14)
+    broken = torch.ones(300, 300)
+    broken[299, 299] = torch.inf
+    assert math.isinf(squared_norm(broken))
+    assert math.isnan(squared_norm(broken - broken))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import State, Stateful, split_state
 from xcloud.parallel.dealt import local_part, with_part
+from xcloud.parallel.norm import squared_norm
 from xcloud.parallel.rank_group import RankGroup
 
 
@@ -81,8 +82,7 @@ class FlatBuffer:
 
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
-        norm = torch.linalg.vector_norm(self.gradients, dtype=torch.float64)
-        return float(norm) ** 2 + self.squares_elsewhere
+        return squared_norm(self.gradients) + self.squares_elsewhere
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from xcloud.checks import check_number
 from xcloud.errors import ConfigError
+from xcloud.parallel.norm import squared_norm
 
 
 class Contribution(NamedTuple):
@@ -176,7 +177,7 @@ def _middle(contributions: Sequence[Contribution], num_out: int) -> list[Tensor]
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Of all values together, in float64; not finite if any of them is not."""
-    return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors))
+    return math.sqrt(sum(map(squared_norm, tensors)))
 
 
 def _rounded(factor: float) -> float:

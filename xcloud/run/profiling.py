@@ -245,7 +245,8 @@ class _Measuring:
         found: _Built, counts: bool = False, defers: bool = False,
     ) -> tuple[list[list[float]], list[int]]:  # fmt: skip
         """One micro-batch, as the pipeline runs it: seconds of forward, backward and what was put
-        off, and, if it counts, bytes kept for the backward, or for what was put off."""
+        off, and, if it counts, bytes kept for the backward, or for what was put off. Between a
+        forward and its backward a rank computes other micro-batches, so both begin cold."""
         batch = self._batch(b, turn)
         seconds, kept = [[0.0, 0.0, 0.0] for _ in stages], [0] * len(stages)
         weights = [DeferredWeights(can_wait(module) if defers else ()) for module in stages]
@@ -261,6 +262,7 @@ class _Measuring:
                         value.requires_grad_()
             fields = self.job.model.fields(s, len(stages)) | {"ids"}
             visible = {name: value for name, value in batch.items() if name in fields}
+            self.watch.cool()
             started_s = self.watch.now_s()
             with self.autocast(), weights[s], saved[s] if counts else nullcontext():
                 output = module(received, visible)
@@ -285,6 +287,7 @@ class _Measuring:
                 pairs = [(made[f.name], given[f.name]) for f in borders[s].gradient_fields]
                 del made
             needed = [pair for pair in pairs if pair[0].requires_grad]
+            self.watch.cool()
             started_s = self.watch.now_s()
             with weights[s], saved[s] if counts else nullcontext():
                 if needed:

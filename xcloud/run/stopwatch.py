@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -24,18 +25,29 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    def cool(self) -> None:
+        """Use other memory, so that little of what was used last is left in a processor's
+        caches."""
+        if self.device.type == "cpu":
+            _other().add_(1.0)
+
     def median_s(self, once: Callable[[], object], cold: bool = False) -> float:
         """Median seconds of 2 to MOST_TIMES times, up to BUDGET_S; the first time is left out.
 
         cold: of work that comes now and then. Each time other memory has been used before, as by
         the stage that computes in between, so that little is left in the processor's caches.
         """
-        other = torch.ones(OTHER_BYTES // 4 if cold and self.device.type == "cpu" else 0)
         once()
         found: list[float] = []
         while len(found) < 2 or (sum(found) < BUDGET_S and len(found) < MOST_TIMES):
-            other.add_(1.0)
+            if cold:
+                self.cool()
             started_s = self.now_s()
             once()
             found.append(self.now_s() - started_s)
         return statistics.median(found)
+
+
+@cache
+def _other() -> torch.Tensor:
+    return torch.ones(OTHER_BYTES // 4)
