@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -65,6 +66,12 @@ def no_workers(run_dir: Path) -> bool:
     listed = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, text=True)
     others = [pid for pid in listed.stdout.split() if pid != str(os.getpid())]
     return not others and not warm_ranks.alive(run_dir)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def read(path: Path) -> str:

@@ -1,16 +1,30 @@
 """Real runs whose evaluation takes longer than a silent rank is waited for, or fails, or stops."""
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.one_way_toy import cloud as feed_cloud
 from tests.one_way_toy import feed_config
-from tests.runs import cloud, layout, losses, no_workers, start, weights
+from tests.runs import (
+    cloud,
+    free_port,
+    layout,
+    losses,
+    no_workers,
+    start,
+    wait_for,
+    weights,
+)
 from tests.toy import toy_config
 from xcloud.errors import RunFailed
+from xcloud.run import launch
+from xcloud.run.worker import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.slow
 
@@ -105,3 +119,32 @@ def test_a_consumer_whose_evaluation_fails_loses_nobodys_model(tmp_path: Path) -
         start(tmp_path, feed(FEEDING, export_s={"one": 3.0}, fail_evaluation=True))
 
     assert {path.stem for path in (tmp_path / "model").iterdir()} == {"one", "consumer"}
+
+
+def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
+    tmp_path: Path,
+) -> None:
+    """No launcher sees all ranks, and one waits in a collective, which nothing interrupts."""
+    config = config_of(layout(a=cloud(1, [0]), b=cloud(2, [1])), 2)
+    config["model"] = {"_target_": "tests.toy.ToyModelThatStops"}
+    file = tmp_path / "experiment.yaml"
+    OmegaConf.save(OmegaConf.create(config), file)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    command = [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir", str(tmp_path)]
+    ranks = [
+        launch.start_process(
+            command, {**os.environ, **meeting, "RANK": str(rank)}, tmp_path / f"{rank}.log"
+        )
+        for rank in range(3)
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks[:2]] == [EXIT_PEER_LOST] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, waits in ((0, ""), (1, " while this rank waited for the barrier of 2 ranks")):
+        failure = launch.failure_of(tmp_path, rank)
+        assert failure is not None
+        assert f"rank 2 (cloud b) gave no sign of life for 3 s{waits}" in failure["message"]
+    wait_for(lambda: no_workers(tmp_path), 60)  # the monitor writes what the run was

@@ -1,17 +1,23 @@
-"""Ranks that die or fall silent while others join, over real sockets in one process."""
+"""Ranks that die or fall silent while others join or run, over real sockets in one process."""
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from tests.runs import wait_for
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.run import joining
+from xcloud.run.elastic import _life, _watch
 from xcloud.run.joining import Joining, _Line, _Word
 from xcloud.run.meeting_store import of_this_attempt
 
@@ -56,9 +62,20 @@ class Ranks:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made: list[Joining] = []
+    begin = Joining.__init__
+
+    def noted(self: Joining, *args: Any, **settings: Any) -> None:
+        made.append(self)
+        begin(self, *args, **settings)
+
+    monkeypatch.setattr(Joining, "__init__", noted)
     monkeypatch.setattr(joining, "BEAT_S", 0.02)
     monkeypatch.setattr(joining, "GRACE_S", 0.1)
+    yield
+    for each in made:  # or its threads would be in torch when Python ends
+        each.close()
 
 
 def test_a_rank_that_dies_before_all_have_come_is_named_in_those_that_wait() -> None:
@@ -87,16 +104,103 @@ def test_a_rank_that_falls_silent_is_named_and_one_that_has_not_come_is_waited_f
     assert not patient.lost and not patient.begun
 
 
-def test_once_a_rank_has_met_the_others_its_end_is_no_loss() -> None:
+def test_once_a_rank_has_left_its_end_is_no_loss() -> None:
     ranks = Ranks()
     for rank in range(3):
         ranks.come(rank)
     wait_for(lambda: ranks.begun == {0, 1, 2}, 20)
     lines = [line for joined in ranks.joined.values() for line in joined._lines.values()]
-    assert len(lines) == 4 and all(line.is_alive() for line in lines)
     for joined in ranks.joined.values():
-        joined.met()
+        joined.met(bool, {}, lambda: None)
+    assert len(lines) == 4 and all(line.is_alive() for line in lines)
+    for rank in (2, 0, 1):
+        ranks.joined[rank].leave()
     wait_for(lambda: not any(line.is_alive() for line in lines), 20)
+    assert not ranks.lost
+
+
+@pytest.mark.parametrize("how", ["stopped", "dead"])
+def test_a_rank_that_is_lost_in_a_run_is_named_by_all_whatever_they_do(how: str) -> None:
+    """With what it was waited for, as nothing interrupts a collective; after last words."""
+    ranks, life, said = Ranks(lost_after_s=2.0), PeerLife(), list[int]()
+    first, other = ranks.come(0), ranks.come(2)
+    lines = [ranks.come_by_hand(1)]
+    wait_for(lambda: ranks.begun == {0, 1, 2}, 20)
+    first.met(bool, {}, lambda: said.append(0))
+    other.met(bool, {1: life}, lambda: threading.Event().wait())
+    with life.awaiting("the sum of 2 ranks"):
+        if how == "dead":
+            lines[0].receive("rank 0")
+            lines.clear()
+        wait_for(lambda: ranks.lost.keys() == {0, 2}, 20)
+    what = "ended" if how == "dead" else "gave no sign of life for 2 s"
+    assert str(ranks.lost[0]).startswith(f"rank 1 {what}") and said == [0]
+    assert f"rank 1 {what} while this rank waited for the sum of 2 ranks" in str(ranks.lost[2])
+
+
+def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> None:
+    """And only those that need it end: here rank 2, which is of its cloud."""
+    ranks = Ranks(lost_after_s=1.0)
+    needs = {0: lambda lost: 0 in lost, 2: lambda lost: bool(lost & {0, 1})}
+    joined = {rank: ranks.come(rank) for rank in (0, 2)}
+    line = ranks.come_by_hand(1)
+    for rank in (0, 2):
+        joined[rank].met(needs[rank], {}, lambda: None)
+    wait_for(lambda: 2 in ranks.lost, 20)
+    assert "rank 1 gave no sign" in str(ranks.lost[2])
+    line.receive("rank 0")
+    line.send(_Word.ALIVE, 1)
+    wait_for(lambda: 1 not in joined[0]._lost, 20)
+    line.receive("rank 0")
+    line.send(_Word.LEFT, 1)
+    assert not ranks.lost.keys() & {0}
+
+
+def test_a_store_that_answers_no_more_while_the_ranks_join_is_named() -> None:
+    class Stopped:
+        def clone(self) -> "Stopped":
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            return asked.set() or threading.Event().wait(0.01 if answers else None)
+
+    ranks, asked = Ranks(lost_after_s=0.5), threading.Event()
+    joining, answers = ranks.come(0), True
+    joining.ask(Stopped())  # type: ignore[arg-type]
+    threading.Event().wait(1.0)
+    assert asked.is_set() and not ranks.lost
+    answers = False
+    wait_for(lambda: 0 in ranks.lost, 20)
+    assert "the store gave no sign of life" in str(ranks.lost[0])
+
+
+def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 and 2 are of one cloud; 2 is lost before any link is made, twice."""
+    layout = ClusterLayout({"hub": Cloud(), "away": Cloud(num_ranks=2)}, "free")
+    ranks = Ranks(lost_after_s=1.0)
+    needs = {0: lambda lost: 0 in lost, 1: lambda lost: bool(lost)}
+
+    def begin(rank: int) -> Joining:
+        joining = Joining(
+            rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
+        )
+        _watch(transport(rank), joining, layout)
+        return joining
+
+    def transport(rank: int) -> PairTransport:
+        return PairTransport(rank, meeting_store(rank, tmp_path, None, 0))
+
+    first = begin(0)
+    for _ in range(2):
+        begin(1)
+        gone = transport(2)
+        line = _Line(_life(gone.store, 2, gone.beginning), 1, 30.0)
+        wait_for(lambda: 1 in ranks.lost, 20)
+        assert "rank 2 gave no sign of life" in str(ranks.lost.pop(1))
+        del line
+        wait_for(lambda: 2 in first._lost, 20)
     assert not ranks.lost
 
 
@@ -111,7 +215,7 @@ def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_
     line.receive("rank 0")
     assert other.receive("rank 0") == (_Word.ALIVE, 0)
     del line
-    wait_for(hub._news.is_set, 20)
+    wait_for(lambda: 1 in hub._lost, 20)
 
     def hear() -> tuple[_Word, int]:
         other.send(_Word.ALIVE, 2)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -15,11 +14,9 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link import InProcessLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
-from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife, Silence
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.control import Control, note_ages
-from xcloud.parallel.rank_group import RankGroup, lost_in_call
 from xcloud.run.worker import _await_monitor
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
@@ -178,26 +175,33 @@ def test_what_was_taken_is_no_sign_of_life_of_a_peer_that_gives_its_own(beats: b
     assert (life.silent_s == float("inf")) == beats
 
 
-def test_a_rank_that_falls_silent_while_it_is_waited_for_in_a_collective_is_lost() -> None:
-    """Not one that computes for long, and not before all give signs of life; the last word is with
-    rank 0, through which the others are heard of."""
-    world = MemoryWorld()
-    lives = {rank: PeerLife(QUICK) for rank in (0, 1)}
-    groups = [
-        RankGroup(rank, (1, 2), world.transport(rank).group((1, 2)), lives if rank == 2 else {})
-        for rank in (1, 2)
-    ]
-    waiting = threading.Thread(target=groups[1].barrier)
-    waiting.start()
+def test_a_peer_is_silent_lost_after_s_after_its_last_word_and_until_the_next() -> None:
+    now_s = [0.0]
+    silence = Silence(20.0, lambda: now_s[0])
 
-    assert lost_in_call(lives) is None
-    time.sleep(2 * QUICK.lost_after_s)
-    assert lost_in_call(lives) is None
-    for life in lives.values():
-        life.beats = True
-    assert lost_in_call(lives) == (0, "the barrier of 2 ranks")
-    for lost in ((1, "the barrier of 2 ranks"), None):
-        lives[0 if lost else 1].note(time.monotonic() + 60)
-        assert lost_in_call(lives) == lost
-    groups[0].barrier()
-    waiting.join()
+    def silent_after(seconds: float) -> list[int]:
+        """Looking once a second."""
+        for _ in range(int(seconds)):
+            now_s[0] += 1.0
+            found = silence.look()
+        return found
+
+    assert silent_after(100.0) == []  # nobody has come
+    silence.hear(1)
+    silence.hear(2)
+    assert silent_after(15.0) == []
+    silence.hear(2)
+    assert silent_after(5.0) == [] and silent_after(1.0) == [1]
+    silence.forget(1)
+    assert silent_after(14.0) == [] and silent_after(1.0) == [2]
+    silence.hear(1)
+    silence.hear(2)
+    assert silent_after(20.0) == [] and silent_after(1.0) == [1, 2]
+
+
+def test_a_rank_that_was_stopped_itself_blames_nobody_for_that_time() -> None:
+    now_s = [0.0]
+    silence = Silence(20.0, lambda: now_s[0])
+    silence.hear(1)
+    for now_s[0], found in ((8.0, []), (15.0, []), (75.0, []), (79.0, []), (81.0, [1])):
+        assert silence.look() == found

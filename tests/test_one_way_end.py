@@ -7,12 +7,16 @@ from typing import cast
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from tests.one_way_toy import ToyFeed, ToyProducer
+from tests.one_way_toy import ToyFeed, ToyProducer, feed_config
+from tests.one_way_toy import cloud as feed_cloud
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.errors import LinkError, LinkTimeout
+from xcloud.job.config import job_from_config
+from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.one_way.plan import Source
@@ -23,6 +27,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.one_way.producer import ProducerRun, feed
+from xcloud.run.one_way.roles import ConsumerRank, ProducerRank
 from xcloud.run.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
@@ -128,3 +133,31 @@ def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line.close()
 
     assert "link 50 %" in stream.getvalue()
+
+
+def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -> None:
+    """Its first rank, which hears of all. What becomes of one that has ended the plan knows."""
+    clouds = {"disc": feed_cloud(2), "one": feed_cloud(2, 1.0), "two": feed_cloud(1, 1.0)}
+    sources = [Source(0, 0), Source(0, 1), Source(1, 0)]
+
+    def consumer(rank: int, on_slow: str = "redistribute") -> ConsumerRank:
+        config = OmegaConf.create(feed_config(clouds, feed={"on_slow": on_slow}))
+        role = object.__new__(ConsumerRank)
+        role.rank, role.job = rank, cast(OneWayExperiment, job_from_config(config))
+        role.wiring = ConsumerWiring(RankGroup.alone(), Inbox(sources, 9))
+        return role
+
+    def needed(role: ConsumerRank) -> list[bool]:
+        return [role.needs(frozenset(lost)) for lost in ({1, 0}, {2, 3}, {2, 4})]
+
+    role = consumer(0)
+    assert needed(role) == [True, False, True]
+    assert needed(consumer(0, "wait")) == [True, True, True]
+    assert needed(consumer(1)) == [True, False, False]
+    role.wiring.inbox.set_ended(Source(0, 0), "gone")
+    assert needed(role) == [True, False, True] and not role.needs(frozenset({3}))
+    role.wiring.send_stop({})
+    assert needed(role) == [True, False, False]
+    producer = object.__new__(ProducerRank)
+    producer.rank, producer.job = 2, role.job
+    assert needed(producer) == [True, True, True] and not producer.needs(frozenset({4}))

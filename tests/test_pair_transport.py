@@ -1,6 +1,5 @@
 """Links between two ranks of which one begins again, over real sockets in one process."""
 
-import socket
 import threading
 from pathlib import Path
 
@@ -8,19 +7,15 @@ import pytest
 import torch
 
 from tests.pipelines import in_threads
+from tests.runs import free_port
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.cluster.window import LinkWindow
+from xcloud.errors import LinkTimeout
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize("over", ["a file", "a server"])
@@ -83,3 +78,9 @@ def test_ranks_of_a_cloud_meet_though_one_was_lost_before_it_had_begun(
     third.append(begun(3 - first_to_come))
     assert sorted((t.rank, t.beginning) for t in third) == [(1, 3), (2, 2)]
     assert sums(third) == [3.0, 3.0]
+
+
+def test_a_rank_of_the_same_cloud_that_does_not_begin_is_named(tmp_path: Path) -> None:
+    waiting = PairTransport(1, meeting_store(1, tmp_path, None, 0), within_s=0.2)
+    with pytest.raises(LinkTimeout, match=r"ranks 2 of .* have not come .*join_within_s"):
+        waiting.group([1, 2])

@@ -236,6 +236,19 @@ class ToyModelThatPrepares(ToyModel):
 
 
 @dataclass(frozen=True)
+class ToyModelThatStops(ToyModel):
+    """Before the first step the second rank of the last stage stops (SIGSTOP), and the first one
+    waits for it in a collective."""
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        if stage == num_stages - 1:
+            if context.lane == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            context.barrier()
+        return super().build_stage(stage, num_stages, context)
+
+
+@dataclass(frozen=True)
 class ToyModelOnAFullDisk(ToyModel):
     """From its building on, this process can write no file beyond max_bytes."""
 

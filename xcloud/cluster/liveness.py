@@ -106,6 +106,33 @@ class PeerLife:
         return min(self.deadline_s(started_s, overdue_s), overdue_at_s)
 
 
+class Silence:
+    """Which peers, of those heard at least once, have been silent for lost_after_s. Not
+    thread-safe. A rank that does not look itself for half that time was stopped or its machine
+    suspended: it could hear nobody meanwhile, and counts that as nobody's silence."""
+
+    def __init__(self, lost_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lost_after_s, self._clock = lost_after_s, clock
+        self._looked_s = clock()
+        self._heard_s: dict[int, float] = {}
+
+    def hear(self, peer: int) -> None:
+        self._heard_s[peer] = self._clock()
+
+    def forget(self, peer: int) -> None:
+        """Until it is heard again."""
+        self._heard_s.pop(peer, None)
+
+    def look(self) -> list[int]:
+        """To be called several times in lost_after_s."""
+        now_s = self._clock()
+        missed_s, self._looked_s = now_s - self._looked_s, now_s
+        if missed_s > self._lost_after_s / 2:
+            self._heard_s = {peer: at_s + missed_s for peer, at_s in self._heard_s.items()}
+        heard = sorted(self._heard_s.items())
+        return [peer for peer, at_s in heard if now_s - at_s > self._lost_after_s]
+
+
 class Heartbeat:
     """`with Heartbeat(interval_s, beat):` calls beat() in the background every interval_s seconds,
     until the block ends or beat() raises LinkError (which the main thread will meet itself)."""

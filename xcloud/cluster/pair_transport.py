@@ -21,24 +21,29 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
-from xcloud.cluster.transport import Collectives
-from xcloud.errors import ConfigError
+from xcloud.cluster.transport import FOREVER, Collectives
+from xcloud.errors import ConfigError, LinkTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_FOREVER = timedelta(days=30)
+JOIN_WITHIN_S = 12 * 3600.0
 _LOOK_S = 0.05
 
 
-def meeting_store(rank: int, run_dir: Path, host: str | None, port: int) -> Store:
-    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port."""
+def meeting_store(
+    rank: int, run_dir: Path, host: str | None, port: int, within_s: float = JOIN_WITHIN_S
+) -> Store:
+    """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
+    there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
+    live (run/joining.py); a server that ends is noticed at once."""
     store: Store
     if host is None:
         store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)
     else:
-        store = TCPStore(host, port, None, rank == 0, _FOREVER, wait_for_workers=False)
-    store.set_timeout(_FOREVER)
+        within = timedelta(seconds=within_s)
+        store = TCPStore(host, port, None, rank == 0, within, wait_for_workers=False)
+    store.set_timeout(FOREVER)
     return store
 
 
@@ -48,7 +53,8 @@ _Group = Any
 
 class Pair:
     """The process group of one direction between two ranks. It is joined at its first use, in the
-    thread of the link's end, and waits there for the other side."""
+    thread of the link's end, and waits there for the other side, which may come at any time. Who
+    wants something of that end waits no longer than its deadline."""
 
     def __init__(self, store: Store, name: str, place: int) -> None:
         self._store, self._name, self._place = store, name, place
@@ -66,17 +72,18 @@ class Pair:
         if self._group is None:
             # A client of its own: whoever waits in a store keeps others of that client waiting.
             own: Any = self._store.clone()  # type: ignore[attr-defined]
-            own.set_timeout(_FOREVER)
+            own.set_timeout(FOREVER)
             store = PrefixStore(self._name, own)
-            self._group = dist.ProcessGroupGloo(store, self._place, 2, _FOREVER)
+            self._group = dist.ProcessGroupGloo(store, self._place, 2, FOREVER)
         return self._group
 
 
 class PairTransport:
-    """beginning: 1, or how often this rank has begun."""
+    """beginning: 1, or how often this rank has begun. within_s: how long ranks of its cloud that
+    have not begun are waited for."""
 
-    def __init__(self, rank: int, store: Store) -> None:
-        self.rank, self.store = rank, store
+    def __init__(self, rank: int, store: Store, within_s: float = JOIN_WITHIN_S) -> None:
+        self.rank, self.store, self._within_s = rank, store, within_s
         self.beginning = int(store.add(f"beginnings.{rank}", 1))
         self._known: dict[int, int] = {}  # beginnings of peers with which links were made
         self._num_groups = 0
@@ -113,7 +120,7 @@ class PairTransport:
         store = PrefixStore(name, self.store)
         place = list(ranks).index(self.rank)
         return CloudCollectives(
-            dist.ProcessGroupGloo(store, place, len(ranks), _FOREVER), tuple(ranks)
+            dist.ProcessGroupGloo(store, place, len(ranks), FOREVER), tuple(ranks)
         )
 
     def run_number(self) -> int:
@@ -131,9 +138,16 @@ class PairTransport:
         begun unequally often: one may be lost before it has counted. So the first waits until the
         newest beginning of every other knows of its own, and then tells them."""
         first, *others = ranks
+        until_s = time.monotonic() + self._within_s
         if ranks not in self._met:
             mine = others if self.rank == first else [self.rank]
-            while not all([self._has_met(first, other) for other in mine]):
+            while missing := [other for other in mine if not self._has_met(first, other)]:
+                if time.monotonic() > until_s:
+                    others = missing if self.rank == first else [first]
+                    raise LinkTimeout(
+                        f"ranks {', '.join(map(str, others))} of this rank's cloud have not come "
+                        f"in {self._within_s:g} s (cluster.liveness.join_within_s)"
+                    )
                 time.sleep(_LOOK_S)
             self._met[ranks] = self.beginning if self.rank == first else self._count(first)
             if self.rank == first:

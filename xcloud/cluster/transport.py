@@ -21,7 +21,10 @@ from xcloud.cluster.machine import machine_id
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_FOREVER = timedelta(days=30)  # links have their own, better informed deadlines
+# Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
+# off while others wait for it in a collective is ended, or these are, by the launcher on one
+# machine (run/launch.py), by signs of life on several (run/joining.py).
+FOREVER = timedelta(days=30)
 
 
 class Collectives(Protocol):
@@ -83,7 +86,7 @@ class GlooTransport:
 
     def line(self, name: str, ranks: Sequence[int]) -> None:
         """A process group for each direction keeps a link full duplex."""
-        self._lines[name] = dist.new_group(list(ranks), timeout=_FOREVER)
+        self._lines[name] = dist.new_group(list(ranks), timeout=FOREVER)
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         return GlooOutLink(self._lines[line], peer, settings)
@@ -94,7 +97,7 @@ class GlooTransport:
     def group(self, ranks: Sequence[int]) -> Collectives | None:
         if len(ranks) == 1:
             return None
-        group = dist.new_group(list(ranks), timeout=_FOREVER)
+        group = dist.new_group(list(ranks), timeout=FOREVER)
         return GlooCollectives(group) if self.rank in ranks else None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:

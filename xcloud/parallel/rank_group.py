@@ -103,19 +103,5 @@ class _Call:
         return self.name
 
 
-def lost_in_call(lives: Mapping[int, PeerLife]) -> tuple[int, str] | None:
-    """A rank that is waited for in a collective and lost (with the call's name), where all give
-    signs of life all the time. Links see to theirs; torch would wait on. Ranks hear of each other
-    by way of rank 0, so where that one is silent it is the one."""
-    for rank, life in lives.items():
-        found, lost_after_s = life.awaited, life.policy.lost_after_s
-        if found is None or not life.beats or not isinstance(found[0], _Call):
-            continue
-        if min(found[1], life.silent_s) > lost_after_s:
-            hub = lives.get(0, life)
-            return (0 if hub.silent_s > lost_after_s and 0 in lives else rank), str(found[0])
-    return None
-
-
 def _nothing() -> None:
     """There is nobody to wait for."""

@@ -7,21 +7,24 @@ put into the store where they meet, and leaves if that differs.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
 from xcloud.cluster.clouds import Layout
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError
+from xcloud.errors import ConfigError, LinkTimeout
 from xcloud.job.job import Job
 from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Watch
@@ -44,20 +47,28 @@ from xcloud.run.agreement import (
     judge,
 )
 from xcloud.run.compared import make_table
+from xcloud.run.joining import Joining
 from xcloud.run.resume import HELD
+
+_GREET_EVERY_S = 0.2
 
 
 def join(
-    job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str]
-) -> tuple[PairTransport, Agreed]:
+    job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str],
+    joining: Joining | None = None,
+) -> tuple[PairTransport, Agreed]:  # fmt: skip
     """Meet the other ranks, in a file of the run folder or, where MASTER_ADDR and MASTER_PORT are
     set, at a server in rank 0, which says from which of the checkpoints of its cloud the run goes
-    on. held: this rank's. Raises ConfigError for a rank that runs something else."""
+    on. held: this rank's. joining: under torchrun. Raises ConfigError for a rank that runs
+    something else, LinkTimeout for ranks of the first cloud that do not come."""
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its agent serves at that port itself
-    transport = PairTransport(rank, meeting_store(rank, run_dir, host, port + under_torchrun))
+    within_s = job.cluster.liveness.join_within_s
+    store = meeting_store(rank, run_dir, host, port + under_torchrun, within_s)
+    transport, layout = PairTransport(rank, store, within_s), job.cluster
+    if joining is not None:
+        _watch(transport, joining, layout)
     mine = make_table(settings)
-    store, layout = transport.store, job.cluster
 
     def judged(tables: Mapping[int, Table]) -> Verdict:
         named = partial(_name, layout)
@@ -70,17 +81,48 @@ def join(
     if rank in saving:
         store.set(f"table.{rank}", _text(encode_table(table)))
     if rank == HUB:
-        tables = {HUB: table} | {r: _table(store, r) for r in sorted(saving - {HUB})}
+        others = {r: _table(store, r, within_s) for r in sorted(saving - {HUB})}
+        tables = {HUB: table, **others}
         verdict = replace(judged(tables), attempt=time.time_ns())
         store.set("verdict", _text(encode_verdict(verdict)))
     else:
-        theirs = {key: v for key, v in _table(store, HUB).items() if not key.startswith(HELD)}
+        theirs = {
+            key: v for key, v in _table(store, HUB, within_s).items() if not key.startswith(HELD)
+        }
         judged({HUB: theirs, rank: mine})
         verdict = decode_verdict((_bytes(store.get("verdict")),))
     return transport, Agreed(verdict)
 
 
-def _table(store: Store, rank: int) -> Table:
+def _watch(transport: PairTransport, joining: Joining, layout: Layout[Any]) -> None:
+    """Rank 0 looks for ranks that begin, also again, as long as it lives."""
+    if transport.rank != HUB:
+        return joining.watch(HUB, _life(transport.store, transport.rank, transport.beginning))
+    store = transport.store.clone()  # type: ignore[attr-defined]
+    greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
+
+    def greet() -> None:
+        while not joining.over.wait(_GREET_EVERY_S):
+            for rank, before in list(greeted.items()):
+                greeted[rank] = int(store.add(f"beginnings.{rank}", 0))
+                if greeted[rank] > before:
+                    mates = layout.ranks_in(layout.cloud_of(rank))
+                    joining.watch(rank, _life(store, rank, greeted[rank]), mates)
+
+    threading.Thread(target=greet, name="greeting", daemon=True).start()
+
+
+def _life(store: Store, rank: int, beginning: int) -> Store:
+    return PrefixStore(f"life {rank}.{beginning}", store.clone())  # type: ignore[attr-defined]
+
+
+def _table(store: Store, rank: int, within_s: float) -> Table:
+    try:
+        store.wait([f"table.{rank}"], timedelta(seconds=within_s))
+    except DistStoreError:
+        raise LinkTimeout(
+            f"rank {rank} has not come in {within_s:g} s (cluster.liveness.join_within_s)"
+        ) from None
     return decode_table((_bytes(store.get(f"table.{rank}")),), f"rank {rank}")
 
 

@@ -54,6 +54,14 @@ class RankContext(Generic[JobT]):
     turns: Turns = field(default_factory=Turns)
 
 
+def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
+    """Whether any of these is of the same cloud as `rank`, whose ranks wait for each other, or one
+    without which the run cannot go on."""
+    essential = job.saving_ranks if job.is_elastic else job.essential_ranks
+    mates = job.cluster.ranks_in(job.cluster.cloud_of(rank))
+    return bool(lost & essential.union(mates))
+
+
 class Role(ABC, Generic[JobT]):
     """What one rank does. Built in all ranks at the same time: that joins them (process groups,
     links). Then the shell calls `run`, and `close` if it came to its end.
@@ -101,6 +109,10 @@ class Role(ABC, Generic[JobT]):
             self.job.checkpoint, holder.folder, self.rank, post, parts, about,
             self.reporter, context.asked, step,
         )  # fmt: skip
+
+    def needs(self, lost: frozenset[int]) -> bool:
+        """Whether this rank cannot go on without any of these, which have ended or are silent."""
+        return is_needed(self.job, self.rank, lost)
 
     @abstractmethod
     def run(self) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from xcloud.cluster.liveness import Heartbeat, PeerLife
 from xcloud.cluster.pair_transport import PairTransport
-from xcloud.errors import ConfigError, FrameError, LinkError, LinkTimeout, XcloudError
+from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
 from xcloud.job.job import Job
-from xcloud.parallel.rank_group import lost_in_call
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
@@ -47,7 +45,7 @@ from xcloud.run.joining import Joining
 from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
 from xcloud.run.meeting_store import attempt_of
 from xcloud.run.resume import Holder
-from xcloud.run.role import RankContext, Role
+from xcloud.run.role import RankContext, Role, is_needed
 from xcloud.run.roles import role_of
 from xcloud.run.turns import join_turns
 from xcloud.security.wire_audit import audit_file, write_rank_audit
@@ -56,7 +54,6 @@ EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
-WATCH_EVERY_S = 0.5
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
 
 
@@ -88,11 +85,21 @@ def live(
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
-    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+    def write_audit() -> None:
+        records = [*agreed.records, *role.records]
+        write_rank_audit(
+            run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
+        )
+
+    def last_words() -> None:
+        with contextlib.suppress(LinkError):
+            reporter.flush()
+            time.sleep(LAST_WORDS_S)
+        write_audit()
+
     if joining is not None:
-        joining.met()
-        check = partial(_check_calls, job, role.lives, joining.on_lost)
-        watch = Heartbeat(WATCH_EVERY_S, check)
+        joining.met(role.needs, role.lives, last_words)
     if state is not None:
         state.lives = role.lives
     try:
@@ -100,12 +107,16 @@ def live(
             raise ConfigError(agreed.verdict.text)
         if rank == 0 and agreed.verdict.text and not agreed.verdict.refused:
             reporter.note(agreed.verdict.text)
-        with role.alive(), watch:
+        with role.alive():
             role.run()
             reporter.flush()
             role.close()
+        if joining is not None:
+            joining.leave()
         return role.is_stopped
     except BaseException:
+        if joining is not None:
+            joining.stand_aside()
         # Say what was not said yet, if rank 0 still listens; the threads end with this process.
         with contextlib.suppress(LinkError):
             reporter.flush()
@@ -115,26 +126,7 @@ def live(
         context.turns.close()
         if events is not None:
             events.close()
-        records = [*agreed.records, *role.records]
-        write_rank_audit(
-            run_dir, rank, layout, records, reporter.contents, role.received, job.is_elastic
-        )
-
-
-def _check_calls(
-    job: Job, lives: Mapping[int, PeerLife], on_lost: Callable[[LinkError], None]
-) -> None:
-    """Where no launcher sees that a rank is stopped: whether one is, in a collective."""
-    found = lost_in_call(lives)
-    if found is not None:
-        rank, call = found
-        on_lost(
-            LinkTimeout(
-                f"{rank_name(job, rank)} gave no sign of life for "
-                f"{job.cluster.liveness.lost_after_s:g} s while this rank waited for {call}. Is "
-                "that rank stopped, or its link down?"
-            )
-        )
+        write_audit()
 
 
 def _device(wanted: str) -> torch.device:
@@ -156,7 +148,13 @@ def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
     if joining is not None:
         join_within_s = job.cluster.liveness.join_within_s
         size = int(os.environ["WORLD_SIZE"])
-        store = attempt_of(_torchruns_store, rank, size, joining.watch, join_within_s)
+
+        def connect(timeout_s: float) -> Store:
+            store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+            joining.ask(store)
+            return store
+
+        store = attempt_of(connect, rank, size, joining.watch, join_within_s)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
@@ -169,11 +167,6 @@ def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
             world_size=num_ranks,
             timeout=_SETUP_TIMEOUT,
         )
-
-
-def _torchruns_store(timeout_s: float) -> Store:
-    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-    return store
 
 
 def _check_started(job: Job) -> None:
@@ -269,14 +262,16 @@ def main(words: Sequence[str] | None = None) -> None:
         _check_cloud(job, rank, arguments.cloud)
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
+        if under_torchrun:
+            joining = Joining(
+                rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
+                lambda error: _end_alone(run_dir, rank, state, error),
+                partial(is_needed, job, rank) if job.is_elastic else bool,
+            )  # fmt: skip
         if job.is_elastic:
-            transport, agreed = elastic.join(job, settings, rank, run_dir, holder.table())
+            table = holder.table()
+            transport, agreed = elastic.join(job, settings, rank, run_dir, table, joining)
         else:
-            if under_torchrun:
-                joining = Joining(
-                    rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
-                    lambda error: _end_alone(run_dir, rank, state, error),
-                )  # fmt: skip
             _join(job, rank, run_dir, joining)
             agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:

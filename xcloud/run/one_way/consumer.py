@@ -157,7 +157,10 @@ class ConsumerRun:
             checkpoints.after(self._step, word)
         if is_last:
             checkpoints.wait()
+            until_s = time.monotonic() + self.layout.liveness.overdue_after_s
             while self._leads and checkpoints.is_pending and not self._lost_ones():
+                if time.monotonic() > until_s:  # a producer that is stopped writes nothing
+                    break
                 time.sleep(_POLL_S)
         return is_last
 

@@ -186,6 +186,20 @@ class ConsumerRank(OneWayRank):
     def report(self, lines: bytes) -> None:
         self.wiring.report(lines)
 
+    def needs(self, lost: frozenset[int]) -> bool:
+        """One of those that feed it, too; of those that have ended the plan knows what to do."""
+        if super().needs(lost):
+            return True
+        if self.rank != 0 or not self.wiring.is_fed:
+            return False
+        layout, inbox = self.job.cluster, self.wiring.inbox
+        silent = [
+            not lost.isdisjoint(layout.ranks_in(cloud))
+            for producer, cloud in enumerate(layout.producers)
+            if not inbox.ended(producer)
+        ]
+        return any(silent) if self.job.feed.on_slow == "wait" else bool(silent) and all(silent)
+
     def run(self) -> None:
         part = self._consume(self.wiring, self.job.cluster.num_consumers, self.wiring)
         self._tell_memory((part.module, part))

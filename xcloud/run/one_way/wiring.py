@@ -124,6 +124,7 @@ class ConsumerWiring:
     _listener: Callable[[int, int, int], None] | None = None
     agreed_step: int = 0  # first rank: what the others of the consumer have not been told yet
     lost: set[int] = field(default_factory=set)  # producers that are gone, as the plan knows
+    is_fed: bool = True  # more batches are wanted
 
     @property
     def peers(self) -> list[int]:
@@ -178,6 +179,7 @@ class ConsumerWiring:
     def send_stop(self, last_numbers: dict[Source, int]) -> None:
         """No more batches are wanted than up to these numbers. In every rank; all but the first
         have nobody to tell."""
+        self.is_fed = False
         for source, number in last_numbers.items():
             self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
 
