@@ -138,3 +138,9 @@ def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
     update(ranks, 1)
 
     assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
+
+
+def test_the_loss_of_a_stage_that_trains_nothing_lies_on_its_device() -> None:
+    frozen = nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
+    assert FlatBuffer([frozen]).flat.device == frozen.device
+    assert torch.equal(FlatBuffer([]).flat, torch.zeros(1))

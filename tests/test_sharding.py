@@ -178,6 +178,16 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
     assert all(torch.equal(a, b) for a, b in zip(values(0), values(2), strict=True))
 
 
+def test_ranks_that_share_a_gpu_deal_nothing_over_nccl(alone: RankGroup) -> None:
+    class OfTwo(GlooCollectives):
+        def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+            return [values, values.clone()]
+
+    assert isinstance(alone.group, GlooCollectives)
+    with pytest.raises(ConfigError, match="two of them share one"):
+        OfTwo(alone.group._group).mesh(torch.device("cuda", 0))
+
+
 def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:
     buffer = FlatBuffer([nn.Parameter(torch.ones(3))])
 
