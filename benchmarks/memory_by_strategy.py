@@ -106,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if given.only_limit:  # the base must be there
             run(given, Path(folder) / "base", STRATEGIES["one process"], None)
-        if not given.only_limit:
+        else:
             print(f"{'MB of the fullest rank':24}" + "".join(f"{kind:>12}" for kind in KINDS)
                   + f"{'s / step':>10}{'loss':>12}", flush=True)  # fmt: skip
             for number, (name, overrides) in enumerate(chosen.items()):
