@@ -108,7 +108,7 @@ def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
 def test_pipelines_whose_first_stage_is_dealt_are_averaged_as_one_model(
     all_weights: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Hybrid: a, b | c, d. a and c deal their stage over two ranks, and each of these averages what
+    """Hybrid: a, b | c, d. a and c deal their stage over two ranks; each of these averages what
     it holds. Replicas are compared after every update."""
     shards = (f"+cluster.clouds.cloud_{name}.shard=true" for name in "ac")
     others = (
