@@ -2,7 +2,8 @@
 a rank may not have the memory of a whole one.
 
 python -m benchmarks.memory_by_strategy [--width 640] [--blocks 8] [--steps 2] [--limit-mb 1250]
-python -m benchmarks.memory_by_strategy --lora --width 1024 --blocks 16 --limit-mb 1450 --only-limit
+python -m benchmarks.memory_by_strategy --lora --only-limit --width 1024 --blocks 16 \\
+    --limit-mb 1450
 
 All weights of a Llama of random weights are trained with AdamW in FP32, two stages, links without
 a limit; the C library gives back freed memory at once. `limit` is RLIMIT_DATA of every process of
