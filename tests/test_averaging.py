@@ -349,6 +349,20 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
         assert sum(worked.values()) / num_replicas == pytest.approx(planned.codec_s)
 
 
+def test_what_was_under_way_is_restored_to_the_device_of_the_tensors() -> None:
+    """As of a GPU; what others send is moved there, and the two are merged."""
+    sender, _ = averagers(2, all_to_all(Nothing()))
+    sender.start(1, drawn(0))
+
+    def on_meta(links: MemoryLinks) -> AllToAll:
+        return AllToAll(links, TensorCodec(SHAPES, lambda n, s: Nothing(), 7, True, device="meta"))
+
+    restored, _ = averagers(2, on_meta)
+    restored.load_state_dict(sender.state_dict())
+    under_way = {n: v for n, v in restored.state_dict().items() if "under_way.1.all" in n}
+    assert under_way and all(isinstance(v, Tensor) and v.is_meta for v in under_way.values())
+
+
 def test_averagers_of_one_pair_of_links_may_be_under_way_at_once() -> None:
     for make in KINDS:
         fragments = []

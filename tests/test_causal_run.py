@@ -105,14 +105,20 @@ def test_stages_dealt_over_the_ranks_of_a_cloud_train_as_whole_ones(
         assert memory[2][kind] < 0.6 * whole[kind]
 
 
-def test_replicas_dealt_over_the_ranks_of_two_clouds_train_as_one_model(
+def test_pipelines_whose_first_stage_is_dealt_are_averaged_as_one_model(
     all_weights: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Each rank averages what it holds; replicas are compared after every update."""
-    shards = (f"+cluster.clouds.cloud_{name}.shard=true" for name in "ab")
+    """Hybrid: a, b | c, d. a and c deal their stage over two ranks; each of these averages what
+    it holds. Replicas are compared after every update."""
+    shards = (f"+cluster.clouds.cloud_{name}.shard=true" for name in "ac")
+    others = (
+        f"+cluster.clouds.cloud_{name}={{_target_:xcloud.cluster.layout.Cloud,num_ranks:{ranks}}}"
+        for name, ranks in (("c", 2), ("d", 1))
+    )
     start(
-        tmp_path, cache, "cluster=two_clouds_dp", "cluster/wan=free", "model.lora=null", *shards,
-        "strategy=data_parallel", "strategy.averaging.check_every=1",
+        tmp_path, cache, "cluster=two_clouds", "cluster/wan=free", "model.lora=null", *others,
+        "cluster.clouds.cloud_a.num_ranks=2", *shards, "schedule.num_micro_batches=8",
+        "strategy=hybrid", "strategy.averaging.check_every=1",
     )  # fmt: skip
     assert losses(tmp_path) == pytest.approx(losses(all_weights), rel=1e-5)
     ours, theirs = weights(tmp_path), weights(all_weights)

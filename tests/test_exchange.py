@@ -149,3 +149,9 @@ def test_the_squared_norm_is_that_of_float64_whatever_the_size() -> None:
     broken[299, 299] = torch.inf
     assert math.isinf(squared_norm(broken))
     assert math.isnan(squared_norm(broken - broken))
+
+
+def test_the_loss_of_a_stage_that_trains_nothing_lies_on_its_device() -> None:
+    frozen = nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
+    assert FlatBuffer([frozen]).flat.device == frozen.device
+    assert torch.equal(FlatBuffer([]).flat, torch.zeros(1))

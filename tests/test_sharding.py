@@ -5,31 +5,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.causal_models import saved, where
 from tests.configs import composed
+from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, samples
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
 from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
+from xcloud.models.causal import CausalLM
+from xcloud.models.lora import Lora
 from xcloud.parallel.across import AcrossClouds
+from xcloud.parallel.dealt import local_part
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.sharding import (
+    Dealer,
     Sharded,
     ShardedAcross,
-    _blocks,
     check_in_step,
     is_sharded,
-    shard,
     whole,
+    whole_blocks,
 )
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
@@ -59,7 +68,7 @@ def test_blocks_are_gathered_one_by_one_and_their_own_lists_with_them() -> None:
     stage.network = nn.Module()
     stage.network.layers = nn.ModuleList([block, nn.Identity(), nn.Linear(2, 2)])
     stage.head = nn.Linear(2, 2)
-    assert list(_blocks(stage)) == [block, stage.network.layers[2]]
+    assert list(whole_blocks(stage)) == [block, stage.network.layers[2]]
 
 
 @pytest.fixture
@@ -68,6 +77,60 @@ def alone() -> Iterator[RankGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield RankGroup(0, (0,), GlooCollectives(dist.new_group([0])))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def first_of_four() -> Iterator[RankGroup]:
+    """One rank of a process group whose others do not exist, nor does what it sends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield RankGroup(0, (0, 1, 2, 3), GlooCollectives(dist.new_group([0, 1, 2, 3])))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("gpt2", {"lora": Lora(2)}),
+        ("gemma2", {"lora": Lora(2)}),
+        ("gpt_neox", {"embeddings": "untie"}),
+    ],
+    ids=str,
+)
+def test_a_stage_is_dealt_block_by_block_as_it_is_read_and_starts_as_a_whole_one(
+    first_of_four: RankGroup, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    """Never more at once than this rank's quarter of all, one whole block, and the ends."""
+    saved(kind, tmp_path, num_hidden_layers=8, tie_word_embeddings="embeddings" in settings)
+    model = CausalLM(checkpoint=str(tmp_path), **settings)
+
+    def dealt(early: bool) -> tuple[nn.Module, int]:
+        dealer, at = Dealer(first_of_four, CPU), where(tmp_path)
+        with PeakBytes() as memory:
+            stage = model.build_stage(0, 1, replace(at, deal=dealer.block) if early else at)
+            dealer.rest(stage.to(CPU))
+        return stage, memory.peak
+
+    whole_stage = model.build_stage(0, 1, where(tmp_path))
+    (stage, peak), (late_stage, late_peak) = dealt(True), dealt(False)
+    num_bytes = [4 * sum(p.numel() for p in b.parameters()) for b in whole_blocks(whole_stage)]
+    total = 4 * sum(p.numel() for p in whole_stage.parameters())
+    ends = total - sum(num_bytes)
+    assert peak < total / 4 + num_bytes[0] + ends + 4096 < total < late_peak
+
+    expected = dict(whole_stage.named_parameters())
+    for name, parameter in stage.named_parameters():
+        own = expected.pop(name)
+        assert parameter.requires_grad is own.requires_grad
+        part = own.chunk(4)[0]
+        assert torch.equal(local_part(parameter), part.detach()), name
+    assert not expected and not any(True for _ in whole_blocks(stage))
+    assert [n for n, _ in late_stage.named_parameters()] == [
+        n for n, _ in stage.named_parameters()
+    ]
+    expected_buffers = dict(whole_stage.named_buffers())
+    assert all(torch.equal(b, expected_buffers.pop(n)) for n, b in stage.named_buffers())
+    assert not expected_buffers
 
 
 def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
@@ -81,7 +144,7 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
         stage.blocks[0].weight = nn.Parameter(torch.eye(D))
         stage.layer = nn.Sequential(stage.layer, stage.blocks[0])
     for stage in stages[1:]:
-        shard(stage, alone, CPU)
+        Dealer(alone, CPU).rest(stage)
     assert [is_sharded(stage) for stage in stages] == [False, True, True]
     buffers = [FlatBuffer(stage.parameters()) for stage in stages]
     optimizers = [training.build(buffer.parameters) for buffer in buffers]
@@ -113,6 +176,16 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
     for number in (0, 2):
         updated(number, 3)
     assert all(torch.equal(a, b) for a, b in zip(values(0), values(2), strict=True))
+
+
+def test_ranks_that_share_a_gpu_deal_nothing_over_nccl(alone: RankGroup) -> None:
+    class OfTwo(GlooCollectives):
+        def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+            return [values, values.clone()]
+
+    assert isinstance(alone.group, GlooCollectives)
+    with pytest.raises(ConfigError, match="two of them share one"):
+        OfTwo(alone.group._group).mesh(torch.device("cuda", 0))
 
 
 def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:
@@ -151,7 +224,7 @@ def test_a_dealt_stage_is_averaged_over_clouds_as_a_whole_one(
     alone: RankGroup, value: float
 ) -> None:
     stages = [ToyStage(0, 2) for _ in range(2)]
-    shard(stages[1], alone, CPU)
+    Dealer(alone, CPU).rest(stages[1])
     found = []
     for number, stage in enumerate(stages):
         parameters = {0: dict(stage.named_parameters())}

@@ -17,6 +17,7 @@ from torch import Tensor
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
+from xcloud.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -140,11 +141,21 @@ class GlooCollectives:
         return found
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Over gloo on CPUs, over NCCL on GPUs."""
+        """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
         from torch.distributed.device_mesh import DeviceMesh
 
         group = self._group
         if device.type == "cuda":
             ranks = dist.get_process_group_ranks(group)
-            group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+            places = self.gather(torch.tensor([machine_id(), device.index]))
+            if len({tuple(place.tolist()) for place in places}) < len(places):
+                raise ConfigError(
+                    f"cloud.shard: ranks {ranks} deal a stage over NCCL, which needs a GPU for "
+                    "each, and two of them share one; give the cloud as many ranks as GPUs "
+                    "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
+                )
+            # Its own limit would end the process while a rank waits for another cloud.
+            group = dist.new_group(
+                ranks, timeout=_FOREVER, backend="nccl", use_local_synchronization=True
+            )
         return DeviceMesh.from_group(group, device.type)

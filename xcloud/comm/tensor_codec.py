@@ -96,6 +96,7 @@ class TensorCodec:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         self._coded: list[_Coded] = []
         for name, shape in shapes.items():
             rows = shape[0] if len(shape) > 1 else 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
+from torch import nn
 
 from xcloud.contracts.stage import Batch, Border, Head, Stage, TokenIds
 
@@ -22,6 +23,9 @@ class BuildContext:
     barrier: waits for the other lanes. report: one line of progress for the user.
     head: what the last stage predicts; None if labels are not visible, and in translation.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
+    deal: called with each block of the stage as soon as it is complete, by a model that can build
+        block by block: deals it over the ranks that share the stage, where they do, and moves it
+        to the device.
     """
 
     seed: int
@@ -35,6 +39,7 @@ class BuildContext:
     report: Callable[[str], None]
     head: Head | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})
+    deal: Callable[[nn.Module], None] = field(default=lambda block: None)
 
 
 class SplitModel(Protocol):

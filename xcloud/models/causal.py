@@ -33,6 +33,7 @@ from xcloud.models.causal_network import (
     base_of,
     config_of,
     depth,
+    laid_out,
     load_weights,
     network_of,
     read_config,
@@ -189,8 +190,6 @@ class CausalLM:
                 f"{words.size}: use the checkpoint's own tokenizer"
             )
         part = self._part(config, stage, num_stages)
-        network = network_of(config, part)
-        load_weights(network, name)
         basis = None
         if measures:
             basis = basis_of(self._cut, stage, name, config, self._public_text, context)
@@ -198,8 +197,15 @@ class CausalLM:
         handed: tuple[Tensor, ...] = ()
         if basis is not None and stage == 0 and self._cut.hands_over:
             handed = (basis.decode, basis.anchor)
-        about = {"max_length": context.max_length}
-        built = self._stage(network, part, context.seed, about, cut, handed)
+        network = laid_out(config, part)
+        built = self._stage(network, part, {"max_length": context.max_length}, cut, handed)
+
+        def end_block(prefix: str, block: nn.Module) -> None:
+            if self.lora is not None:
+                self.lora.draw(prefix, block, context.seed)
+            context.deal(block)
+
+        load_weights(network, name, end_block)
         return built.to(context.device)
 
     def empty_stage(
@@ -225,13 +231,12 @@ class CausalLM:
                 parameter.zero_()
         about = {"max_length": architecture.get("max_length", max_length)}
         cut = make_cut(self._cut, stage, config, about["max_length"], None)
-        return self._stage(network, part, 0, about, cut)
+        return self._stage(network, part, about, cut)
 
     def _stage(
         self,
         network: Any,
         part: Part,
-        seed: int,
         about: dict[str, Any],
         cut: Cut | None,
         handed_over: tuple[Tensor, ...] = (),
@@ -247,7 +252,7 @@ class CausalLM:
             "config": json.loads(config.to_json_string()),
         }
         if self.lora is not None:
-            self.lora.add_to(network, seed)
+            self.lora.add_to(network)
         elif self.embeddings == "freeze":
             kind, base = KINDS[config.model_type], base_of(network)
             for name in (kind.embeddings, *kind.first):

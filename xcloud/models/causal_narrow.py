@@ -19,7 +19,7 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
-from xcloud.models.causal_network import Part, depth, load_weights, network_of, packed_places, run
+from xcloud.models.causal_network import Part, depth, laid_out, load_weights, packed_places, run
 from xcloud.models.low_rank_cut import (
     Basis,
     ProjectionBottom,
@@ -126,7 +126,7 @@ class CausalBlock(CutBlock):
 
     def __init__(self, name: str, config: Any, block: int) -> None:
         self.num_words, self.hidden = int(config.vocab_size), int(config.hidden_size)
-        self._network = network_of(config, Part(range(block + 1), True, False))
+        self._network = laid_out(config, Part(range(block + 1), True, False))
         load_weights(self._network, name)
         described: Mapping[str, Any] = json.loads(config.to_json_string())
         self.described = described

@@ -2,7 +2,8 @@
 What a stage sends and loses is causal_stage.py's; where weights come from is causal_base.py's.
 
 The network is laid out on torch's "meta" device, which costs no memory; what other stages hold is
-taken out, and only what is left is given memory and weights. Names stay those of the whole model.
+taken out, and only what is left is given memory and weights, one block after another. Names stay
+those of the whole model.
 
 Shapes: B samples, S positions, H features.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,14 @@ def skeleton(config: Any) -> Any:
 
 def network_of(config: Any, part: Part) -> Any:
     """The part of the model, with memory and with buffers, its weights not set yet."""
+    network = laid_out(config, part)
+    _give_memory(network, network)
+    _tie(network)
+    return network
+
+
+def laid_out(config: Any, part: Part) -> Any:
+    """The part of the model, without memory."""
     network = skeleton(config)
     kind, base = KINDS[config.model_type], base_of(network)
     blocks = getattr(base, kind.blocks)
@@ -151,14 +160,25 @@ def network_of(config: Any, part: Part) -> Any:
     if not part.is_last:
         setattr(base, kind.norm, Elsewhere())
         setattr(network, HEAD, Elsewhere())
-    network.to_empty(device="cpu")
-    for module in network.modules():
-        if next(module.buffers(recurse=False), None) is not None:
-            network._init_weights(module)  # computes rotation frequencies, embedding scales
-    if part.is_first and part.is_last and ties_words(config):
-        getattr(network, HEAD).weight = getattr(base, kind.embeddings).weight
     network.config.use_cache = False
     return network
+
+
+def _give_memory(network: Any, module: nn.Module) -> None:
+    """To what has none yet in a module of the network; buffers are computed, weights not set."""
+    for inner in module.modules():
+        buffers = list(inner.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in (*inner.parameters(recurse=False), *buffers)):
+            inner.to_empty(device="cpu", recurse=False)
+            if buffers:
+                network._init_weights(inner)  # rotation frequencies, embedding scales
+
+
+def _tie(network: Any) -> None:
+    """The head to the embeddings, in a part that holds both of a model that ties them."""
+    words, head = _words_module(network), getattr(network, HEAD)
+    if ties_words(network.config) and not {Elsewhere} & {type(words), type(head)}:
+        head.weight = words.weight
 
 
 def base_of(network: Any) -> Any:
@@ -168,9 +188,19 @@ def base_of(network: Any) -> Any:
 
 def words_of(network: Any) -> nn.Parameter:
     """The matrix of the embeddings, in the first stage."""
-    module = getattr(base_of(network), KINDS[network.config.model_type].embeddings)
-    words: nn.Parameter = module.weight
+    words: nn.Parameter = _words_module(network).weight
     return words
+
+
+def _words_module(network: Any) -> Any:
+    return getattr(base_of(network), KINDS[network.config.model_type].embeddings)
+
+
+def blocks_of(network: Any) -> Iterator[tuple[str, nn.Module]]:
+    """(name, block), also of those that stand elsewhere."""
+    kind, base = KINDS[network.config.model_type], base_of(network)
+    for number, block in enumerate(getattr(base, kind.blocks)):
+        yield f"{kind.base}.{kind.blocks}.{number}", block
 
 
 def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -178,8 +208,7 @@ def held(network: Any) -> Iterator[tuple[str, nn.Module]]:
     kind, base = KINDS[network.config.model_type], base_of(network)
     for name in (kind.embeddings, *kind.first, kind.norm):
         yield f"{kind.base}.{name}", getattr(base, name)
-    for number, block in enumerate(getattr(base, kind.blocks)):
-        yield f"{kind.base}.{kind.blocks}.{number}", block
+    yield from blocks_of(network)
     yield HEAD, getattr(network, HEAD)
 
 
@@ -193,26 +222,35 @@ def draw_weights(network: Any, seed: int) -> None:
                     network._init_weights(inner)
 
 
-def load_weights(network: Any, name_or_path: str) -> None:
-    """Fill this part from a checkpoint's safetensors; only its own tensors are read. DataError
-    for one that is missing or of another shape."""
+def load_weights(
+    network: Any, name_or_path: str, end_block: Callable[[str, nn.Module], None] | None = None
+) -> None:
+    """Fill this part from a checkpoint's safetensors, block by block; what has no memory gets it
+    then. Only its own tensors are read; adapters beside them are left alone. DataError for a
+    tensor that is missing or of another shape.
+
+    end_block: called with the name of each block and the block, as soon as it is full.
+    """
     files = WeightFiles(name_or_path)
     kind = KINDS[network.config.model_type]
     words = f"{kind.base}.{kind.embeddings}.weight"
+    is_tied = ties_words(read_config(name_or_path))
 
     def found(name: str) -> str:
         names = [name, name.removeprefix(f"{kind.base}.")]  # of a file of the headless model
         names += [name.replace(HEAD, kind.old_head)]
-        if name == f"{HEAD}.weight" and ties_words(network.config):
+        if name == f"{HEAD}.weight" and is_tied:
             names += [words, words.removeprefix(f"{kind.base}.")]
         place = next((given for given in names if given in files), None)
         if place is None:
             raise DataError(f"checkpoint {name_or_path!r} has no weights {name}")
         return place
 
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            place = found(name)
+    def fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            if ".lora_" in name:
+                continue
+            place = found(name.replace(".base_layer.", "."))
             tensor = files.tensor(place)
             if tensor.shape != parameter.shape:
                 raise DataError(
@@ -220,6 +258,17 @@ def load_weights(network: Any, name_or_path: str) -> None:
                     f"config.json says {list(parameter.shape)}"
                 )
             parameter.copy_(tensor)
+
+    with torch.no_grad():
+        for prefix, block in blocks_of(network):
+            _give_memory(network, block)
+            fill(block.named_parameters(prefix))
+            if end_block is not None and not isinstance(block, Elsewhere):
+                end_block(prefix, block)
+        _give_memory(network, network)
+        _tie(network)
+        blocks = tuple(f"{prefix}." for prefix, _ in blocks_of(network))
+        fill((n, p) for n, p in network.named_parameters() if not n.startswith(blocks))
 
 
 def write_checkpoint(network: Any, folder: Path) -> None:

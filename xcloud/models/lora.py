@@ -78,11 +78,10 @@ class Lora:
     def layers_in(self, config: Any) -> frozenset[int]:
         return frozenset(range(depth(config)) if self.layers is None else self.layers)
 
-    def add_to(self, network: Any, seed: int) -> None:
-        """Freeze the network and put trained adapters beside its targets, in place. Their start
-        depends on the seed and their own name alone."""
+    def add_to(self, network: Any) -> None:
+        """Freeze the network and put trained adapters beside its targets, in place; `draw` starts
+        them."""
         from peft import inject_adapter_in_model
-        from peft.tuners.lora import LoraLayer
 
         config = network.config
         targets = set(self.targets_in(config))
@@ -95,9 +94,15 @@ class Lora:
         network.requires_grad_(False)
         if not names:  # a stage without adapted blocks
             return
-        with seeded(seed, "replaced below"):
+        with seeded(0, "replaced by draw"):
             inject_adapter_in_model(self._settings(config, names), network, NAME)
-        for name, module in network.named_modules():
+
+    def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
+        """Start the adapters of a block called `prefix`. It depends on the seed and their own name
+        alone."""
+        from peft.tuners.lora import LoraLayer
+
+        for name, module in block.named_modules(prefix=prefix):
             if isinstance(module, LoraLayer):
                 with seeded(seed, "lora", name):
                     module.reset_lora_parameters(NAME, True)  # type: ignore[no-untyped-call]

@@ -136,6 +136,7 @@ class _Averager(ABC):
         load_states(self._codecs, state, "an averager", own=under_way)
         self._steps = {}
         steps = split_state(under_way, ("under_way",), "an averager")["under_way"]
+        device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
         numbers = sorted({name.partition(".")[0] for name in steps}, key=int)
         for number, parts in split_state(steps, numbers, "messages under way").items():
             names = dict.fromkeys(name.partition(".")[0] for name in parts)
@@ -144,6 +145,7 @@ class _Averager(ABC):
                 for name, own in split_state(parts, names, "a message under way").items()
             }
             (weight,) = sent.pop("weight")
+            sent = {name: tuple(part.to(device) for part in own) for name, own in sent.items()}
             self._steps[int(number)] = _UnderWay(float(weight), self._own_of(sent), sent)
             self._send(int(number))
 

@@ -36,11 +36,10 @@ class FlatBuffer:
     finish_sum: Callable[[], None] | None = None  # of the gradients, where the backward began it
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
-        if not self.parameters:
-            self.flat = torch.zeros(1)
-            return
-        first = self.parameters[0]
+        held = list(parameters)
+        self.parameters = [p for p in held if p.requires_grad]
+        # Where nothing is trained the loss still lies where the other ranks have theirs.
+        first = next(iter(self.parameters or held), torch.zeros(0))
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
         own = [local_part(p) for p in self.parameters]
         size = sum(part.numel() for part in own)

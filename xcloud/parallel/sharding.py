@@ -13,6 +13,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +27,43 @@ from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 18
 
 
-def shard(module: nn.Module, group: RankGroup, device: torch.device) -> None:
-    """In place, before gradients and optimizer are made. Every rank of `group` calls it, and holds
-    the whole stage till then. Entries of module lists (the blocks) are gathered one at a time,
-    the rest of the stage with the whole."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+class Dealer:
+    """Deals a stage over the ranks of `group`, in place, before gradients and optimizer are made.
+    Every rank makes the same calls. Blocks that are dealt as soon as they are built never lie
+    whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
+    comes last."""
 
-    assert group.group is not None
-    mesh = group.group.mesh(device)
-    for block in _blocks(module):
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):  # sums, as losses are divided already
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(module, "predict")
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def block(self, block: nn.Module) -> None:
+        """Gathered by itself when it computes."""
+        from torch.distributed.fsdp import fully_shard
+
+        dealt = fully_shard(block, mesh=self._mesh, reshard_after_forward=True)
+        dealt.set_gradient_divide_factor(1.0)  # sums, as losses are divided already
+        dealt.set_force_sum_reduction_for_comms(True)
+
+    def rest(self, stage: nn.Module) -> None:
+        """Its whole blocks one at a time, then what is left."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        for block in whole_blocks(stage):
+            self.block(block)
+        self.block(stage)
+        register_fsdp_forward_method(stage, "predict")
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        assert self._group.group is not None
+        return self._group.group.mesh(self._device)
 
 
 def return_freed_memory(device: torch.device) -> None:
@@ -57,17 +76,18 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `shard` has dealt it."""
+    """Whether a Dealer has dealt it."""
     return hasattr(module, "set_gradient_divide_factor")
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Entries of the outermost lists that have parameters."""
+def whole_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Entries of the outermost lists that have parameters and are not dealt yet."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (b for b in child.children() if next(b.parameters(), None) is not None)
+            held = (b for b in child.children() if next(b.parameters(), None) is not None)
+            yield from (block for block in held if not is_sharded(block))
         else:
-            yield from _blocks(child)
+            yield from whole_blocks(child)
 
 
 def check_in_step(

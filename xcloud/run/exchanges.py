@@ -73,7 +73,8 @@ def _join_averaging(
         stage: {name: p for name, p in module.named_parameters() if p.requires_grad}
         for stage, module in stages.items()
     }
-    some = next((p for named in trained.values() for p in named.values()), torch.zeros(0))
+    held = (p for module in stages.values() for p in module.parameters())
+    some = next(held, torch.zeros(0))
     stream = seed_from(seed, "averaging", min(stages), lanes.lane)
     mail = Mailbox(replicas) if replicas.peers else None
     is_dealt = any(map(is_sharded, stages.values()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.sharding import is_sharded, return_freed_memory, shard, whole
+from xcloud.parallel.sharding import Dealer, is_sharded, return_freed_memory, whole, whole_blocks
 from xcloud.run.autopilot import RunPilot
 from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
 from xcloud.run.elastic import StoreFacts, parameters_fact
@@ -71,6 +72,7 @@ class StageRank(Role[Experiment]):
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
         self.lives = self.wiring.ends.lives
+        self._dealers: dict[int, Dealer] = {}  # by stage, where this cloud deals them
 
     def report(self, lines: bytes) -> None:
         assert self.wiring.control is not None
@@ -97,16 +99,22 @@ class StageRank(Role[Experiment]):
 
     def _build(self, data: TaskData) -> dict[int, Stage]:
         job, layout, lanes = self.job, self.job.cluster, self.wiring.lanes
-        if layout.clouds[self.placement.cloud].shard:
-            return_freed_memory(self.context.device)
-        stages = {}
+        device, stages = self.context.device, {}
         for stage in self.placement.stages:
             build = context_of(
-                job, data, self.context.device, self.reporter.note, lanes[stage].lane,
-                lanes[stage].barrier,
-            )  # fmt: skip
-            built = job.model.build_stage(stage, layout.num_stages, build)
-            stages[stage] = built.to(self.context.device)
+                job, data, device, self.reporter.note, lanes[stage].lane, lanes[stage].barrier
+            )
+            if layout.clouds[self.placement.cloud].shard:
+                return_freed_memory(device)
+                self._dealers[stage] = Dealer(lanes[stage], device)
+                build = replace(build, deal=self._dealers[stage].block)
+            stages[stage] = job.model.build_stage(stage, layout.num_stages, build).to(device)
+            dealt = stage in self._dealers and lanes[stage].leads
+            if dealt and any(True for _ in whole_blocks(stages[stage])):
+                self.reporter.note(
+                    f"stage {stage}: this model is built whole in every rank before it is dealt "
+                    "over them, so its weights must fit one rank"
+                )
         return stages
 
     def _train(self, stages: dict[int, Stage], data: TaskData) -> None:
@@ -129,9 +137,8 @@ class StageRank(Role[Experiment]):
         else:
             self.wiring.meet()  # a cloud may prepare longer than a message may take
         pipeline.hand_over()
-        if layout.clouds[self.placement.cloud].shard:
-            for stage, module in stages.items():
-                shard(module, self.wiring.lanes[stage], device)
+        for stage, dealer in self._dealers.items():
+            dealer.rest(stages[stage])
         local = LocalTraining(
             job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter
         )
