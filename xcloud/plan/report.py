@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xcloud.plan.kept import OverEpochs
 from xcloud.plan.plans import Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import AtCount, Crossing, Ranked, touches_quality
@@ -20,7 +21,8 @@ PLAN_FILE = "plan.json"
 class Report:
     """Everything that is shown of a search. search_s: what the search took. stale: why the profile
     may not hold. not_planned: strategies, and why. curves: by compressor, bandwidth and step.
-    pipeline: the plan of over_micro_batches."""
+    pipeline: the plan of over_micro_batches. over_epochs: of the best plan, where the rows of
+    frozen parts are kept; prices are those of the first epoch then."""
 
     pricer: Pricer
     ranked: Ranked
@@ -31,6 +33,7 @@ class Report:
     pipeline: Plan | None = None
     stale: Sequence[str] = ()
     not_planned: Mapping[str, str] = field(default_factory=dict)
+    over_epochs: OverEpochs | None = None
 
     def split(self, plan: Plan) -> str:
         """Such as "3 | 5 blocks"; "whole" where every rank has all."""
@@ -70,12 +73,18 @@ class Report:
         best = self.ranked.best
         return [self.row(priced, self.ranked.advice(i)) for i, priced in enumerate(best)]
 
+    def _run_step_s(self, chosen: Priced) -> float:
+        """On average over the run."""
+        epochs = self.over_epochs if chosen == self.ranked.best[0] else None
+        return chosen.step_s if epochs is None else epochs.mean_s
+
     def as_table(self, chosen: Priced | None) -> dict[str, Any]:
         """chosen: the plan that is run; None if none is."""
-        profile = self.pricer.profile
+        profile, epochs = self.pricer.profile, self.over_epochs
         counted = self.over_micro_batches
         return {
-            "predicted_step_time_s": None if chosen is None else chosen.step_s,
+            "predicted_step_time_s": None if chosen is None else self._run_step_s(chosen),
+            "predicted_over_epochs": None if epochs is None else epochs.as_table(),
             "chosen": None if chosen is None else self.row(chosen, ""),
             "own": self.row(self.ranked.own, self.ranked.advice_to_own),
             "plans": self.rows,
@@ -113,4 +122,7 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
         step_s = float(found["predicted_step_time_s"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-    return {"predicted_step_time_s": round(step_s, 6)}
+    told: dict[str, Any] = {"predicted_step_time_s": round(step_s, 6)}
+    if epochs := found.get("predicted_over_epochs"):
+        told["predicted_over_epochs"] = {name: round(epochs[name], 6) for name in epochs}
+    return told

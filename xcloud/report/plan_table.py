@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from xcloud.plan.report import Report
 from xcloud.plan.search import AtCount, Crossing
-from xcloud.report.table import WIDTH_WITHOUT_TERMINAL, human_bytes, human_seconds
+from xcloud.report.table import (
+    WIDTH_WITHOUT_TERMINAL,
+    epochs_text,
+    human_bytes,
+    human_seconds,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +64,10 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         )  # fmt: skip
     console.print(table)
     say("* changes what is learned, too; quality is not predicted (docs/planning.md)")
+    if report.over_epochs is not None:
+        epochs = report.over_epochs.as_table()
+        say(f"steps are of the first epoch; plan 1 takes {human_seconds(epochs['mean_s'])} on "
+            f"average over the run: {epochs_text(epochs)}")  # fmt: skip
     for name, why in report.not_planned.items():
         say(f"{name} is not planned: {why}")
     if report.crossings:
