@@ -68,13 +68,14 @@ def test_a_plan_that_keeps_rows_is_told_by_its_average_over_the_run(
     ranked = search(priced, space, 1)
     epochs = over_epochs(priced, ranked.best[0].plan, Keeping(10**9, 200, 50))
     assert epochs is not None
-    report = Report(priced, ranked, 0.1, [], [], {}, over_epochs=epochs)
+    report = Report(priced, ranked, 0.1, [], [], {}, over_epochs={ranked.best[0].plan: epochs})
 
     print_plans(report)
     write_plan(tmp_path, report, ranked.best[0])
 
     text = epochs_text(epochs.as_table())
-    assert f"on average over the run: {text}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"on average over the run, {text}" in said and "plan 1: " in said
     assert "in later ones with 100% of the samples kept" in text
     told = predicted_of(tmp_path)
     assert told["predicted_step_time_s"] == pytest.approx(epochs.mean_s, abs=1e-6)

@@ -21,8 +21,8 @@ PLAN_FILE = "plan.json"
 class Report:
     """Everything that is shown of a search. search_s: what the search took. stale: why the profile
     may not hold. not_planned: strategies, and why. curves: by compressor, bandwidth and step.
-    pipeline: the plan of over_micro_batches. over_epochs: of the best plan, where the rows of
-    frozen parts are kept; prices are those of the first epoch then."""
+    pipeline: the plan of over_micro_batches. over_epochs: of plans that keep rows of frozen
+    parts; their prices are those of the first epoch."""
 
     pricer: Pricer
     ranked: Ranked
@@ -33,7 +33,7 @@ class Report:
     pipeline: Plan | None = None
     stale: Sequence[str] = ()
     not_planned: Mapping[str, str] = field(default_factory=dict)
-    over_epochs: OverEpochs | None = None
+    over_epochs: Mapping[Plan, OverEpochs] = field(default_factory=dict)
 
     def split(self, plan: Plan) -> str:
         """Such as "3 | 5 blocks"; "whole" where every rank has all."""
@@ -52,6 +52,7 @@ class Report:
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan
+        epochs = self.over_epochs.get(plan)
         return {
             "strategy": plan.strategy,
             "split": self.split(plan),
@@ -59,6 +60,7 @@ class Report:
             "schedule": plan.schedule_label,
             "compression": plan.compression,
             "predicted_step_time_s": priced.step_s,
+            "over_epochs": None if epochs is None else epochs.as_table(),
             "bubble_ratio": priced.bubble_ratio,
             "bytes_per_step": round(priced.bytes_per_step),
             "memory_bytes": dict(priced.memory),
@@ -73,18 +75,16 @@ class Report:
         best = self.ranked.best
         return [self.row(priced, self.ranked.advice(i)) for i, priced in enumerate(best)]
 
-    def _run_step_s(self, chosen: Priced) -> float:
-        """On average over the run."""
-        epochs = self.over_epochs if chosen == self.ranked.best[0] else None
-        return chosen.step_s if epochs is None else epochs.mean_s
-
     def as_table(self, chosen: Priced | None) -> dict[str, Any]:
         """chosen: the plan that is run; None if none is."""
-        profile, epochs = self.pricer.profile, self.over_epochs
+        profile = self.pricer.profile
+        epochs = None if chosen is None else self.over_epochs.get(chosen.plan)
+        mean_s = None if chosen is None else chosen.step_s
+        if epochs is not None:
+            mean_s = epochs.mean_s
         counted = self.over_micro_batches
         return {
-            "predicted_step_time_s": None if chosen is None else self._run_step_s(chosen),
-            "predicted_over_epochs": None if epochs is None else epochs.as_table(),
+            "predicted_step_time_s": mean_s,
             "chosen": None if chosen is None else self.row(chosen, ""),
             "own": self.row(self.ranked.own, self.ranked.advice_to_own),
             "plans": self.rows,
@@ -123,6 +123,6 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError):
         return {}
     told: dict[str, Any] = {"predicted_step_time_s": round(step_s, 6)}
-    if epochs := found.get("predicted_over_epochs"):
+    if epochs := found["chosen"].get("over_epochs"):
         told["predicted_over_epochs"] = {name: round(epochs[name], 6) for name in epochs}
     return told

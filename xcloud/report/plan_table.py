@@ -64,10 +64,11 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         )  # fmt: skip
     console.print(table)
     say("* changes what is learned, too; quality is not predicted (docs/planning.md)")
-    if report.over_epochs is not None:
-        epochs = report.over_epochs.as_table()
-        say(f"steps are of the first epoch; plan 1 takes {human_seconds(epochs['mean_s'])} on "
-            f"average over the run: {epochs_text(epochs)}")  # fmt: skip
+    for name, row in rows:
+        if epochs := row["over_epochs"]:
+            said = "yours" if name == "yours" else f"plan {name}"
+            say(f"{said}: {human_seconds(epochs['mean_s'])} on average over the run, "
+                f"{epochs_text(epochs)}")  # fmt: skip
     for name, why in report.not_planned.items():
         say(f"{name} is not planned: {why}")
     if report.crossings:

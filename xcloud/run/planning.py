@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ def planned(config: Any, run_dir: Path) -> Any:
         len(chosen.plan.ends) > 1
         and planner.arranged[chosen.plan.strategy].layout.num_replicas == 1
     ):
-        epochs = report.over_epochs  # the measured step that it is shown with is one of the last
+        # The measured step that it is shown with is one of the last.
+        epochs = report.over_epochs.get(chosen.plan)
         last = report.pricer if epochs is None else epochs.at_the_end
         foreseen = last.predict(chosen.plan).timeline
         write_trace(run_dir / PREDICTED_FILE, foreseen, {"plan": chosen.plan.strategy})
@@ -153,15 +154,17 @@ class Planner:
             pipeline,
             stale,
             self.not_planned,
-            self._over_epochs(pricer, best),
+            self._over_epochs(pricer, [best, own]),
         )
 
-    def _over_epochs(self, pricer: Pricer, plan: Plan) -> OverEpochs | None:
+    def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
         training, num_samples = self.job.training, pricer.profile.train_samples
         if not training.keep_frozen_mb or not num_samples:
-            return None
+            return {}
         max_bytes = training.keep_frozen_mb * MEGABYTE
-        return over_epochs(pricer, plan, Keeping(max_bytes, num_samples, training.max_steps))
+        keeping = Keeping(max_bytes, num_samples, training.max_steps)
+        found = {plan: over_epochs(pricer, plan, keeping) for plan in plans}
+        return {plan: epochs for plan, epochs in found.items() if epochs is not None}
 
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""
