@@ -32,6 +32,7 @@ import time
 from itertools import product
 from pathlib import Path
 
+from benchmarks.machine import say_where
 from benchmarks.namespaces import (
     ADDRESSES,
     INTERFACE,
@@ -73,6 +74,7 @@ def main() -> None:
         return rank_main(
             arguments.rank, names, arguments.rounds, arguments.steps, arguments.out
         )  # fmt: skip
+    say_where()
     reason = delay_available() if any(arguments.round_trip_ms) else available()
     if reason is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")

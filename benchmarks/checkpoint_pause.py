@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -33,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.machine import ran_on
 from xcloud.parallel.control import Word
-from xcloud.project import commit
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
@@ -164,10 +163,7 @@ def main() -> None:
         parser.error(f"--parameters {given.parameters:,.0f}: 1 to {most:,} fit into memory now")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(int(given.parameters), given.tokens, Path(folder), given.too_early)
-    machine = f"{platform.node()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    text = json.dumps(
-        {"machine": machine, "commit": commit(), "torch": torch.__version__, **found}
-    )
+    text = json.dumps({**ran_on(), **found})
     print(text, flush=True)
     if given.json is not None:
         with open(given.json, "a") as file:

@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import say_where
+
 PAIR = ["cluster=local", "cluster.clouds.local.num_ranks=2"]
 STRATEGIES = {
     "one process": ["cluster=local"],
@@ -86,6 +88,7 @@ def main() -> None:
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "xcloud-memory"
     )
     given = parser.parse_args()
+    say_where()
     with tempfile.TemporaryDirectory() as folder:
         if not given.only_limit:
             print(f"{'MB of the fullest rank':24}" + "".join(f"{kind:>12}" for kind in KINDS)
