@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from xcloud.project import commit
+from benchmarks.machine import say_where
 from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector
 from xcloud.record.summary import read_summary
 
@@ -63,8 +62,8 @@ def main() -> None:
     fast, slow, change_s = (10.0, 0.05, 2.0) if arguments.toy else (1000.0, 4.0, 30.0)
     fast, slow = arguments.fast_mbit or fast, arguments.slow_mbit or slow
     change_s = arguments.change_s or change_s
-    print(f"{platform.node()}, commit {commit()}: {arguments.steps} steps, {fast:g} and {slow:g} "
-          f"Mbit/s, change after {change_s:g} s")  # fmt: skip
+    say_where()
+    print(f"{arguments.steps} steps, {fast:g} and {slow:g} Mbit/s, change after {change_s:g} s")
     names = (*FIXED, AUTOPILOT)
     print(f"{'trace':>9} | {' '.join(f'{name:>10}' for name in names)} | regret | switches")
     found = {}

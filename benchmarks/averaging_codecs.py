@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.machine import say_where
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
@@ -54,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    say_where()
     layers = max(1, args.millions * 10**6 // (ROWS * COLUMNS))
     shapes = {
         f"{layer}.{name}": torch.Size(shape)

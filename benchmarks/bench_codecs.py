@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.machine import say_where
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
@@ -53,6 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    say_where()
     tensors = sample_tensors(args.rows, args.features)
     spec = TensorSpec.of(tensors[0])
     print(

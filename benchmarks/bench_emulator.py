@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, delay_available, inside, two_hosts
 from xcloud.cluster.window import BUDGET_BYTES, MIN_POSTED
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--sleep", action="store_true", help="stages sleep, not compute")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
+    say_where()
     if (reason := delay_available()) is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")
     if a.sleep:

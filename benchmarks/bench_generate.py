@@ -14,6 +14,7 @@ from itertools import islice
 
 import torch
 
+from benchmarks.machine import say_where
 from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
 from xcloud.run.generate import Choice, Writer
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     given = parser.parse_args()
+    say_where()
     torch.set_num_threads(1)
     config = config_of(
         {

@@ -24,6 +24,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.machine import say_where
 from xcloud.run.local import run
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("override", nargs="*", help="key=value")
     a = parser.parse_args()
+    say_where()
     links = {f"{mbit:g} Mbit/s": mbit * 1e6 for mbit in a.mbit}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (ONE_CLOUD, *links)}
     for number in range(a.rounds):

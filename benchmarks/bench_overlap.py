@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.cluster.transport import GlooCollectives
 from xcloud.parallel.early_sums import BUCKET_BYTES, EarlySums
@@ -89,6 +90,7 @@ def main() -> None:
     if given.rank is not None:
         worker(given.rank, given)
         return
+    say_where()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         hosts, environment = None, {**os.environ, "OMP_NUM_THREADS": "1"}
         meet = f"file://{folder}/meet"

@@ -39,6 +39,7 @@ import time
 from itertools import product
 from pathlib import Path
 
+from benchmarks.machine import say_where
 from benchmarks.namespaces import (
     ADDRESSES,
     INTERFACE,
@@ -83,6 +84,7 @@ def main() -> None:
     names = arguments.systems
     if arguments.rank is not None:
         return rank_main(arguments)
+    say_where()
     reason = delay_available() if any(arguments.round_trip_ms) else available()
     if reason is not None:
         sys.exit(f"this benchmark cannot run here: {reason}")

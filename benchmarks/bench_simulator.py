@@ -21,6 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from benchmarks.machine import say_where
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.job.config import EXPERIMENT_FILE, read_job
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("override", nargs="*", help="key=value")
     a = parser.parse_args()
+    say_where()
     results: dict[str, Any] = {"speed": speed()}
     if not a.speed_only:
         results["runs"] = compare(a.steps, a.override)

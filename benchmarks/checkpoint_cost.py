@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import ran_on
 from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
@@ -129,7 +130,8 @@ def main() -> None:
                   {**os.environ, **MEMORY_SETTINGS})  # fmt: skip
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        print(json.dumps(side_by_side(Path(name), arguments.turns)), flush=True)
+        found = side_by_side(Path(name), arguments.turns)
+    print(json.dumps({**ran_on(), **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Does a checkpoint of a large model stop training for less than one step?
-python -m benchmarks.checkpoint_pause [--parameters N] [--tokens N] [--json FILE]
+python -m benchmarks.checkpoint_pause [--parameters N] [--tokens N] [--too-early] [--json FILE]
 
 A model of N parameters (1e9) in bf16 with its AdamW moments, on the CPU, saved as a rank of a
 pipeline saves its stage: the training thread copies the state, a thread writes it to --folder
 (/dev/shm, so that no disk is measured). Compared: the pause of the training thread with one step,
 which is the optimizer's, measured on all parameters, and forward and backward of --tokens tokens,
-measured on one layer and multiplied. Next to it the optimizer's step while the thread writes.
+measured on one layer and multiplied. Next to it the optimizer's step while the thread writes, and
+while it makes the memory of the first copy, half way to the first checkpoint. --too-early: the
+first checkpoint comes before that.
 
 Needs 18 bytes a parameter: values and moments (6), the copy (6) and the file (6); all matrices
 share one gradient. What does not fit into free memory is refused, with the number that does. About
@@ -17,11 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcloud.project import commit
+from benchmarks.machine import ran_on
+from xcloud.parallel.control import Word
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run.checkpointing import Checkpointer
@@ -75,7 +78,9 @@ def computing_s(layer: nn.Module, num_tokens: int) -> float:
     return statistics.median(seconds(both))
 
 
-def measure(num_parameters: int, num_tokens: int, folder: Path) -> dict[str, Any]:
+def measure(
+    num_parameters: int, num_tokens: int, folder: Path, is_too_early: bool = False
+) -> dict[str, Any]:
     module = model_of(num_parameters)
     num_parameters = sum(p.numel() for p in module.parameters())
     optimizer = Optimizer(learning_rate=1e-6).build(module.parameters())
@@ -90,11 +95,19 @@ def measure(num_parameters: int, num_tokens: int, folder: Path) -> dict[str, Any
     told: list[bytes] = []
     reporter, files = Reporter(0, "a", told.append), CheckpointFolder(folder)
     checkpoints = Checkpointer(
-        Checkpoints(every_steps=1, keep=1), files, 0, None,
+        Checkpoints(every_steps=3, every_minutes=0, keep=1), files, 0, None,
         {"stage 0": TrainedModule(module, optimizer)}, ABOUT, reporter,
     )  # fmt: skip
-    pauses_s, while_writing_s = [], []
-    for step in (1, 2, 3):  # the first one touches new memory, as in a run
+    pauses_s, while_preparing_s, while_writing_s = [], [], []
+    started_s = time.perf_counter()
+    if not is_too_early:
+        checkpoints.after(1, Word.GO_ON)
+        ready = threading.Thread(target=checkpoints.wait, args=(False,))
+        ready.start()
+        while ready.is_alive():
+            while_preparing_s += seconds(optimizer.step, 1)
+    prepare_s = time.perf_counter() - started_s
+    for step in (3, 6, 9):
         pauses_s += seconds(lambda step=step: checkpoints.save(step), 1)
         while_writing_s += seconds(optimizer.step, 1)
         for _ in ("written", "agreed"):
@@ -109,9 +122,12 @@ def measure(num_parameters: int, num_tokens: int, folder: Path) -> dict[str, Any
         "tokens": num_tokens,
         "state_GB": round(6 * num_parameters / 1e9, 3),
         "pause_s": [round(s, 3) for s in pauses_s],
+        "is_too_early": is_too_early,
+        "prepare_s": round(prepare_s, 3),
         "write_s": [e["write_s"] for e in events if e["event"] == "checkpoint"],
         "lost": [e["reason"] for e in events if e["event"] == "lost_checkpoint"],
         "optimizer_s": round(optimizer_s, 3),
+        "optimizer_while_preparing_s": [round(s, 3) for s in while_preparing_s],
         "optimizer_while_writing_s": [round(s, 3) for s in while_writing_s],
         "forward_backward_s": round(forward_backward_s, 3),
         "step_s": round(step_s, 3),
@@ -135,6 +151,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--too-early", action="store_true", help="do not prepare the first copy")
     parser.add_argument("--json", type=Path, help="append the result to this file, too")
     given = parser.parse_args()
     # As the launcher has it: freed memory is kept.
@@ -145,11 +162,8 @@ def main() -> None:
     if not 1 <= given.parameters <= most:
         parser.error(f"--parameters {given.parameters:,.0f}: 1 to {most:,} fit into memory now")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(int(given.parameters), given.tokens, Path(folder))
-    machine = f"{platform.node()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    text = json.dumps(
-        {"machine": machine, "commit": commit(), "torch": torch.__version__, **found}
-    )
+        found = measure(int(given.parameters), given.tokens, Path(folder), given.too_early)
+    text = json.dumps({**ran_on(), **found})
     print(text, flush=True)
     if given.json is not None:
         with open(given.json, "a") as file:

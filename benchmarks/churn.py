@@ -29,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import ran_on
+
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 5.0
 
@@ -130,7 +132,7 @@ def main() -> None:
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="churn-"))
     folder.mkdir(parents=True, exist_ok=True)
 
-    found: dict[str, Any] = {"wait_s": WAIT_S, "steps": asked.steps, "undisturbed": []}
+    found: dict[str, Any] = {**ran_on(), "wait_s": WAIT_S, "steps": asked.steps, "undisturbed": []}
     slow = [f"+cluster.clouds.cloud_{name}.slowdown={asked.slowdown}" for name in "ab"]
     with ThreadPoolExecutor(1) as beside:
         disturbed = beside.submit(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from benchmarks.machine import say_where
 from tests.toy import toy_config
 from xcloud.run.local import run
 
@@ -25,6 +26,7 @@ def main() -> None:
     which.add_argument("--test", type=float, help="seconds of the test evaluation")
     which.add_argument("--dev", type=float, help="seconds of a dev evaluation after step 4 of 6")
     arguments = parser.parse_args()
+    say_where()
 
     config = toy_config("two_clouds", ["cluster/wan=line_1g"])
     training, model = config["training"], config["model"]

@@ -28,6 +28,8 @@ from typing import Any
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 
+from benchmarks.machine import say_where
+
 PAIR = ["cluster=local", "cluster.clouds.local.num_ranks=2"]
 STRATEGIES = {
     "one process": ["cluster=local"],
@@ -104,6 +106,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     chosen = {name: STRATEGIES[name] for name in given.rows}
+    say_where()
     with tempfile.TemporaryDirectory() as folder:
         if given.only_limit:  # the base must be there
             run(given, Path(folder) / "base", STRATEGIES["one process"], None)

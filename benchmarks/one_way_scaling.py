@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from benchmarks.machine import say_where
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.one_way import Inside, SimulatedCloud, SimulatedJob, scale_consumer
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--wan-rtt-s", type=float, default=0.03)
     parser.add_argument("--payload-bytes", type=int, default=64 * 256 * 19 // 8)
     a = parser.parse_args()
+    say_where()
     print(PUBLISHED)
     for gbit in a.inside_gbit:
         inside = Inside(gbit * 1e9, a.inside_latency_s, a.ranks_per_machine, a.machine_gbit * 1e9)

@@ -43,6 +43,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.machine import ran_on
 from tests import warm_ranks
 from tests.configs import composed
 from xcloud.cluster.link_profile import LinkProfile
@@ -51,7 +52,6 @@ from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import OFF_SPEED, Profile, profile_from
 from xcloud.plan.search import crossings, step_at
-from xcloud.project import commit
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.run import launch
 from xcloud.run.local import run
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    written: dict[str, Any] = {"commit": commit()}
+    written: dict[str, Any] = dict(ran_on())
     with mock.patch.object(launch, "start_process", warm_ranks.start):
         warm_ranks.import_first("transformers")
         try:

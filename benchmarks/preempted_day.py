@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.chaos_jobs import losses_of, weights_of
 from benchmarks.chaos_runs import LOG, ROOT, Launched, prepare_to_fork
+from benchmarks.machine import ran_on
 from tests.forks import Child
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
@@ -160,13 +161,14 @@ def main(words: list[str] | None = None) -> int:
     prepare_to_fork()
     folder = Path(tempfile.mkdtemp(prefix="preempted-"))
     config = config_of(round(60 * asked.minutes * STEPS_PER_S), asked.checkpoint)
+    print(json.dumps(ran_on()), flush=True)
     found = {}
     for kind in ("none", *asked.kinds):
         found[kind] = day(kind, folder / kind, config, asked)
         print(json.dumps({kind: found[kind]}), flush=True)
     same = {(one["weights"], one["losses"]) for one in found.values()}
     if asked.out is not None:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        asked.out.write_text(json.dumps({**ran_on(), **found}, indent=1) + "\n")
     if len(same) > 1:
         print("the runs have not come to the same bits")
         return 1

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_runs import Launched, prepare_to_fork
+from benchmarks.machine import ran_on
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.summary import read_summary
 from xcloud.run.launch import EXIT_START_AGAIN
@@ -172,6 +173,7 @@ def main(words: list[str] | None = None) -> int:
         sys.exit(f"the run failed: {run.said()[-2000:]}")
     steps = read_summary(run_dir)["num_steps"]
     found = {
+        **ran_on(),
         "steps": steps,
         "wall_s": round(time.monotonic() - started_s),
         "load": [round(value, 1) for value in os.getloadavg()],

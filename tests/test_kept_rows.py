@@ -228,6 +228,13 @@ def test_what_would_be_wrong_is_refused(overrides: list[str], said: str) -> None
     assert "training.keep_frozen_mb is 10" in str(raised.value)
 
 
+def test_a_model_without_a_bottom_to_freeze_is_not_told_to_freeze_it() -> None:
+    with pytest.raises(ConfigError, match="no setting of this model freezes") as raised:
+        build("+exp=abnet_iwslt", "training.keep_frozen_mb=10").check()
+
+    assert str(raised.value).endswith("set it to 0") and "model.split" not in str(raised.value)
+
+
 def test_a_frozen_bottom_may_be_kept() -> None:
     found = build(*FROZEN)
     found.check()

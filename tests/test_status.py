@@ -21,7 +21,14 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.errors import ConfigError
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.record.rank_state import RankState, state_file
+from xcloud.record.rank_state import (
+    LAUNCHER_FILE,
+    RankState,
+    forget_launcher,
+    note_attempt,
+    state_file,
+)
+from xcloud.run.launch import error_file
 from xcloud.run.status import culprits, describe, main, ranks_of
 
 
@@ -118,6 +125,49 @@ def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
     said = describe(tmp_path)
     assert "ended, failed: rank 0: no data" in said and "has failed: no data for 60 s" in said
     assert "last checkpoint: step 12, 0 s ago" in said
+
+
+def test_between_the_death_of_a_rank_and_its_restart_the_run_is_starting_again(
+    tmp_path: Path,
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+
+    def said(restarts_left: int, since_s: float = 0.0, **facts: Any) -> str:
+        """Of a run whose last attempt began 9 s ago, since_s after what its rank wrote last."""
+        now = time.time()
+        write(tmp_path, 0, **{"pid": dead.pid, "written": now - 9 - since_s, **facts})
+        note_attempt(tmp_path, restarts_left)
+        path = tmp_path / LAUNCHER_FILE
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": now - 9}))
+        return describe(tmp_path).splitlines()[0].partition(": ")[2]
+
+    ends, starts = "ended; run.py is writing the record", "starting again from step 12"
+    assert said(3, -4) == ends  # there is no checkpoint
+    assert said(3, 4) == "starting"
+    mark = tmp_path / "checkpoints" / "step-000012" / "AGREED"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    (tmp_path / "summary.json").write_text('{"status": "failed"}')  # before a resumption
+    assert said(3, -4) == starts
+    assert said(0, -4) == ends
+    assert said(0, 4) == starts  # the last attempt has begun
+    assert said(3, -4, ended=True, phase="has done its part") == ends
+    for is_expected, what in ((False, starts), (True, ends)):
+        error_file(tmp_path, 0).write_text(json.dumps({"expected": is_expected}))
+        assert said(3, -4, ended=True) == what
+    forget_launcher(tmp_path)
+    assert "ended, failed" in describe(tmp_path) and not list(tmp_path.glob("launcher*"))
+
+
+def test_a_launcher_that_was_killed_starts_nothing_again(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    write(tmp_path, 0, pid=dead.pid)
+    note_attempt(tmp_path, 3)
+    path = tmp_path / LAUNCHER_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": dead.pid}))
+    assert "ended without a summary; go on: python run.py resume=" in describe(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

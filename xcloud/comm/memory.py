@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xcloud.checks import check_choice, check_number
+from xcloud.comm.snapshot import copy_of
 
 State = dict[str, Tensor | int]
 """Contents of a checkpoint: tensors (safetensors) and whole numbers (JSON)."""
@@ -26,7 +27,7 @@ class Stateful(Protocol):
     the seed and the step is no state."""
 
     def state_dict(self) -> State:
-        """A snapshot; later calls do not change it."""
+        """A snapshot; later calls do not change it. Large tensors come from `copy_of`."""
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state of an equally configured object. Raises ValueError for any other."""
@@ -219,7 +220,7 @@ class _SampleStore:
         return {
             "ids": torch.tensor(list(self._tensors)),
             "counts": torch.tensor([len(tensor) for tensor in tensors]),
-            "rows": torch.cat(tensors),
+            "rows": copy_of(*tensors),
         }
 
     def load_state_dict(self, state: State) -> None:

@@ -20,6 +20,7 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts
 from xcloud.comm.draws import Randomized, seed_from
 from xcloud.comm.memory import State, Stateful, join_states, split_state
+from xcloud.comm.snapshot import copy_of
 from xcloud.errors import ConfigError, FrameError
 
 Choose = Callable[[str, torch.Size], Compressor]
@@ -55,7 +56,7 @@ class _Coded:
         if isinstance(self.compressor, Stateful):
             state |= join_states({"compressor": self.compressor.state_dict()})
         if self.residual is not None:
-            state["residual"] = self.residual.clone()
+            state["residual"] = copy_of(self.residual)
         return state
 
     def load_state_dict(self, state: State) -> None:

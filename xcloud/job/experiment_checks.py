@@ -214,10 +214,18 @@ def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
     }
     if not job.keeping_borders:
         found = "; ".join(f"at border {stage} {why}" for stage, why in reasons.items())
+        why = (
+            "no border between clouds has the same rows in every epoch "
+            f"({found or 'none leaves its cloud'})"
+        )
+        if not hasattr(job.model, "split"):
+            raise ConfigError(
+                f"training.keep_frozen_mb is {megabytes}, but {why}, and no setting of this model "
+                "freezes all that lies before one: set it to 0"
+            )
         raise refused(
-            f"no border between clouds has the same rows in every epoch "
-            f"({found or 'none leaves its cloud'}): freeze what lies before one "
-            "(model.split.layer and model.split.freeze_bottom=true)"
+            f"{why}: freeze what lies before one (model.split.layer and "
+            "model.split.freeze_bottom=true)"
         )
     for stage in job.keeping_borders:
         for replica in range(layout.num_replicas):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.memory import State
+from xcloud.comm.snapshot import copy_of
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup
 
@@ -61,7 +62,7 @@ class Anchored:
     def state_dict(self) -> State:
         state: State = {}
         for name, tensors in (("anchor", self.anchor), ("velocity", self.velocity)):
-            state |= {f"{name}.{i}": tensor.clone() for i, tensor in enumerate(tensors)}
+            state |= {f"{name}.{i}": copy_of(tensor) for i, tensor in enumerate(tensors)}
         return state
 
     def load_state_dict(self, state: State) -> None:

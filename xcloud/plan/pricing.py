@@ -53,7 +53,7 @@ class Pricer:
         self._replicas = {name: found.replicas for name, found in arranged.items()}
         self._simulators: dict[object, Simulator] = {}
         self._sums = lru_cache(maxsize=256)(partial(Sums.of, profile))
-        self._ways = lru_cache(maxsize=4096)(self._directions_at)
+        self.directions_at = lru_cache(maxsize=4096)(self._directions_at)
         self._lines = {
             name: lines_of(found.layout, profile.lines, bandwidth)
             for name, found in arranged.items()
@@ -170,7 +170,7 @@ class Pricer:
                 up, down = shape.up[stage], shape.down[stage]
                 into, gone = nothing, nothing
                 if up is not None:
-                    into, gone = self._ways(plan.compression, end, b)
+                    into, gone = self.directions_at(plan.compression, end, b)
                 slowdown, turns = shape.slowdown[stage], math.ceil(m / shape.lanes[stage])
                 there_s, back_s, late_s = (
                     slowdown * (of[end] - of[start])
@@ -194,6 +194,15 @@ class Pricer:
 
     # One replica.
 
+    without_rows: frozenset[int] = frozenset()  # borders over which nothing crosses
+
+    def silent_borders(self, plan: Plan) -> frozenset[int]:
+        """Numbers of the stages before those over which no gradient returns."""
+        ends = enumerate(plan.ends[:-1])
+        return frozenset(
+            stage for stage, end in ends if self._codec(plan.compression, end).backward is None
+        )
+
     def predict(self, plan: Plan, replica: int = 0) -> Prediction:
         """The simulated step of a pipeline; ValueError for a plan without one."""
         arranged = self.arranged[plan.strategy]
@@ -201,16 +210,13 @@ class Pricer:
             raise ValueError(f"in {plan.strategy} every rank holds the whole model")
         layout = self._replicas[plan.strategy][replica]
         ways = self._borders(plan, layout, plan.strategy)
-        silent = frozenset(
-            stage for stage, end in enumerate(plan.ends[:-1])
-            if self._codec(plan.compression, end).backward is None
-        )  # fmt: skip
+        silent = self.silent_borders(plan)
         schedule = plan.schedule_in(arranged.layout.num_replicas)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
                 schedule, layout, agrees=True, num_passes=self.passes, num_steps=self.steps,
-                without_gradient=silent,
+                without_gradient=silent, without_rows=self.without_rows,
             )  # fmt: skip
         return self._simulators[key].run(self._costs(plan, layout, ways, schedule))
 
@@ -340,9 +346,9 @@ class Pricer:
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
             if here != there:
-                found.append(self._ways(plan.compression, end, b))
+                found.append(self.directions_at(plan.compression, end, b))
             elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
-                ways = self._ways(NO_COMPRESSION, end, b)
+                ways = self.directions_at(NO_COMPRESSION, end, b)
                 found.append((Direction(ways[0].num_bytes), Direction(ways[1].num_bytes)))
             else:
                 found.append((Direction(), Direction()))

@@ -131,7 +131,7 @@ class Profile:
     before the layout's own. tokens_per_sample: for costs per token. around_gradients_s,
     around_changes_s: what an exchange of all trained values takes beside its codec, of gradients
     and after local updates. reference_s: what the machine took for run/reference.py's work at the
-    time; 0 = not known."""
+    time; train_samples: of an epoch; 0 = not known."""
 
     pieces: Sequence[Piece]
     compressors: Mapping[str, CompressorCosts]
@@ -144,6 +144,7 @@ class Profile:
     around_gradients_s: float = 0.0
     around_changes_s: float = 0.0
     reference_s: float = 0.0
+    train_samples: int = 0
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -154,6 +155,7 @@ class Profile:
             )
         for name in ("around_gradients_s", "around_changes_s", "reference_s"):
             check_number(f"profile: {name}", getattr(self, name), 0.0)
+        check_int("profile: train_samples", self.train_samples, 0)
         if not self.pieces:
             raise ConfigError("a profile needs at least one piece of a model")
         if not self.compressors:

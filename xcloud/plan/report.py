@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xcloud.plan.kept import OverEpochs
 from xcloud.plan.plans import Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.search import AtCount, Crossing, Ranked, touches_quality
@@ -20,7 +21,8 @@ PLAN_FILE = "plan.json"
 class Report:
     """Everything that is shown of a search. search_s: what the search took. stale: why the profile
     may not hold. not_planned: strategies, and why. curves: by compressor, bandwidth and step.
-    pipeline: the plan of over_micro_batches."""
+    pipeline: the plan of over_micro_batches. over_epochs: of plans that keep rows of frozen
+    parts; their prices are those of the first epoch."""
 
     pricer: Pricer
     ranked: Ranked
@@ -31,6 +33,7 @@ class Report:
     pipeline: Plan | None = None
     stale: Sequence[str] = ()
     not_planned: Mapping[str, str] = field(default_factory=dict)
+    over_epochs: Mapping[Plan, OverEpochs] = field(default_factory=dict)
 
     def split(self, plan: Plan) -> str:
         """Such as "3 | 5 blocks"; "whole" where every rank has all."""
@@ -49,6 +52,7 @@ class Report:
 
     def row(self, priced: Priced, advice: str) -> dict[str, Any]:
         plan = priced.plan
+        epochs = self.over_epochs.get(plan)
         return {
             "strategy": plan.strategy,
             "split": self.split(plan),
@@ -56,6 +60,7 @@ class Report:
             "schedule": plan.schedule_label,
             "compression": plan.compression,
             "predicted_step_time_s": priced.step_s,
+            "over_epochs": None if epochs is None else epochs.as_table(),
             "bubble_ratio": priced.bubble_ratio,
             "bytes_per_step": round(priced.bytes_per_step),
             "memory_bytes": dict(priced.memory),
@@ -73,9 +78,13 @@ class Report:
     def as_table(self, chosen: Priced | None) -> dict[str, Any]:
         """chosen: the plan that is run; None if none is."""
         profile = self.pricer.profile
+        epochs = None if chosen is None else self.over_epochs.get(chosen.plan)
+        mean_s = None if chosen is None else chosen.step_s
+        if epochs is not None:
+            mean_s = epochs.mean_s
         counted = self.over_micro_batches
         return {
-            "predicted_step_time_s": None if chosen is None else chosen.step_s,
+            "predicted_step_time_s": mean_s,
             "chosen": None if chosen is None else self.row(chosen, ""),
             "own": self.row(self.ranked.own, self.ranked.advice_to_own),
             "plans": self.rows,
@@ -113,4 +122,7 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
         step_s = float(found["predicted_step_time_s"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-    return {"predicted_step_time_s": round(step_s, 6)}
+    told: dict[str, Any] = {"predicted_step_time_s": round(step_s, 6)}
+    if epochs := found["chosen"].get("over_epochs"):
+        told["predicted_over_epochs"] = {name: round(epochs[name], 6) for name in epochs}
+    return told

@@ -64,6 +64,7 @@ class StepProgram:
         step while others still end the one before, and what is hidden so only shows from the
         second step on. 1 = all ranks begin at once.
     without_gradient: borders (numbers of the stage before) over which no gradient returns.
+    without_rows: borders over which nothing goes forward, either.
 
     Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
@@ -78,6 +79,7 @@ class StepProgram:
         num_passes: int = 1,
         num_steps: int = 1,
         without_gradient: Container[int] = (),
+        without_rows: Container[int] = (),
     ) -> None:
         check_int("simulator.num_passes", num_passes, 1)
         if layout.num_replicas > 1:
@@ -90,7 +92,7 @@ class StepProgram:
         self.transfers_block, self.num_passes, self.num_steps = (
             transfers_block, num_passes, num_steps,
         )  # fmt: skip
-        self._without_gradient = without_gradient
+        self._without = {"forward": without_rows, "backward": without_gradient}
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
         self.ranks_of: dict[int, list[int]] = defaultdict(list)
         for placement in self.placements:
@@ -164,7 +166,7 @@ class StepProgram:
             alone = {stage: (0, 1) for stage in stages}
             order = rank_actions(self.schedule, sorted(stages), self.num_stages, alone)
             for action in order:
-                if action.kind != "forward" and action.stage in self._without_gradient:
+                if action.kind != "forward" and action.stage in self._without["backward"]:
                     continue
                 found[self.owner(action.stage, action.micro_batch)].append(action)
         for actions in found:  # what a rank waits for in itself is no message
@@ -297,7 +299,7 @@ class StepProgram:
         """The message over `border`; None at the ends and between stages of one rank."""
         if not 0 <= border < self.num_stages - 1:
             return None
-        if direction == "backward" and border in self._without_gradient:
+        if border in self._without[direction]:
             return None
         before = self.owner(border, action.micro_batch)
         behind = self.owner(border + 1, action.micro_batch)

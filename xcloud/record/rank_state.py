@@ -1,6 +1,7 @@
 """What a rank does at the moment, in a small file of its run folder: rankN.state.json. Written by
 a thread of the rank, read by `python -m xcloud status`. A rank that is stopped or dead leaves an
-old one, so the age of the file is that of its last sign of life.
+old one, so the age of the file is that of its last sign of life. The launcher has one too, as long
+as it runs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,31 @@ from typing import Any
 from xcloud.cluster.liveness import PeerLife
 
 WRITE_EVERY_S = 1.0
+LAUNCHER_FILE = "launcher.state.json"
 
 
 def state_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank{rank}.state.json"
+
+
+def note_attempt(run_dir: Path, restarts_left: int) -> None:
+    """By the launcher, which begins to start all ranks."""
+    with contextlib.suppress(OSError):  # a full disk must not end a run
+        _write_json(run_dir / LAUNCHER_FILE, {
+            "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
+            "restarts_left": restarts_left,
+        })  # fmt: skip
+
+
+def forget_launcher(run_dir: Path) -> None:
+    with contextlib.suppress(OSError):
+        (run_dir / LAUNCHER_FILE).unlink(missing_ok=True)
+
+
+def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(facts), encoding="utf-8")
+    draft.replace(path)
 
 
 class RankState:
@@ -70,12 +92,9 @@ class RankState:
             for key, seconds in [found]
         ]
         heard = {peer: round(life.silent_s, 1) for peer, life in list(self.lives.items())}
-        text = json.dumps({
+        _write_json(self._path, {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
             "waits_for": waits,
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         })  # fmt: skip
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(self._path)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from xcloud.plan.report import Report
 from xcloud.plan.search import AtCount, Crossing
-from xcloud.report.table import WIDTH_WITHOUT_TERMINAL, human_bytes, human_seconds
+from xcloud.report.table import (
+    WIDTH_WITHOUT_TERMINAL,
+    epochs_text,
+    human_bytes,
+    human_seconds,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +64,11 @@ def print_plans(report: Report, console: Console | None = None) -> None:
         )  # fmt: skip
     console.print(table)
     say("* changes what is learned, too; quality is not predicted (docs/planning.md)")
+    for name, row in rows:
+        if epochs := row["over_epochs"]:
+            said = "yours" if name == "yours" else f"plan {name}"
+            say(f"{said}: {human_seconds(epochs['mean_s'])} on average over the run, "
+                f"{epochs_text(epochs)}")  # fmt: skip
     for name, why in report.not_planned.items():
         say(f"{name} is not planned: {why}")
     if report.crossings:

@@ -104,6 +104,13 @@ def human_bytes(num_bytes: float | None) -> str:
     return f"{_three_digits(num_bytes / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Predicted steps of a run that keeps frozen rows. epochs: as of plan/kept.py."""
+    first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
+    kept = epochs["kept_share"]
+    return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
+
+
 def human_seconds(seconds: float | None) -> str:
     """0.21 ms, 412 ms, 1.57 s: three digits."""
     if seconds is None:
@@ -136,7 +143,9 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "step time, median", human_seconds(summary["step_time_s"]["median"]), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
         median_s, remark = summary["step_time_s"]["median"], ""
-        if median_s:
+        if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
+            remark = f"on average: {epochs_text(epochs)}"
+        elif median_s:
             remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median"
         yield "step time, predicted", human_seconds(predicted_s), remark
     yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""

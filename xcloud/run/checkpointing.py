@@ -4,9 +4,11 @@ going on is resume.py.
 Rank 0 decides after which update to save, and its word reaches every rank with the norm of that
 update: no message of the pipeline is under way then that belongs to any rank's state. Each rank
 copies its state between two updates, which is all that training waits for, and writes it in the
-background. Each tells rank 0 once its part is on the disk; when all are, rank 0 tells everybody
-that the checkpoint counts, and only then older ones are deleted. A rank that cannot write (full
-disk) says so, and the run goes on with the older ones.
+background. The memory of the copy is kept; it is made in the background, half way to the first
+checkpoint, as new memory would stop training for longer than the copy itself. Each tells rank 0
+once its part is on the disk; when all are, rank 0 tells everybody that the checkpoint counts, and
+only then older ones are deleted. A rank that cannot write (full disk) says so, and the run goes on
+with the older ones.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from xcloud.comm.memory import State, Stateful, states_of
+from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
 from xcloud.errors import LinkError
 from xcloud.parallel.control import Word
 from xcloud.record.checkpoints import CheckpointFolder
@@ -112,7 +115,7 @@ class Checkpointer:
 
     parts: what is saved, by name. about: facts for whoever goes on from it; "attempt" tells parts
     of one attempt at a step from those of another. from_step: of the checkpoint that this attempt
-    goes on from, 0 for none. asked: a stop from outside.
+    goes on from, 0 for none. last_step: of the run. asked: a stop from outside.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Checkpointer:
         reporter: Reporter,
         asked: StopSignal | None = None,
         from_step: int = 0,
+        last_step: int = sys.maxsize,
     ) -> None:
         self.settings, self.folder, self.rank = settings, folder, rank
         self._post, self._parts, self._about = post, parts, dict(about)
@@ -138,6 +142,9 @@ class Checkpointer:
         self._expected = {rank}  # to be heard of it
         self._stop = self._has_told_stop = self._has_failed = self._is_due = False
         self._last_s, self._last_step, self._has_any = time.monotonic(), from_step, from_step > 0
+        self._final_step = last_step
+        self._buffer, self._is_prepared = SnapshotBuffer(), False
+        self._is_needed_now = threading.Event()  # the buffer, however far it is
         if post is not None:
             post.listen(self._take)
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
@@ -169,24 +176,43 @@ class Checkpointer:
                 self._post.tell(0, step, News.STOP)
         if word is not Word.GO_ON:
             self.save(step)
+        elif not self._is_prepared and self._is_half_way(step):
+            self._prepare()
         return word is Word.STOP
+
+    def _is_half_way(self, step: int) -> bool:
+        """To the next checkpoint. One by steps may come after the end of the run."""
+        every, minutes = self.settings.every_steps, self.settings.every_minutes
+        since = step % every if every else 0
+        if every and 2 * since >= every - 1 and step - since + every <= self._final_step:
+            return True
+        return bool(minutes) and time.monotonic() - self._last_s >= 30 * minutes
+
+    def _prepare(self) -> None:
+        self._is_prepared = True
+        num_bytes = bytes_to_copy(lambda: states_of(self._parts))
+        self._is_needed_now.clear()
+        self._jobs.put(lambda: self._buffer.enlarge(num_bytes, self._is_needed_now))
 
     def save(self, step: int) -> None:
         """Copy the state and have it written. Every rank calls it after the same update."""
         self.wait()  # for the last one, which would be held in memory twice
         started_s = time.monotonic()
         self._last_s, self._is_due = started_s, False
-        self._last_step, self._has_any = step, True
+        self._last_step, self._has_any, self._is_prepared = step, True, False
         if self.rank == 0:
             self._expected = {0, *(self._post.peers if self._post is not None else ())}
             self._pending = step
         self._reporter.flush()  # what was told of these steps must not be lost if they are not
-        state = states_of(self._parts)
+        with self._buffer.snapshot():
+            state = states_of(self._parts)
         pause_s = time.monotonic() - started_s
         self._jobs.put(lambda: self._write(step, state, pause_s))
 
-    def wait(self) -> None:
-        """Until this rank has written what it began."""
+    def wait(self, is_urgent: bool = True) -> None:
+        """Until this rank has written what it began, and otherwise also prepared the next copy."""
+        if is_urgent:
+            self._is_needed_now.set()
         written = threading.Event()
         self._jobs.put(written.set)
         written.wait()
@@ -222,6 +248,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until this rank has written what it began and heard of. Call it after a meeting,
         and all ranks have."""
+        self._is_needed_now.set()
         self._jobs.put(None)
         self._thread.join()
         self._tell_news()
@@ -241,6 +268,7 @@ class Checkpointer:
             # A link's failure is met by the training loop itself, on the next message.
             with contextlib.suppress(LinkError):
                 job()
+            del job  # or it would hold its state until the next one comes
 
     def _write(self, step: int, state: State, pause_s: float) -> None:
         started_s, news = time.monotonic(), News.DONE

@@ -17,6 +17,7 @@ from xcloud.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.rank_state import forget_launcher, note_attempt
 from xcloud.record.segments import EVENTS_FILE, has_events
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.run.launch import LocalRanks, RunStopped
@@ -85,6 +86,7 @@ def run(
             signals.only_the_record_is_left()
             ranks.end()
             summary = monitor.finish(cause, is_stopped)
+            forget_launcher(run_dir)
             if signals.came_late and more_follows:
                 raise RunStopped(cause or "this run had finished; more would have followed")
     print(run_dir / SUMMARY_FILE, flush=True)
@@ -108,6 +110,7 @@ def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
     """To the end of the run, in as many attempts as that takes and the user allows."""
     folder, most = CheckpointFolder(ranks.run_dir), experiment.launch.max_restarts
     for number in range(most + 1):
+        note_attempt(ranks.run_dir, most - number)
         ranks.start()
         try:
             return ranks.wait(meanwhile=monitor.poll)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.kept_rows import MEGABYTE
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.switched import Switched
@@ -17,6 +18,7 @@ from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import Strategy
+from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
@@ -67,7 +69,10 @@ def planned(config: Any, run_dir: Path) -> Any:
         len(chosen.plan.ends) > 1
         and planner.arranged[chosen.plan.strategy].layout.num_replicas == 1
     ):
-        foreseen = report.pricer.predict(chosen.plan).timeline
+        # The measured step that it is shown with is one of the last.
+        epochs = report.over_epochs.get(chosen.plan)
+        last = report.pricer if epochs is None else epochs.at_the_end
+        foreseen = last.predict(chosen.plan).timeline
         write_trace(run_dir / PREDICTED_FILE, foreseen, {"plan": chosen.plan.strategy})
     given = configs.plain_settings(config, without=("hydra",))
     return configs.changed(config, planner.settings(chosen, report, given))
@@ -124,6 +129,9 @@ class Planner:
             stale = [*stale, why]
             if self.own_compression in missing or NO_COMPRESSION in missing:
                 raise ConfigError(f"plan.profile: {why}")
+        if self.job.training.keep_frozen_mb and not profile.train_samples:
+            why = "it does not say how many samples there are; the first epoch alone is predicted"
+            stale = [*stale, why]
         own = self._own(profile)
         space = Space(own, splits, self.counts, names, self.plan.search, self.splits_backward)
         ranked = search(pricer, space, self.plan.rows)
@@ -146,7 +154,17 @@ class Planner:
             pipeline,
             stale,
             self.not_planned,
+            self._over_epochs(pricer, [best, own]),
         )
+
+    def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
+        training, num_samples = self.job.training, pricer.profile.train_samples
+        if not training.keep_frozen_mb or not num_samples:
+            return {}
+        max_bytes = training.keep_frozen_mb * MEGABYTE
+        keeping = Keeping(max_bytes, num_samples, training.max_steps)
+        found = {plan: over_epochs(pricer, plan, keeping) for plan in plans}
+        return {plan: epochs for plan, epochs in found.items() if epochs is not None}
 
     def settings(self, chosen: Priced, report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
         """What to change in the config for this plan. given: all settings, as plain containers."""

@@ -125,6 +125,7 @@ class _Measuring:
             around_gradients_s=around_gradients_s,
             around_changes_s=around_changes_s,
             reference_s=(before_s + reference_s(self.device, threads)) / 2,
+            train_samples=self.data.num_samples("train"),
         )
 
     # Pieces.

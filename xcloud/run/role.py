@@ -107,7 +107,7 @@ class Role(ABC, Generic[JobT]):
         about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
         return Checkpointer(
             self.job.checkpoint, holder.folder, self.rank, post, parts, about,
-            self.reporter, context.asked, step,
+            self.reporter, context.asked, step, self.job.max_steps,
         )  # fmt: skip
 
     def needs(self, lost: frozenset[int]) -> bool:

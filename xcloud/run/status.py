@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import ConfigError, XcloudError
+from xcloud.record.rank_state import LAUNCHER_FILE
 from xcloud.record.segments import EVENTS_FILE, has_events
+from xcloud.run.launch import failure_of
 
 STALE_S = 5.0  # a rank writes its state every second
 
@@ -114,12 +116,17 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     return found
 
 
-def last_checkpoint(run_dir: Path, now: float) -> str:
-    marks = {
+def _checkpoints(run_dir: Path) -> dict[int, float]:
+    """When each that counts was agreed on, by step."""
+    return {
         int(match[1]): path.stat().st_mtime
         for path in run_dir.glob("checkpoints/step-*/AGREED")
         if (match := re.fullmatch(r"step-(\d+)", path.parent.name))
     }
+
+
+def last_checkpoint(run_dir: Path, now: float) -> str:
+    marks = _checkpoints(run_dir)
     if not marks:
         return "no checkpoint yet that all ranks have agreed on"
     step = max(marks)
@@ -132,7 +139,7 @@ def describe(run_dir: Path) -> str:
     ranks = ranks_of(run_dir, now)
     if not ranks and not has_events(run_dir):
         raise ConfigError(f"{run_dir} holds no run: there is no {EVENTS_FILE}, no rank's state")
-    lines = [f"{run_dir}: {_whole(run_dir, ranks)}", ""]
+    lines = [f"{run_dir}: {_whole(run_dir, ranks, now)}", ""]
     waits = waited_for(ranks)
     lines += [_line(one, waits.get(one.rank)) for one in ranks]
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
@@ -142,18 +149,40 @@ def describe(run_dir: Path) -> str:
     return "\n".join([*lines, last_checkpoint(run_dir, now)])
 
 
-def _whole(run_dir: Path, ranks: Sequence[RankStatus]) -> str:
+def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
         ill = [one for one in ranks if not one.is_well]
         if not ill:
             return "running"
         return "running, but not well: " + ", ".join(f"rank {one.rank} {_ill(one)}" for one in ill)
     try:
+        launcher = json.loads((run_dir / LAUNCHER_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        launcher = None
+    if launcher is not None and _process(launcher["pid"], launcher["host"]) != "gone":
+        return _without_ranks(run_dir, ranks, now - launcher["started"], launcher["restarts_left"])
+    try:
         summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
         return f"ended without a summary; go on: python run.py resume={run_dir}"
     cause = summary.get("cause")
     return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
+
+
+def _without_ranks(
+    run_dir: Path, ranks: Sequence[RankStatus], attempt_s: float, restarts_left: int
+) -> str:
+    """What the launcher does while none runs. attempt_s: since it began to start them last."""
+    found = _checkpoints(run_dir)
+    again = f"starting again from step {max(found)}" if found else "starting"
+    if all(one.silent_s > attempt_s for one in ranks):  # what they did was the attempt before
+        return again
+    failures = [failure_of(run_dir, one.rank) for one in ranks]
+    is_lost = any(failures) or not all(one.has_ended for one in ranks)
+    would_come_again = any(failure and failure["expected"] for failure in failures)
+    if is_lost and found and restarts_left and not would_come_again:
+        return again
+    return "ended; run.py is writing the record"
 
 
 def _ill(one: RankStatus) -> str:

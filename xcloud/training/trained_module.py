@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.memory import State, join_states, split_state
+from xcloud.comm.snapshot import copy_of
 from xcloud.parallel.dealt import local_part, with_part
 
 
@@ -96,7 +97,7 @@ class TrainedModule:
 
 
 def _copy(value: Tensor | int) -> Tensor | int:
-    return local_part(value).clone() if isinstance(value, Tensor) else value
+    return copy_of(local_part(value)) if isinstance(value, Tensor) else value
 
 
 def _spec(value: Tensor | int) -> TensorSpec | None:
