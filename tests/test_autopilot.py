@@ -3,6 +3,7 @@ every border switch at the same step. Ranks are threads, their links are in memo
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.pipelines import in_threads
 from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.line_meter import LineMeter
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import DeltaCache, State
@@ -166,7 +168,8 @@ class OnALine(RunPilot):
 
 def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> None:
     switched = Switched({"none+none": NONE, "int4+int4": INT4})
-    slow, fast = (piloted(TWO, switched, OnALine) for _ in range(2))
+    layout = replace(TWO, wan="free")  # of a real one every message would be timed
+    slow, fast = (piloted(layout, switched, OnALine) for _ in range(2))
     for made, rate in ((slow, 100.0), (fast, 1e15)):
         for rank in made:
             rank.trainer.pilot.bits_per_s = rate  # type: ignore[union-attr]
@@ -195,6 +198,21 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
         again = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
         assert is_kept == any(e["event"] == "autopilot" for e in one_timeline([*events, again]))
+
+
+def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LineMeter, "busy_s", lambda meter, sent_at_s, arrived_at_s: 0.5)
+    made = piloted(TWO, Switched({"none": NONE, "int4": INT4}), Scripted)
+    for rank in made:
+        rank.trainer.pilot.choices = {}  # type: ignore[union-attr]
+    train(made, 1, 3)
+    one, other = (rank.trainer.pilot.measured(4) for rank in made)  # type: ignore[union-attr]
+    assert one is not None and other is not None
+    for sender, receiver, at in ((one, other, 2), (other, one, 6)):  # forward, backward
+        num_bytes, messages, line_s, _ = sender[at : at + 4].tolist()
+        assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"
+        *sums, delay_s = receiver[at : at + 4].tolist()
+        assert sums == [0, 0, 3.0] and delay_s > 0, "timed where they arrive"
 
 
 def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
@@ -226,7 +244,7 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["cluster/wan=real"], "cluster.wan=real"),
+        (["cluster/wan=real", "cluster.clouds.cloud_a.num_ranks=2"], "2 ranks share it"),
         (["strategy=data_parallel", "cluster/wan=line_8m"], "makes 2 of it"),
         (["plan=show"], "plan= prices one compression"),
         (["compression=phased_example"], "changes with border or phase"),

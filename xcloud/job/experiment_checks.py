@@ -75,12 +75,13 @@ def check_autopilot(job: Checked) -> None:
             f"{job.strategy.name} makes {layout.num_replicas} of it: set autopilot=off"
         )
     for stage in range(layout.num_stages - 1):
-        here, there = (layout.ranks_of(s)[0] for s in (stage, stage + 1))
-        if layout.wan_between(here, there) == "real":
+        ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
+        is_real = layout.wan_between(ends[0][0], ends[1][0]) == "real"
+        if is_real and max(map(len, ends)) > 1:
             raise ConfigError(
-                "autopilot follows the seconds in which an emulated line is busy, and nobody "
-                f"counts them on the real network behind stage {stage} (cluster.wan=real): "
-                "set autopilot=off"
+                f"autopilot measures the real network behind stage {stage} (cluster.wan=real) "
+                f"from what one rank at each end sees, and {max(map(len, ends))} ranks share it: "
+                "give the clouds on both sides one rank each, or set autopilot=off"
             )
 
 

@@ -22,19 +22,23 @@ from xcloud.comm.phases import Compression
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import Pilot
+from xcloud.parallel.control import NO_CHOICE, Pilot
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.record.reporter import Reporter
 from xcloud.run.stopwatch import Stopwatch
 from xcloud.run.wiring import Wiring
 
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
-_PER_WAY = 3  # bytes, messages, seconds on the line
+_SUMS = 3  # of each border and direction: bytes, messages, seconds on the line; and its delay
+_PER_WAY = _SUMS + 1
 
 
 class RunPilot(Pilot):
     """Measures are sums since the start: [busy_s of the main thread, compute_s, then by border and
-    direction bytes, messages, line_s]; rank 0 takes differences between two looks."""
+    direction bytes, messages, line_s and the delay]; rank 0 takes differences between two looks.
+
+    The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
+    delay: the latency of a message; of a real line + what both clocks differ by."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class RunPilot(Pilot):
         clock = self._clock
         self._compute_s += clock.compute_s
         self._busy_s += clock.compute_s + clock.codec_s + clock.waiting_s + clock.sync_s
-        if step % self._settings.every:
+        if not self._is_look(step):
             return None
         found = torch.zeros(2 + len(self._borders) * len(DIRECTIONS) * _PER_WAY).double()
         found[0], found[1] = self._busy_s, self._compute_s
@@ -79,7 +83,14 @@ class RunPilot(Pilot):
             at = self._place(channel.identity.border, channel.identity.direction)
             kind, sent = KINDS[channel.identity.direction], channel.link.stats
             sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
-            found[at : at + _PER_WAY] += torch.tensor(sums, dtype=torch.float64)
+            found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
+            found[at + _SUMS] = sent.latency_s
+        meters = self._wiring.ends.meters
+        for identity, link in self._wiring.wan_receives:
+            if identity.sender in meters:
+                at = self._place(identity.border, identity.direction)
+                found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
+                found[at + _SUMS] = meters[identity.sender].delay_s
         return found
 
     def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
@@ -97,7 +108,13 @@ class RunPilot(Pilot):
         return choice
 
     def follow(self, step: int, choice: int) -> None:
-        self._wiring.switches.switch(choice, step + 1)
+        if choice != NO_CHOICE:
+            self._wiring.switches.switch(choice, step + 1)
+        if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
+            for channel in self._wiring.wan_sends:
+                both = channel.identity.sender, channel.identity.receiver
+                if self._layout.wan_between(*both) == "real":
+                    channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
         return states_of(self._stateful)
@@ -108,6 +125,9 @@ class RunPilot(Pilot):
     @property
     def _stateful(self) -> dict[str, Stateful]:
         return {"rule": self._rule, "switches": self._wiring.switches}
+
+    def _is_look(self, step: int) -> bool:
+        return step % self._settings.every == 0
 
     def _place(self, border: int, direction: str) -> int:
         way = self._borders.index(border) * len(DIRECTIONS) + DIRECTIONS.index(direction)
@@ -124,7 +144,8 @@ class RunPilot(Pilot):
             for direction in DIRECTIONS:
                 ends = (border, border + 1) if direction == "forward" else (border + 1, border)
                 at = self._place(border, direction)
-                num_bytes, messages, line_s = grown[leaders[ends[0]]][at : at + _PER_WAY].tolist()
+                both = grown[leaders[ends[0]]] + grown[leaders[ends[1]]]
+                num_bytes, messages, line_s = both[at : at + _SUMS].tolist()
                 if not messages:
                     continue
                 sent[border, direction] = num_bytes / messages

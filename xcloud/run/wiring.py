@@ -18,6 +18,7 @@ import torch
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
+from xcloud.cluster.link_end import ReceivingEnd
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
@@ -60,7 +61,7 @@ pieces, and training over a border that no gradient crosses. More wait in the se
 @dataclass
 class Wiring:
     """All ends that one rank holds. channels: every one that ends here, by its identity in words.
-    guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
+    guards: around those that cross clouds; wan_sends, wan_receives: these by end. control: None
     where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
     stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks.
     switches: which choice of a Switched compression its channels use.
@@ -77,6 +78,7 @@ class Wiring:
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
+    wan_receives: list[tuple[ChannelId, ReceivingEnd]] = field(default_factory=list)
     switches: Switches = field(default_factory=Switches)
 
     @property
@@ -294,6 +296,7 @@ class _BorderBuilder:
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)
                 wiring.guards.append(taken)
+                wiring.wan_receives.append((identity, inlink))
 
     def _keeps(self, sender: int, receiver: int) -> bool:
         crosses = self.layout.wan_between(sender, receiver) is not None

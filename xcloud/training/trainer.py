@@ -13,7 +13,7 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import NO_CHOICE, Answer, Pilot, StageSums, Word
+from xcloud.parallel.control import Answer, Pilot, StageSums, Word
 from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
@@ -280,7 +280,7 @@ class Trainer:
             for lanes in self.lanes.values():
                 told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
                 answer = Answer(told[0], Word(int(told[1])), int(told[2]))
-        if self.pilot is not None and answer.choice != NO_CHOICE:
+        if self.pilot is not None:
             self.pilot.follow(step, answer.choice)
         return answer.total, answer.word
 
