@@ -1,11 +1,11 @@
-"""One rank's part in choosing the compression while the run goes on: it measures, rank 0 decides
-(plan/autopilot.py), and the choice reaches every rank with the norm of an update, before anything
-of the next one is sent. So both ends of every border switch at the same step.
+"""One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
+decides (plan/autopilot.py), and the choice reaches every rank with the norm of an update, before
+anything of the next one is computed or sent. So all switch between the same two updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,12 +17,20 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import NoMemory, State, Stateful, load_states, states_of
+from xcloud.comm.memory import (
+    NoMemory,
+    State,
+    Stateful,
+    load_states,
+    states_of,
+    whole_number,
+)
 from xcloud.comm.phases import Compression
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE, Pilot
+from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.record.reporter import Reporter
 from xcloud.run.stopwatch import Stopwatch
@@ -44,16 +52,21 @@ class RunPilot(Pilot):
         self,
         settings: Autopilot,
         compression: Switched,
+        schedules: Sequence[Schedule],
         layout: ClusterLayout,
         wiring: Wiring,
         clock: StepClock,
         reporter: Reporter,
+        use_schedule: Callable[[Schedule], None],
     ) -> None:
+        """schedules: to choose from, the run's own first. use_schedule: see Trainer."""
         self._settings, self._compression, self._layout = settings, compression, layout
         self._wiring, self._clock, self._reporter = wiring, clock, reporter
         self._borders = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
         self._busy_s = self._compute_s = 0.0
         self._last: dict[int, Tensor] = {}
+        self._schedules, self._use_schedule = schedules, use_schedule
+        self._choice = 0  # as Forecast counts them
         self._rule = Rule(settings)
         self.forecast: Forecast | None = None  # in rank 0
 
@@ -69,7 +82,8 @@ class RunPilot(Pilot):
             }
             for choice in self._compression.choices.values()
         ]
-        self.forecast = Forecast(job.schedule, self._layout, job.training.accumulate_steps, ways)
+        passes = job.training.accumulate_steps
+        self.forecast = Forecast(self._schedules, self._layout, passes, ways)
 
     def measured(self, step: int) -> Tensor | None:
         clock = self._clock
@@ -99,17 +113,19 @@ class RunPilot(Pilot):
             return None
         assert self.forecast is not None
         measured = self._since(before)
-        switches = self._wiring.switches
-        in_force = switches.choice
-        predicted_s = self.forecast.step_s(measured, in_force)
-        choice = self._rule.choose(step, in_force, switches.since_step, predicted_s)
+        predicted_s = self.forecast.step_s(measured, self._choice)
+        since_step = self._wiring.switches.since_step
+        choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, in_force, choice, predicted_s, measured)
+            self._tell(step, self._choice, choice, predicted_s, measured)
         return choice
 
     def follow(self, step: int, choice: int) -> None:
         if choice != NO_CHOICE:
-            self._wiring.switches.switch(choice, step + 1)
+            self._choice = choice
+            shape, compression = divmod(choice, len(self._compression.choices))
+            self._wiring.switches.switch(compression, step + 1)
+            self._use_schedule(self._schedules[shape])
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
@@ -117,14 +133,30 @@ class RunPilot(Pilot):
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
-        return states_of(self._stateful)
+        return {"choice": self._choice} | states_of(self._stateful)
 
     def load_state_dict(self, state: State) -> None:
-        load_states(self._stateful, state, "the autopilot")
+        load_states(self._stateful, state, "the autopilot", ["choice"])
+        self._choice = whole_number(state, "choice")
+        shape, compression = divmod(self._choice, len(self._compression.choices))
+        if shape >= len(self._schedules) or compression != self._wiring.switches.choice:
+            raise ValueError(
+                f"the autopilot was saved with choice {self._choice}, which it has not now"
+            )
+        self._use_schedule(self._schedules[shape])
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"rule": self._rule, "switches": self._wiring.switches}
+        parts: dict[str, Stateful] = {"rule": self._rule, "switches": self._wiring.switches}
+        return parts if self.forecast is None else {**parts, "forecast": self.forecast}
+
+    @property
+    def _names(self) -> list[str]:
+        """Of all choices; the schedule is named where there are several."""
+        compressions = self._compression.names
+        if len(self._schedules) == 1:
+            return compressions
+        return [f"{name}, {s.label}" for s in self._schedules for name in compressions]
 
     def _is_look(self, step: int) -> bool:
         return step % self._settings.every == 0
@@ -139,29 +171,36 @@ class RunPilot(Pilot):
         leaders = [layout.ranks_of(stage)[0] for stage in range(layout.num_stages)]
         compute_s = [float(grown[rank][1]) / every / leaders.count(rank) for rank in leaders]
         sent: dict[tuple[int, str], float] = {}
-        lines: dict[tuple[str, str], tuple[float, float]] = {}
+        sums: dict[tuple[str, str], Tensor] = {}
+        latency_s: dict[tuple[str, str], float] = {}
         for border in self._borders:
+            clouds = layout.stage_cloud(border), layout.stage_cloud(border + 1)
+            delays_s = 0.0
             for direction in DIRECTIONS:
-                ends = (border, border + 1) if direction == "forward" else (border + 1, border)
                 at = self._place(border, direction)
-                both = grown[leaders[ends[0]]] + grown[leaders[ends[1]]]
-                num_bytes, messages, line_s = both[at : at + _SUMS].tolist()
-                if not messages:
+                # What each end of the border has told.
+                ends = [leaders[border], leaders[border + 1]]
+                told = sum((grown[rank][at : at + _SUMS] for rank in ends), torch.zeros(_SUMS))
+                delays_s += sum(float(self._last[rank][at + _SUMS]) for rank in ends)
+                if not told[1]:
                     continue
-                sent[border, direction] = num_bytes / messages
-                clouds = (layout.stage_cloud(ends[0]), layout.stage_cloud(ends[1]))
-                others = lines.get(clouds, (0.0, 0.0))
-                lines[clouds] = (others[0] + num_bytes, others[1] + line_s)
+                sent[border, direction] = float(told[0] / told[1])
+                way = clouds if direction == "forward" else (clouds[1], clouds[0])
+                sums[way] = sums.get(way, torch.zeros(_SUMS)) + told
+            # There and back, so what the clocks differ by drops out.
+            if (border, "backward") in sent:
+                for way in (clouds, (clouds[1], clouds[0])):
+                    latency_s[way] = max(0.0, delays_s / 2)
         rates = {
-            clouds: 8 * num_bytes / line_s if line_s else float("inf")
-            for clouds, (num_bytes, line_s) in lines.items()
+            way: float(8 * num_bytes / line_s) if line_s else float("inf")
+            for way, (num_bytes, _, line_s) in sums.items()
         }
-        return Measured(float(grown[0][0]) / every, compute_s, sent, rates)
+        return Measured(float(grown[0][0]) / every, compute_s, sent, rates, latency_s)
 
     def _tell(
         self, step: int, before: int, choice: int, predicted_s: Sequence[float], found: Measured
     ) -> None:
-        names = self._compression.names
+        names = self._names
         rates = ", ".join(
             f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
             for (here, there), rate in found.bits_per_s.items()

@@ -7,7 +7,8 @@ the emulated link act where a border leaves a cloud; inside a cloud messages go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,13 +158,15 @@ def wire(
     ties_ends: bool = False,
     is_elastic: bool = False,
     kept_bytes: int = 0,
+    other_schedules: Sequence[Schedule] = (),
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
     borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
     rank 0, in a background thread, for each report of another rank. schedule: says how many
-    messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
-    first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
+    messages a link must be able to hold; other_schedules: that may take its place.
+    defences: noise on what leaves a cloud that holds the first stage (forward) or the last one
+    (backward). seed: of the experiment, for compressors that
     draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
     is_elastic: see Wiring. kept_bytes: most that a rank keeps of the rows that come over a border,
     if that is constant and between clouds.
@@ -197,7 +200,7 @@ def wire(
                 protected = defences.at(stage, cloud_of, layout.num_stages - 1)
             _BorderBuilder(
                 wiring, layout, number, stage, border, compression.at_border(stage), max_samples,
-                device, clock, schedule, protected, seed, kept_bytes,
+                device, clock, [schedule, *other_schedules], protected, seed, kept_bytes,
             ).join()  # fmt: skip
     return wiring
 
@@ -216,7 +219,7 @@ class _BorderBuilder:
     max_samples: int
     device: torch.device
     clock: StepClock
-    schedule: Schedule
+    schedules: Sequence[Schedule]
     defences: Mapping[str, Defence]
     seed: int
     kept_bytes: int
@@ -235,8 +238,10 @@ class _BorderBuilder:
             (layout.owner(stage, i), layout.owner(stage + 1, i))
             for i in range(layout.lane_period(stage))
         ]
-        actions = self.schedule.actions(stage, layout.num_stages)
-        in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
+        in_flight: Counter[tuple[int, int]] = Counter()
+        for schedule in self.schedules:
+            actions = schedule.actions(stage, layout.num_stages)
+            in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
         ports = BorderPorts(self.border)
         self.wiring.ports[stage] = ports
         pairs = sorted(set(meets[self.replica :: layout.num_replicas]))
