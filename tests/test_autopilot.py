@@ -68,13 +68,19 @@ def test_work_that_covers_the_line_is_no_reason_to_compress() -> None:
 def test_a_switch_is_worth_it_confirmed_and_lasting() -> None:
     rule = Rule(Autopilot({"int4": INT4}, every=1, worth=1.1, confirm=3, dwell=10))
     assert [rule.choose(20 + i, 0, 0, [1.0, 0.95]) for i in range(5)] == [None] * 5, "too little"
-    assert [rule.choose(30 + i, 0, 0, [1.0, 0.5]) for i in range(3)] == [None, None, 1]
+    assert [rule.choose(30 + i, 0, 0, [1.0, 0.9]) for i in range(3)] == [None, None, 1]
+    assert [rule.choose(2 + i, 0, 0, [1.0, 0.1]) for i in range(2)] == [None, 1], "much: sooner"
     looks = [rule.choose(33 + i, 1, 33, [0.5, 1.0]) for i in range(10)]
     assert looks == [None] * 9 + [0], "and it stays for ten updates"
-    noise = [rule.choose(60 + i, 0, 43, [1.0, 0.5 + 0.6 * (i % 3 == 2)]) for i in range(30)]
-    assert noise == [None] * 30, "never three in a row"
-    other = [rule.choose(90 + i, 0, 43, [1.0, 0.5 + i % 2, 0.6]) for i in range(9)]
-    assert other == [None] * 9, "nor three for one of them"
+    noise = [rule.choose(60 + i, 0, 43, [1.0, 0.5 + 0.6 * (i % 2)]) for i in range(30)]
+    assert noise == [None] * 30, "never two in a row"
+    rule = Rule(Autopilot({"int4": INT4}, worth=1.1, confirm=3))
+    both = [rule.choose(90 + i, 0, 43, [1.0, 0.5 + 0.1 * (i % 2), 0.55]) for i in range(2)]
+    assert both == [None, 2], "two that are better by turns confirm each other"
+    rule, again = (Rule(Autopilot({"int4": INT4}, confirm=2)) for _ in range(2))
+    assert rule.choose(2, 0, 0, [1.0, 0.5]) is None
+    again.load_state_dict(stored(rule.state_dict()))
+    assert again.choose(4, 0, 0, [1.0, 0.5]) == 1
 
 
 class Scripted(RunPilot):

@@ -5,6 +5,7 @@ nothing; run/autopilot.py measures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -15,7 +16,7 @@ from torch import Tensor
 from xcloud.checks import check_int, check_number
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.comm.memory import State, whole_number
+from xcloud.comm.memory import State
 from xcloud.comm.phases import Compression
 from xcloud.comm.switched import Switched
 from xcloud.errors import ConfigError
@@ -33,15 +34,16 @@ class Autopilot:
     """choices: by name, besides the run's own compression. micro_batches, in_flight: numbers
     besides the schedule's own (num_micro_batches, num_in_flight). every: updates between looks.
     worth: a switch needs a choice that is predicted to be so many times faster; confirm: in so
-    many looks in a row; dwell: and so many updates after the last switch."""
+    many looks in a row, or in fewer that promise more (Rule); dwell: and so many updates after
+    the last switch."""
 
     choices: Mapping[str, Compression]
     micro_batches: Sequence[int] = ()
     in_flight: Sequence[int] = ()
-    every: int = 4
-    worth: float = 1.1
-    confirm: int = 3
-    dwell: int = 20
+    every: int = 2
+    worth: float = 1.05
+    confirm: int = 4
+    dwell: int = 10
 
     def __post_init__(self) -> None:
         check_int("autopilot.every", self.every, 1)
@@ -240,31 +242,36 @@ def numbers(state: State, name: str) -> Tensor:
 
 
 class Rule:
-    """Switches only for what is worth it, confirmed and lasting; see Autopilot."""
+    """Switches only for what is worth it, confirmed and lasting; see Autopilot. Looks that promise
+    more count for more: the logarithms of what a choice gains in looks in a row must add up to
+    those of `confirm` looks at just `worth`. One look never does, unless confirm is 1."""
 
     def __init__(self, settings: Autopilot) -> None:
         self._settings = settings
-        self._favoured, self._times = -1, 0
+        self._gained: list[float] = []  # by choice
 
     def choose(
         self, step: int, in_force: int, since_step: int, predicted_s: Sequence[float]
     ) -> int | None:
-        """The choice from the next step on; None: stay."""
+        """The choice from the next step on; None: stay. since_step: 0 before the first switch."""
         settings = self._settings
-        best = min(range(len(predicted_s)), key=predicted_s.__getitem__)
-        if predicted_s[in_force] <= settings.worth * predicted_s[best]:
-            self._favoured, self._times = -1, 0
+        gained = self._gained or [0.0] * len(predicted_s)
+        gains = [predicted_s[in_force] / max(s, 1e-9) for s in predicted_s]
+        enough = settings.confirm * math.log(settings.worth) * (1 - 1e-9)
+        most = enough / min(settings.confirm, 2)  # of one look
+        self._gained = [
+            total + min(math.log(gain), most) if gain > settings.worth else 0.0
+            for total, gain in zip(gained, gains, strict=True)
+        ]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        is_lasting = not since_step or step + 1 - since_step >= settings.dwell
+        if self._gained[best] < enough or not is_lasting:
             return None
-        self._times = self._times + 1 if best == self._favoured else 1
-        self._favoured = best
-        if self._times < settings.confirm or step + 1 - since_step < settings.dwell:
-            return None
-        self._favoured, self._times = -1, 0
+        self._gained = []
         return best
 
     def state_dict(self) -> State:
-        return {"favoured": self._favoured, "times": self._times}
+        return {"gained": torch.tensor(self._gained, dtype=torch.float64)}
 
     def load_state_dict(self, state: State) -> None:
-        self._favoured = whole_number(state, "favoured")
-        self._times = whole_number(state, "times")
+        self._gained = numbers(state, "gained").tolist()

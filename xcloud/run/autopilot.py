@@ -65,6 +65,7 @@ class RunPilot(Pilot):
         self._borders = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
         self._busy_s = self._compute_s = 0.0
         self._last: dict[int, Tensor] = {}
+        self._last_step = 0
         self._schedules, self._use_schedule = schedules, use_schedule
         self._choice = 0  # as Forecast counts them
         self._rule = Rule(settings)
@@ -109,10 +110,11 @@ class RunPilot(Pilot):
 
     def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
         before, self._last = self._last, dict(told)
+        updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        measured = self._since(before)
+        measured = self._since(before, updates)
         predicted_s = self.forecast.step_s(measured, self._choice)
         since_step = self._wiring.switches.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
@@ -159,17 +161,18 @@ class RunPilot(Pilot):
         return [f"{name}, {s.label}" for s in self._schedules for name in compressions]
 
     def _is_look(self, step: int) -> bool:
-        return step % self._settings.every == 0
+        """The first update is one, so that the next look has something to compare with."""
+        return step == 1 or step % self._settings.every == 0
 
     def _place(self, border: int, direction: str) -> int:
         way = self._borders.index(border) * len(DIRECTIONS) + DIRECTIONS.index(direction)
         return 2 + _PER_WAY * way
 
-    def _since(self, before: Mapping[int, Tensor]) -> Measured:
-        layout, every = self._layout, self._settings.every
+    def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
+        layout = self._layout
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         leaders = [layout.ranks_of(stage)[0] for stage in range(layout.num_stages)]
-        compute_s = [float(grown[rank][1]) / every / leaders.count(rank) for rank in leaders]
+        compute_s = [float(grown[rank][1]) / updates / leaders.count(rank) for rank in leaders]
         sent: dict[tuple[int, str], float] = {}
         sums: dict[tuple[str, str], Tensor] = {}
         latency_s: dict[tuple[str, str], float] = {}
@@ -195,7 +198,7 @@ class RunPilot(Pilot):
             way: float(8 * num_bytes / line_s) if line_s else float("inf")
             for way, (num_bytes, _, line_s) in sums.items()
         }
-        return Measured(float(grown[0][0]) / every, compute_s, sent, rates, latency_s)
+        return Measured(float(grown[0][0]) / updates, compute_s, sent, rates, latency_s)
 
     def _tell(
         self, step: int, before: int, choice: int, predicted_s: Sequence[float], found: Measured
