@@ -1,13 +1,17 @@
 """The autopilot against every fixed choice, on lines that change.
 
-    python -m benchmarks.autopilot [--steps 300] [--traces down up sawtooth] [--rounds 3]
+    python -m benchmarks.autopilot                                 # about 12 minutes on two cores
+    python -m benchmarks.autopilot --steps 300 --change-s 40 --micro-batches 8 --rounds 3
     python -m benchmarks.autopilot --toy --steps 24 --rounds 1     # does it work at all
 
-One job (a Transformer over two clouds, GPipe) is trained for as many steps with each compression
+One job (a Transformer over two clouds, GPipe) is trained for as many steps with each fixed choice
 in turn and with the autopilot that may choose among them, on the same trace: a line that becomes
-slow, one that becomes fast, one that goes up and down. Runs go round in turn, so noise hits all
-alike. Prints the seconds in steps, and of the autopilot its switches and its regret: its seconds /
-those of the best fixed choice in hindsight - 1, the median over rounds. Writes JSON with --json.
+slow, one that becomes fast, one that goes up and down. Choices are compressions, and with
+--micro-batches each with these numbers too. Rounds go through the runs in turn, every other one
+backwards, so noise hits all alike; a fixed choice that the first round saw HOPELESS times slower
+than the best is not run again. Prints the seconds in steps, and of the autopilot its switches, its
+regret: its seconds / those of the best fixed choice in hindsight - 1, the median over rounds, and
+the same as a share of the best. Writes JSON with --json.
 
 The trace begins when the ranks have joined; --change-s should be about half of what a run on the
 fast line takes.
@@ -28,10 +32,12 @@ from benchmarks.machine import say_where
 from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector
 from xcloud.record.summary import read_summary
 
-FIXED = ("none", "int8", "int4")
+COMPRESSIONS = ("none", "int8", "int4")
 AUTOPILOT = "autopilot"
+HOPELESS = 1.5
 JOB = ["+exp=abnet_iwslt", "model=transformer", "training.eval_samples=8"]
-TOY = ["--config-dir", "tests/conf", "+exp=toy", "autopilot.every=1", "autopilot.dwell=4"]
+TOY = ["--config-dir", "tests/conf", "+exp=toy"]
+TOY_PILOT = ["autopilot.every=1", "autopilot.dwell=4"]
 
 
 def trace(name: str, fast: float, slow: float, change_s: float) -> tuple[list[list[float]], float]:
@@ -42,7 +48,7 @@ def trace(name: str, fast: float, slow: float, change_s: float) -> tuple[list[li
         return [[0, slow], [change_s, fast]], 0.0
     middle = (fast * slow) ** 0.5
     rates = (fast, middle, slow, middle)
-    return [[k * change_s / 4, rate] for k, rate in enumerate(rates)], change_s
+    return [[k * change_s / 2, rate] for k, rate in enumerate(rates)], 2 * change_s
 
 
 def main() -> None:
@@ -51,54 +57,81 @@ def main() -> None:
     )
     parser.add_argument("--traces", nargs="+", default=["down", "up", "sawtooth"],
                         choices=["down", "up", "sawtooth"])  # fmt: skip
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--fast-mbit", type=float, help="default 1000; of the toy 10")
-    parser.add_argument("--slow-mbit", type=float, help="default 4; of the toy 0.05")
-    parser.add_argument("--change-s", type=float, help="default 30; of the toy 2")
+    parser.add_argument("--slow-mbit", type=float, help="default 20; of the toy 0.05")
+    parser.add_argument("--change-s", type=float, help="default 15; of the toy 2")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[],
+                        help="besides the job's own number")  # fmt: skip
     parser.add_argument("--toy", action="store_true", help="a job of milliseconds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    fast, slow, change_s = (10.0, 0.05, 2.0) if arguments.toy else (1000.0, 4.0, 30.0)
+    fast, slow, change_s = (10.0, 0.05, 2.0) if arguments.toy else (1000.0, 20.0, 15.0)
     fast, slow = arguments.fast_mbit or fast, arguments.slow_mbit or slow
     change_s = arguments.change_s or change_s
     say_where()
     print(f"{arguments.steps} steps, {fast:g} and {slow:g} Mbit/s, change after {change_s:g} s")
-    names = (*FIXED, AUTOPILOT)
-    print(f"{'trace':>9} | {' '.join(f'{name:>10}' for name in names)} | regret | switches")
+    fixed = {
+        f"{compression}{f' m={m}' if m else ''}": [f"compression={compression}", *with_number(m)]
+        for m in (0, *arguments.micro_batches)
+        for compression in COMPRESSIONS
+    }
+    pilot = [f"compression={COMPRESSIONS[0]}", "autopilot=on"]
+    if arguments.toy:
+        pilot += TOY_PILOT
+    if arguments.micro_batches:
+        pilot.append(f"autopilot.micro_batches={json.dumps(arguments.micro_batches)}")
+    choices = {**fixed, AUTOPILOT: pilot}
+    print(f"{'trace':>9} | {' '.join(f'{name:>10}' for name in choices)} | "
+          "regret | of best | switches")  # fmt: skip
     found = {}
     for name in arguments.traces:
         line = trace(name, 1e6 * fast, 1e6 * slow, change_s)
-        job = TOY if arguments.toy else JOB
-        rounds = [
-            {one: run([*job, f"training.max_steps={arguments.steps}"], one, line) for one in names}
-            for _ in range(arguments.rounds)
-        ]
+        job = [*(TOY if arguments.toy else JOB), f"training.max_steps={arguments.steps}"]
+        rounds: list[dict[str, Any]] = []
+        for number in range(arguments.rounds):
+            names = [one for one in choices if not rounds or not is_hopeless(one, rounds[0])]
+            order = reversed(names) if number % 2 else names
+            rounds.append({one: run([*job, *choices[one]], line) for one in order})
         found[name] = rounds
-        seconds = {o: statistics.median(r[o]["in_steps_s"] for r in rounds) for o in names}
+        seconds = {
+            one: statistics.median(r[one]["in_steps_s"] for r in rounds if one in r)
+            for one in choices
+        }
         regret = statistics.median(
-            r[AUTOPILOT]["in_steps_s"] / min(r[o]["in_steps_s"] for o in FIXED) - 1 for r in rounds
+            r[AUTOPILOT]["in_steps_s"] / best_fixed_s(r) - 1 for r in rounds
         )
-        row = " ".join(f"{seconds[one]:>8.1f} s" for one in names)
-        switches = ", ".join(
+        row = " ".join(f"{s:>8.1f} s" for s in seconds.values())
+        switches = "; ".join(
             f"{s['step']} {s['choice']}" for s in rounds[-1][AUTOPILOT]["switches"]
         )
-        print(f"{name:>9} | {row} | {100 * regret:>4.1f} % | {switches}", flush=True)
+        print(f"{name:>9} | {row} | {100 * regret:>4.1f} % | {100 / (1 + regret):>5.1f} % | "
+              f"{switches}", flush=True)  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def run(job: list[str], choice: str, line: tuple[list[list[float]], float]) -> dict[str, Any]:
+def with_number(micro_batches: int) -> list[str]:
+    return [f"schedule.num_micro_batches={micro_batches}"] if micro_batches else []
+
+
+def best_fixed_s(found: dict[str, Any]) -> float:
+    """found: of one round."""
+    return float(min(one["in_steps_s"] for name, one in found.items() if name != AUTOPILOT))
+
+
+def is_hopeless(name: str, found: dict[str, Any]) -> bool:
+    seconds: float = found[name]["in_steps_s"]
+    return name != AUTOPILOT and seconds > HOPELESS * best_fixed_s(found)
+
+
+def run(job: list[str], line: tuple[list[list[float]], float]) -> dict[str, Any]:
     entries, period_s = line
-    own = [f"compression={choice}"]
-    if choice == AUTOPILOT:
-        own = [f"compression={FIXED[0]}", "autopilot=on"]
-    else:
-        job = [word for word in job if not word.startswith("autopilot.")]
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
         command = [
-            sys.executable, "run.py", *job, *own, "tracker=none", "cluster/wan=line_1g",
+            sys.executable, "run.py", *job, "tracker=none", "cluster/wan=line_1g",
             f"cluster.wan.trace={json.dumps(entries)}", f"cluster.wan.trace_period_s={period_s}",
             f"hydra.run.dir={run_dir}",
         ]  # fmt: skip

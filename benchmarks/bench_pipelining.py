@@ -39,7 +39,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-from benchmarks.machine import say_where
+from benchmarks.machine import ran_on, say_where
 from benchmarks.namespaces import (
     ADDRESSES,
     INTERFACE,
@@ -48,7 +48,6 @@ from benchmarks.namespaces import (
     inside,
     two_hosts,
 )
-from xcloud.project import commit
 
 BATCH, LENGTH, HIDDEN, LAYERS = 32, 64, 384, 3
 COMPUTE = "compute"
@@ -90,9 +89,7 @@ def main() -> None:
         sys.exit(f"this benchmark cannot run here: {reason}")
     results = {}
     pairs = {name: pair for name, pair in RATIOS.items() if set(pair) <= set(names)}
-    from xcloud.run.profile_key import processor
-
-    print(f"{processor()}, commit {commit()}; m = {arguments.micro_batches}; seconds a step")
+    print(f"m = {arguments.micro_batches}; seconds a step")
     for round_trip_ms, mbit in product(arguments.round_trip_ms, arguments.mbit):
         rate = None if mbit == "free" else float(mbit) * 1e6
         found = measure(rate, 1e-3 * round_trip_ms, arguments)
@@ -107,11 +104,7 @@ def main() -> None:
                   flush=True)  # fmt: skip
         results[link] = {"median_s": medians, "ratios": ratios, "losses": found["losses"]}
         if arguments.json:
-            about = {
-                "commit": commit(),
-                "cpu": processor(),
-                "micro_batches": arguments.micro_batches,
-            }
+            about = ran_on() | {"micro_batches": arguments.micro_batches}
             arguments.json.write_text(json.dumps(about | {"links": results}, indent=1) + "\n")
 
 

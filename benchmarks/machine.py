@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
 
 import torch
 
 from xcloud.project import commit
+from xcloud.run.profile_key import processor
 
 
 def ran_on() -> dict[str, str]:
     cores = f"{len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads"
     return {
-        "machine": f"{platform.node()}, {cores}", "commit": commit(), "torch": torch.__version__,
+        "machine": f"{processor()}, {cores}", "commit": commit(), "torch": torch.__version__,
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@ every border switch at the same step. Ranks are threads, their links are in memo
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.pipelines import in_threads
 from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.line_meter import LineMeter
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import DeltaCache, State
@@ -22,7 +24,7 @@ from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.switched import Switched, Switches
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics
@@ -45,7 +47,7 @@ def measured(bits_per_s: float, num_bytes: float = 1e6, step_s: float = 10.0) ->
 
 
 def test_a_choice_is_predicted_to_save_the_bytes_it_does_not_send_and_to_cost_its_codecs() -> None:
-    forecast = Forecast(GPipe(1), TWO, 1, WAYS)
+    forecast = Forecast([GPipe(1)], TWO, 1, WAYS)
     plain_s, int4_s = forecast.step_s(measured(8e6), in_force=0)
 
     less = line_bytes(1_000_000) - line_bytes(250_000)
@@ -58,7 +60,7 @@ def test_a_choice_is_predicted_to_save_the_bytes_it_does_not_send_and_to_cost_it
 
 
 def test_work_that_covers_the_line_is_no_reason_to_compress() -> None:
-    forecast = Forecast(GPipe(8), TWO, 1, WAYS)
+    forecast = Forecast([GPipe(8)], TWO, 1, WAYS)
     plain_s, int4_s = forecast.step_s(measured(1e12, step_s=1.0), 0)
     assert int4_s > plain_s
 
@@ -66,13 +68,19 @@ def test_work_that_covers_the_line_is_no_reason_to_compress() -> None:
 def test_a_switch_is_worth_it_confirmed_and_lasting() -> None:
     rule = Rule(Autopilot({"int4": INT4}, every=1, worth=1.1, confirm=3, dwell=10))
     assert [rule.choose(20 + i, 0, 0, [1.0, 0.95]) for i in range(5)] == [None] * 5, "too little"
-    assert [rule.choose(30 + i, 0, 0, [1.0, 0.5]) for i in range(3)] == [None, None, 1]
+    assert [rule.choose(30 + i, 0, 0, [1.0, 0.9]) for i in range(3)] == [None, None, 1]
+    assert [rule.choose(2 + i, 0, 0, [1.0, 0.1]) for i in range(2)] == [None, 1], "much: sooner"
     looks = [rule.choose(33 + i, 1, 33, [0.5, 1.0]) for i in range(10)]
     assert looks == [None] * 9 + [0], "and it stays for ten updates"
-    noise = [rule.choose(60 + i, 0, 43, [1.0, 0.5 + 0.6 * (i % 3 == 2)]) for i in range(30)]
-    assert noise == [None] * 30, "never three in a row"
-    other = [rule.choose(90 + i, 0, 43, [1.0, 0.5 + i % 2, 0.6]) for i in range(9)]
-    assert other == [None] * 9, "nor three for one of them"
+    noise = [rule.choose(60 + i, 0, 43, [1.0, 0.5 + 0.6 * (i % 2)]) for i in range(30)]
+    assert noise == [None] * 30, "never two in a row"
+    rule = Rule(Autopilot({"int4": INT4}, worth=1.1, confirm=3))
+    both = [rule.choose(90 + i, 0, 43, [1.0, 0.5 + 0.1 * (i % 2), 0.55]) for i in range(2)]
+    assert both == [None, 2], "two that are better by turns confirm each other"
+    rule, again = (Rule(Autopilot({"int4": INT4}, confirm=2)) for _ in range(2))
+    assert rule.choose(2, 0, 0, [1.0, 0.5]) is None
+    again.load_state_dict(stored(rule.state_dict()))
+    assert again.choose(4, 0, 0, [1.0, 0.5]) == 1
 
 
 class Scripted(RunPilot):
@@ -86,13 +94,19 @@ class Scripted(RunPilot):
 
 
 def piloted(
-    layout: ClusterLayout, compression: Switched, kind: type[RunPilot], **more: Any
+    layout: ClusterLayout,
+    compression: Switched,
+    kind: type[RunPilot],
+    schedules: Sequence[Schedule] = (GPipe(2),),
+    **more: Any,
 ) -> list[Rank]:
     settings = Autopilot({"int4": INT4}, every=1, confirm=2, dwell=3)
-    made = ranks(layout, TRAINING, compression, **more)
+    made = ranks(layout, TRAINING, compression, schedules[0], **more)
     for rank in made:
-        clock = rank.trainer.pipeline.clock
-        rank.trainer.pilot = kind(settings, compression, layout, rank.wiring, clock, rank.reporter)
+        rank.trainer.pilot = kind(
+            settings, compression, schedules, layout, rank.wiring, rank.trainer.pipeline.clock,
+            rank.reporter, rank.trainer.use_schedule,
+        )  # fmt: skip
     return made
 
 
@@ -150,6 +164,73 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
         assert all(same_state([a], [b]) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("name", ["three clouds", "lanes"])
+def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
+    fixed = train(ranks(LAYOUTS[name], TRAINING, NONE), 1, 12)
+    schedules = [GPipe(2), GPipe(8), OneForwardOneBackward(4, 3)]
+    compressions = Switched({"none": NONE, "int4": INT4})
+
+    def job() -> list[Rank]:
+        made = piloted(LAYOUTS[name], compressions, Scripted, schedules)
+        for rank in made:
+            rank.trainer.pilot.choices = {2: 2, 5: 4, 9: 0}  # type: ignore[union-attr]
+        return made
+
+    made, restored = job(), job()
+    found = train(made, 1, 7)
+    assert {rank.trainer.schedule for rank in made} == {schedules[2]}
+    for rank, other in zip(made, restored, strict=True):
+        other.load_state_dict(stored(rank.state_dict()))
+        other.trainer.pilot.load_state_dict(stored(rank.trainer.pilot.state_dict()))  # type: ignore[union-attr]
+    rest = train(restored, 8, 12)
+
+    assert train(made, 8, 12) == rest, "a run goes on with the schedule of its checkpoint"
+    for one, first, second in zip(fixed, found, rest, strict=True):
+        for a, b in zip(one, [*first, *second], strict=True):
+            assert [x or 0.0 for x in b] == pytest.approx([x or 0.0 for x in a], rel=1e-5)
+    links = [stats for rank in made for stats in rank.wiring.wan_stats]
+    forward = sum(one.num_messages[Kind.ACTIVATION] for one in links)
+    borders = 2
+    assert forward == borders * (2 * 2 + 3 * 8 + 4 * 4 + 3 * 2)
+
+
+def test_other_numbers_of_micro_batches_are_predicted_from_what_they_took() -> None:
+    forecast = Forecast([GPipe(1), GPipe(4)], TWO, 1, WAYS)
+    free = measured(float("inf"))
+    own_s, _, four_s, _ = forecast.step_s(free, 0)
+    assert (own_s, four_s) == (10.0, pytest.approx(10 - 0.6 + 0.6 * 5 / 8)), "work overlaps"
+    # Small micro-batches were slower than their share, as is seen once they are in force.
+    dear = replace(free, compute_s=[0.6, 0.6])
+    back_s, _, four_s, _ = forecast.step_s(dear, 2)
+    assert (back_s, four_s) == (pytest.approx(10 - 1.2 * 5 / 8 + 0.6), 10.0)
+    again = Forecast([GPipe(1), GPipe(4)], TWO, 1, WAYS)
+    again.load_state_dict(stored(forecast.state_dict()))
+    assert again.step_s(free, 0) == forecast.step_s(free, 0)
+    assert again.step_s(free, 0)[2] == pytest.approx(10 - 0.6 + 1.2 * 5 / 8)
+    # Of one message a micro-batch the line carries as many bytes, and latency counts in each.
+    slow = Forecast([GPipe(1), GPipe(4)], TWO, 1, [WAYS[0]])
+    line_s = 8 * line_bytes(1_000_000) / 8e6
+    one_s, four_s = slow.step_s(measured(8e6, step_s=3.0), 0)
+    assert four_s == pytest.approx(one_s - 0.6 - 2 * line_s + 0.15 + 2 * line_s, abs=0.2)
+
+
+def test_only_schedules_within_the_memory_of_the_run_are_chosen_from() -> None:
+    def found(own: Schedule, **more: Any) -> list[Schedule]:
+        return Autopilot({}, **more).schedules(own, 2)
+
+    textbook = OneForwardOneBackward(8)
+    assert found(GPipe(4), micro_batches=[2, 4, 8]) == [GPipe(4), GPipe(2), GPipe(8)]
+    assert found(textbook, in_flight=[2, 3]) == [textbook, OneForwardOneBackward(8, 3)]
+    assert found(textbook, micro_batches=[4, 16], in_flight=[4]) == [
+        textbook, OneForwardOneBackward(8, 4), OneForwardOneBackward(4),
+        OneForwardOneBackward(16), OneForwardOneBackward(16, 4),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="2 of 1f1b m=8 in flight=p"):
+        found(textbook, micro_batches=[2])
+    with pytest.raises(ConfigError, match="gpipe has every micro-batch in flight"):
+        found(GPipe(4), in_flight=[2])
+
+
 class OnALine(RunPilot):
     """As if every byte had taken its time on a line of so many bits per second."""
 
@@ -166,11 +247,12 @@ class OnALine(RunPilot):
 
 def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> None:
     switched = Switched({"none+none": NONE, "int4+int4": INT4})
-    slow, fast = (piloted(TWO, switched, OnALine) for _ in range(2))
+    layout = replace(TWO, wan="free")  # of a real one every message would be timed
+    slow, fast = (piloted(layout, switched, OnALine) for _ in range(2))
     for made, rate in ((slow, 100.0), (fast, 1e15)):
         for rank in made:
             rank.trainer.pilot.bits_per_s = rate  # type: ignore[union-attr]
-            rank.trainer.pilot.forecast = Forecast(GPipe(2), TWO, 1, WAYS)  # type: ignore[union-attr]
+            rank.trainer.pilot.forecast = Forecast([GPipe(2)], TWO, 1, WAYS)  # type: ignore[union-attr]
         train(made, 1, 8)
         made[0].reporter.flush()
     events = [json.loads(line) for line in b"".join(slow[0].told).splitlines()]
@@ -197,6 +279,21 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
         assert is_kept == any(e["event"] == "autopilot" for e in one_timeline([*events, again]))
 
 
+def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LineMeter, "busy_s", lambda meter, sent_at_s, arrived_at_s: 0.5)
+    made = piloted(TWO, Switched({"none": NONE, "int4": INT4}), Scripted)
+    for rank in made:
+        rank.trainer.pilot.choices = {}  # type: ignore[union-attr]
+    train(made, 1, 3)
+    one, other = (rank.trainer.pilot.measured(4) for rank in made)  # type: ignore[union-attr]
+    assert one is not None and other is not None
+    for sender, receiver, at in ((one, other, 2), (other, one, 6)):  # forward, backward
+        num_bytes, messages, line_s, _ = sender[at : at + 4].tolist()
+        assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"
+        *sums, delay_s = receiver[at : at + 4].tolist()
+        assert sums == [0, 0, 3.0] and delay_s > 0, "timed where they arrive"
+
+
 def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     job = build("+exp=abnet_iwslt", "autopilot=on", "compression=none", "cluster/wan=line_8m")
     compression = job.compression
@@ -208,7 +305,9 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
         "training.batch_size=8",
     )  # fmt: skip
     assert small.compression.names == ["int8+int8", "int4+int4"], "the same is there once"
-    pilot = RunPilot(small.autopilot, small.compression, small.cluster, None, None, None)  # type: ignore[arg-type]
+    pilot = RunPilot(
+        small.autopilot, small.compression, small.schedules, small.cluster, None, None, None, None
+    )  # type: ignore[arg-type]
     pilot.prepare(small, torch.device("cpu"))
     assert pilot.forecast is not None
     int8, int4 = pilot.forecast._ways
@@ -226,17 +325,29 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["cluster/wan=real"], "cluster.wan=real"),
+        (["cluster/wan=real", "cluster.clouds.cloud_a.num_ranks=2"], "2 ranks share it"),
         (["strategy=data_parallel", "cluster/wan=line_8m"], "makes 2 of it"),
         (["plan=show"], "plan= prices one compression"),
         (["compression=phased_example"], "changes with border or phase"),
         (["autopilot.worth=0.9"], "autopilot.worth"),
+        (["autopilot.micro_batches=[0]"], "autopilot.micro_batches must be"),
+        (["autopilot.micro_batches=[64]", "training.batch_size=32"], "may choose gpipe m=64, but"),
+        (["autopilot.in_flight=[2]"], "in_flight"),
+        (
+            [
+                "autopilot.micro_batches=[8]",
+                "cluster.clouds.cloud_a.num_ranks=2",
+                "compression=delta_int4",
+                "cluster/wan=line_8m",
+            ],
+            "keep its lanes",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(overrides: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build("+exp=abnet_iwslt", "autopilot=on", *overrides)
-    with pytest.raises(ConfigError, match="choices is empty"):
+    with pytest.raises(ConfigError, match="are empty"):
         Autopilot({})
 
 

@@ -99,8 +99,13 @@ class Frame(NamedTuple):
     key: MessageKey
     parts: tuple[Tensor, ...]
     sequence: int
-    deliver_at_s: float
+    deliver_at_s: float  # below 0: at once, and it was sent at -deliver_at_s
     num_bytes: int
+
+    @property
+    def sent_at_s(self) -> float | None:
+        """By the sender's clock; None where the sender did not tell."""
+        return -self.deliver_at_s if self.deliver_at_s < 0 else None
 
 
 def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
@@ -140,7 +145,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def seal_frame(frame: Tensor, deliver_at_s: float) -> None:
-    """Write the delivery time (0 = at once) and the checksum, just before sending."""
+    """Write the delivery time (0 = at once; below 0: at once, and the time of sending with its
+    sign turned) and the checksum, just before sending."""
     view = _bytes_of(frame)
     struct.pack_into("<d", view, _DELIVER_OFFSET, deliver_at_s)
     struct.pack_into("<I", view, _CRC_OFFSET, 0)

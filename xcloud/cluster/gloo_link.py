@@ -125,7 +125,7 @@ class GlooOutLink(SendingEnd):
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
                 slot = self._take_line(item)
-                seal_frame(frame, slot.deliver_at_s if slot is not None else 0.0)
+                seal_frame(frame, slot.deliver_at_s if slot is not None else -time.monotonic())
                 if settings.log is not None:
                     now_s = time.monotonic()
                     settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, slot)
@@ -148,6 +148,7 @@ class GlooOutLink(SendingEnd):
         self._posted.used(slot.deliver_at_s)
         if item.key.kind is not Kind.GOODBYE:
             self.stats.count_line(item.key.kind, slot.sent_s - slot.start_s)
+            self.stats.latency_s = slot.deliver_at_s - slot.sent_s
         return slot
 
 

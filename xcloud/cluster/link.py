@@ -24,12 +24,14 @@ class LinkStats:
     """What has been sent so far, by kind of message; bytes are whole frames, headers included.
 
     line_s: seconds that messages kept the emulated line busy, counted when each takes it; the
-    others count when a message is handed to the link.
+    others count when a message is handed to the link. latency_s: of the last of them. Of a real
+    line the receiving end counts line_s, see LineMeter.
     """
 
     num_bytes: Counter[Kind] = field(default_factory=Counter)
     num_messages: Counter[Kind] = field(default_factory=Counter)
     line_s: Counter[Kind] = field(default_factory=Counter)
+    latency_s: float = 0.0
 
     def count(self, kind: Kind, num_bytes: int) -> None:
         self.num_bytes[kind] += num_bytes

@@ -16,6 +16,7 @@ from torch import Tensor
 from xcloud.cluster.byte_queue import ByteQueue
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
+from xcloud.cluster.line_meter import LineMeter
 from xcloud.cluster.link import LinkStats, Parts, expect
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import LinkLog
@@ -58,6 +59,7 @@ class InSettings:
     on_end: called once, in such a thread, when nothing more can come, with the reason.
     life: the peer's signs of life, shared with the other links to and from it.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
+    meter: of a real line, shared by the links from the same peer; None measures nothing.
     """
 
     peer_name: str
@@ -68,6 +70,7 @@ class InSettings:
     on_end: Callable[[LinkError], None] | None = None
     life: PeerLife = field(default_factory=PeerLife)
     advice: str = ""
+    meter: LineMeter | None = None
 
 
 class Outgoing(NamedTuple):
@@ -142,6 +145,7 @@ class ReceivingEnd:
 
     def __init__(self, settings: InSettings) -> None:
         self.peer_name = settings.peer_name
+        self.stats = LinkStats()  # line_s, where the line has a meter
         self.said_goodbye = False  # the peer; else the end of the link is a failure
         self._settings = settings
         self._handlers = {Kind.ALIVE: lambda frame: None, **settings.handlers}
@@ -187,7 +191,9 @@ class ReceivingEnd:
 
     def _open(self, buffer: Tensor) -> Frame:
         """The next frame, checked. Raises FrameError."""
+        now_s = time.monotonic()
         frame = decode_frame(buffer, self.peer_name)
+        self._measure(frame, now_s)
         self._settings.life.note(max(time.monotonic(), frame.deliver_at_s))
         if frame.sequence != self._expected:
             raise FrameError(
@@ -195,6 +201,15 @@ class ReceivingEnd:
             )
         self._expected += 1
         return frame
+
+    def _measure(self, frame: Frame, now_s: float) -> None:
+        meter, sent_at_s = self._settings.meter, frame.sent_at_s
+        if meter is None or sent_at_s is None:
+            return
+        if frame.key.kind is Kind.ALIVE:
+            meter.probe(sent_at_s, now_s)
+        else:
+            self.stats.count_line(frame.key.kind, meter.busy_s(sent_at_s, now_s))
 
     def _deliver(self, frame: Frame) -> None:
         if self._settings.log is not None:

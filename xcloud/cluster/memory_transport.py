@@ -117,7 +117,7 @@ class MemoryOutLink(SendingEnd):
 
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item
-        seal_frame(frame, 0.0)
+        seal_frame(frame, -time.monotonic())
         if self._settings.log is not None:
             now_s = time.monotonic()
             self._settings.log.sending(key, sequence, frame.numel(), queued_at_s, now_s, None)

@@ -18,6 +18,7 @@ from xcloud.contracts.task import Task
 from xcloud.errors import ConfigError
 from xcloud.job.experiment_checks import (
     check_autopilot,
+    check_choices,
     check_defences,
     check_keeping,
     check_privacy,
@@ -56,6 +57,7 @@ class Experiment(Job):
         if self.autopilot is not None:
             check_autopilot(self)
             object.__setattr__(self, "compression", self.autopilot.around(self.compression))
+            check_choices(self)
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -224,9 +226,17 @@ class Experiment(Job):
         return [s for s, border in self.borders.items() if border.is_constant and leaves(s)]
 
     @property
+    def schedules(self) -> Sequence[Schedule]:
+        """All that the run may use, its own first."""
+        if self.autopilot is None:
+            return [self.schedule]
+        return self.autopilot.schedules(self.schedule, self.cluster.num_stages)
+
+    @property
     def max_micro_batch(self) -> int:
         """Samples of the largest micro-batch, in training or evaluation."""
-        return max(-(-self.training.batch_size // self.num_pieces), self.training.eval_batch_size)
+        fewest = min(s.num_micro_batches for s in self.schedules) * self.training.accumulate_steps
+        return max(-(-self.training.batch_size // fewest), self.training.eval_batch_size)
 
     @property
     def num_pieces(self) -> int:

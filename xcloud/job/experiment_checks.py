@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from xcloud.cluster.layout import ClusterLayout
@@ -24,6 +25,8 @@ from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.training.settings import Training
 
+MAX_CHOICES = 255  # rank 0 tells the number in a byte
+
 
 class Checked(Protocol):
     """What the checks ask of an experiment."""
@@ -39,6 +42,9 @@ class Checked(Protocol):
 
     @property
     def schedule(self) -> Schedule: ...
+
+    @property
+    def schedules(self) -> Sequence[Schedule]: ...
 
     @property
     def training(self) -> Training: ...
@@ -75,13 +81,44 @@ def check_autopilot(job: Checked) -> None:
             f"{job.strategy.name} makes {layout.num_replicas} of it: set autopilot=off"
         )
     for stage in range(layout.num_stages - 1):
-        here, there = (layout.ranks_of(s)[0] for s in (stage, stage + 1))
-        if layout.wan_between(here, there) == "real":
+        ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
+        is_real = layout.wan_between(ends[0][0], ends[1][0]) == "real"
+        if is_real and max(map(len, ends)) > 1:
             raise ConfigError(
-                "autopilot follows the seconds in which an emulated line is busy, and nobody "
-                f"counts them on the real network behind stage {stage} (cluster.wan=real): "
-                "set autopilot=off"
+                f"autopilot measures the real network behind stage {stage} (cluster.wan=real) "
+                f"from what one rank at each end sees, and {max(map(len, ends))} ranks share it: "
+                "give the clouds on both sides one rank each, or set autopilot=off"
             )
+
+
+def check_choices(job: Checked) -> None:
+    """Whatever the autopilot may choose must be allowed as the run's own setting."""
+    layout, schedules = job.cluster, job.schedules
+    assert isinstance(job.compression, Switched)
+    if len(schedules) * len(job.compression.choices) < 2:
+        raise ConfigError(
+            "autopilot has nothing to choose: its choices are the run's own compression, "
+            f"{job.compression.names[0]}, and schedule, {schedules[0].label}"
+        )
+    if len(schedules) * len(job.compression.choices) > MAX_CHOICES:
+        raise ConfigError(
+            f"autopilot has {len(schedules)} schedules and {len(job.compression.choices)} "
+            f"compressions to choose from, and {MAX_CHOICES} together is the most: allow fewer"
+        )
+    counts = {schedule.num_micro_batches for schedule in schedules}
+    by_sample = job.compression.has_memory or job.training.keep_frozen_mb
+    if len(counts) > 1 and by_sample and layout.min_micro_batches() > 1:
+        raise ConfigError(
+            f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
+            "would not keep its lanes, between which a memory of the compression or "
+            "training.keep_frozen_mb is kept; give each stage one rank, or leave either out"
+        )
+    for schedule in schedules[1:]:
+        own = next(iter(job.compression.choices.values()))
+        try:  # all checks of a run with that number throughout
+            replace(job, schedule=schedule, compression=own, autopilot=None)  # type: ignore[type-var]
+        except ConfigError as error:
+            raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error
 
 
 def check_visibility(job: Checked, replica: int, fields: dict[int, frozenset[str]]) -> None:

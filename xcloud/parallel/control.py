@@ -29,7 +29,7 @@ AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead 
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
 _NORMS = (
     "squared gradient norm of each stage, NaN if not finite",
-    "seconds of the main thread, bytes, messages and seconds of the line so far float64",
+    "seconds of the main thread, bytes, messages, seconds and delay of the line float64",
 )
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
@@ -58,7 +58,7 @@ class Pilot(Protocol):
         """In rank 0: what all ranks use from the next step on; None: as before. told: by rank."""
 
     def follow(self, step: int, choice: int) -> None:
-        """In every rank, when all others do."""
+        """In every rank, when all others do. choice: NO_CHOICE = as before."""
 
 
 class Answer(NamedTuple):

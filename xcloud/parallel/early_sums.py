@@ -44,7 +44,7 @@ class EarlySums:
         num_backwards: Mapping[int, int],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._groups, self._num_backwards = groups, dict(num_backwards)
+        self._groups, self.num_backwards = groups, num_backwards
         self._left: dict[int, int] = {}  # backwards of each stage, of this update
         self._order: list[_Bucket] = []
         for stage in sorted(buffers, reverse=True):
@@ -56,7 +56,7 @@ class EarlySums:
     def begin(self) -> None:
         """An update begins."""
         assert not self._waits, "the sums of the update before were never asked for"
-        self._left = dict(self._num_backwards)
+        self._left = dict(self.num_backwards)
         self._num_started = 0
         for bucket in self._order:
             bucket.num_missing = bucket.num_parameters

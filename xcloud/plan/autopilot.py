@@ -1,46 +1,63 @@
-"""When to change the compression of a run under way: what the simulator says of the choices at the
-line as it was measured, and a rule that never flaps. Sends nothing; run/autopilot.py measures.
+"""When to change the compression, or the number of micro-batches, of a run under way: what the
+simulator says of the choices at the line as it was measured, and a rule that never flaps. Sends
+nothing; run/autopilot.py measures.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import torch
+from torch import Tensor
 
 from xcloud.checks import check_int, check_number
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.comm.memory import State, whole_number
+from xcloud.comm.memory import State
 from xcloud.comm.phases import Compression
 from xcloud.comm.switched import Switched
 from xcloud.errors import ConfigError
-from xcloud.parallel.schedule import Schedule
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_kept
 from xcloud.plan.costs import Direction, TableCosts
-from xcloud.plan.line import FREE, Line
+from xcloud.plan.line import Line
 from xcloud.plan.step_program import StepProgram
 
 DIRECTIONS = ("forward", "backward")
+_FREE_BITS_PER_S = 1e15
 
 
 @dataclass(frozen=True)
 class Autopilot:
-    """choices: by name, besides the run's own compression. every: updates between two looks.
+    """choices: by name, besides the run's own compression. micro_batches, in_flight: numbers
+    besides the schedule's own (num_micro_batches, num_in_flight). every: updates between looks.
     worth: a switch needs a choice that is predicted to be so many times faster; confirm: in so
-    many looks in a row; dwell: and so many updates after the last switch."""
+    many looks in a row, or in fewer that promise more (Rule); dwell: and so many updates after
+    the last switch."""
 
     choices: Mapping[str, Compression]
-    every: int = 4
-    worth: float = 1.1
-    confirm: int = 3
-    dwell: int = 20
+    micro_batches: Sequence[int] = ()
+    in_flight: Sequence[int] = ()
+    every: int = 2
+    worth: float = 1.05
+    confirm: int = 4
+    dwell: int = 10
 
     def __post_init__(self) -> None:
         check_int("autopilot.every", self.every, 1)
         check_number("autopilot.worth", self.worth, 1.0, above=True)
         check_int("autopilot.confirm", self.confirm, 1)
         check_int("autopilot.dwell", self.dwell, 1)
-        if not self.choices:
-            raise ConfigError("autopilot.choices is empty, so there would be nothing to choose")
+        for name in ("micro_batches", "in_flight"):
+            for number in getattr(self, name):
+                check_int(f"autopilot.{name}", number, 1)
+        if not (self.choices or self.micro_batches or self.in_flight):
+            raise ConfigError(
+                "autopilot.choices, micro_batches and in_flight are empty, so there would be "
+                "nothing to choose"
+            )
         for name, choice in self.choices.items():
             if not isinstance(choice, Compression):
                 raise ConfigError(
@@ -59,9 +76,52 @@ class Autopilot:
         found = {own.label: own}
         for choice in self.choices.values():
             found.setdefault(choice.label, choice)
-        if len(found) < 2:
-            raise ConfigError(f"autopilot.choices has only the run's own compression, {own.label}")
         return Switched(found)
+
+    def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
+        """The run's own and those with the other numbers, but none that keeps the activations of
+        more samples at once than the run's number of micro-batches does with the most in flight.
+        Raises ConfigError for a number that no schedule can have."""
+        if not self.micro_batches and not self.in_flight:
+            return [own]
+        if not isinstance(own, GPipe | OneForwardOneBackward):
+            raise ConfigError(
+                f"autopilot.micro_batches and in_flight do not know schedules like {own.label}: "
+                "choose gpipe, one_forward_one_backward or zero_bubble, or leave them empty"
+            )
+        if isinstance(own, GPipe) and self.in_flight:
+            raise ConfigError(
+                f"autopilot.in_flight is {list(self.in_flight)}, but schedule=gpipe has every "
+                "micro-batch in flight: choose one_forward_one_backward or zero_bubble, or leave "
+                "it empty"
+            )
+
+        def share(schedule: Schedule) -> float:
+            """Of the samples of a pass: those whose activations the fullest stage keeps."""
+            m = schedule.num_micro_batches
+            orders = [schedule.actions(stage, num_stages) for stage in range(num_stages)]
+            return max(most_kept(order, 1, 1 / m, 1 / m) for order in orders)
+
+        flights: list[Schedule] = [own]
+        if isinstance(own, OneForwardOneBackward):
+            flights += [replace(own, num_in_flight=number) for number in self.in_flight]
+        allowed = max(share(schedule) for schedule in flights) + 1e-9
+        found: dict[tuple[object, ...], Schedule] = {}
+        for m in (own.num_micro_batches, *self.micro_batches):
+            fitting = [
+                schedule
+                for flight in flights
+                if share(schedule := replace(flight, num_micro_batches=m)) <= allowed  # type: ignore[type-var]
+            ]
+            if not fitting:
+                raise ConfigError(
+                    f"autopilot.micro_batches: {m} of {own.label} would keep the activations of "
+                    "more samples at once than the run does now; leave it out, or allow fewer at "
+                    "once (autopilot.in_flight)"
+                )
+            for schedule in fitting:
+                found.setdefault(tuple(schedule.actions(0, num_stages)), schedule)
+        return list(found.values())
 
 
 def no_autopilot() -> None:
@@ -82,12 +142,13 @@ class Way:
 class Measured:
     """Since the last look, for one update. forward and backward of a stage's rank together:
     compute_s, by stage. sent_bytes: of a message, by border and direction. bits_per_s: of the
-    line, by the clouds that it joins; inf = free."""
+    line, by the clouds that it joins; inf = free. latency_s: by border, one way."""
 
     step_s: float
     compute_s: Sequence[float]
     sent_bytes: Mapping[tuple[int, str], float]
     bits_per_s: Mapping[tuple[str, str], float]
+    latency_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 class Forecast:
@@ -95,32 +156,53 @@ class Forecast:
 
         predicted(c) = measured + simulated(c) - simulated(in force)
 
-    What the simulator leaves out (latency, other ranks on the machine) is the same for all choices
-    and drops out. A backward counts twice a forward. ways: by choice, border and direction.
+    What the simulator leaves out (other ranks on the machine) is the same for all choices and
+    drops out. A backward counts twice a forward. Computing takes as long as when so many
+    micro-batches were last in force; with a number not tried yet as long as now, and for each
+    micro-batch more what it has cost more between those tried.
+
+    schedules: the run's own first. ways: by compression, border and direction. A choice is a
+    schedule and a compression: number // len(ways) and number % len(ways).
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedules: Sequence[Schedule],
         layout: ClusterLayout,
         num_passes: int,
         ways: Sequence[Mapping[tuple[int, str], Way]],
     ) -> None:
-        self._program = StepProgram(schedule, layout, num_passes=num_passes)
-        self._layout, self._ways = layout, ways
-        self._num_pieces = num_passes * schedule.num_micro_batches
+        self._programs = [StepProgram(s, layout, num_passes=num_passes) for s in schedules]
+        self._schedules, self._layout, self._ways = schedules, layout, ways
+        self._num_passes = num_passes
+        self._compute_s: dict[int, Sequence[float]] = {}  # by micro-batches: of each stage
 
     def step_s(self, measured: Measured, in_force: int) -> list[float]:
+        now = self._schedules[in_force // len(self._ways)].num_micro_batches
+        self._compute_s[now] = measured.compute_s
+        choices = product(range(len(self._schedules)), range(len(self._ways)))
         simulated = [
-            self._program.carry_out(self._costs(measured, in_force, choice)).end_s
-            for choice in range(len(self._ways))
+            self._programs[shape].carry_out(self._costs(measured, in_force, shape, way)).end_s
+            for shape, way in choices
         ]
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]
 
-    def _costs(self, measured: Measured, in_force: int, choice: int) -> TableCosts:
-        layout = self._layout
-        pieces = [self._num_pieces / len(layout.ranks_of(s)) for s in range(layout.num_stages)]
-        each_s = [total / n / 3 for total, n in zip(measured.compute_s, pieces, strict=True)]
+    def _computing_s(self, stage: int, now: int, then: int) -> float:
+        """Of an update with `then` micro-batches, if it has `now`."""
+        seen = {m: of_stages[stage] for m, of_stages in self._compute_s.items()}
+        if then in seen:
+            return seen[then]
+        fewest, most = min(seen), max(seen)
+        each_s = (seen[most] - seen[fewest]) / (most - fewest) if most > fewest else 0.0
+        return max(0.0, seen[now] + max(0.0, each_s) * (then - now))
+
+    def _costs(self, measured: Measured, in_force: int, shape: int, way: int) -> TableCosts:
+        layout, (own_shape, own_way) = self._layout, divmod(in_force, len(self._ways))
+        now, then = (self._schedules[s].num_micro_batches for s in (own_shape, shape))
+        each_s = [
+            self._computing_s(s, now, then) * len(layout.ranks_of(s)) / self._num_passes / then / 3
+            for s in range(layout.num_stages)
+        ]
         tables: dict[str, list[Direction]] = {name: [] for name in DIRECTIONS}
         for border in range(layout.num_stages - 1):
             for name, table in tables.items():
@@ -128,47 +210,68 @@ class Forecast:
                 if key not in measured.sent_bytes:  # inside a cloud
                     table.append(Direction())
                     continue
-                own, other = self._ways[in_force][key], self._ways[choice][key]
-                raw = measured.sent_bytes[key] / own.ratio
+                own, other = self._ways[own_way][key], self._ways[way][key]
+                raw = measured.sent_bytes[key] / own.ratio * now / then
                 table.append(
                     Direction(round(raw * other.ratio), raw * other.compress_s,
                               raw * other.decompress_s)
                 )  # fmt: skip
-        lines = {
-            f"{here}-{there}": FREE if rate == float("inf") else Line(LinkProfile(rate))
-            for (here, there), rate in measured.bits_per_s.items()
-        }
+        lines = {}
+        for clouds, rate in measured.bits_per_s.items():
+            latency_s = measured.latency_s.get(clouds, 0.0)
+            lines["-".join(clouds)] = Line(LinkProfile(min(rate, _FREE_BITS_PER_S), latency_s))
         return TableCosts(
             each_s, [2 * s for s in each_s], tables["forward"], tables["backward"], lines=lines
         )
 
+    def state_dict(self) -> State:
+        rows = [[m, *of_stages] for m, of_stages in sorted(self._compute_s.items())]
+        return {"compute_s": torch.tensor(rows, dtype=torch.float64)}
+
+    def load_state_dict(self, state: State) -> None:
+        rows = numbers(state, "compute_s").tolist()
+        self._compute_s = {int(m): of_stages for m, *of_stages in rows}
+
+
+def numbers(state: State, name: str) -> Tensor:
+    """Raises ValueError if there are none."""
+    value = state.get(name)
+    if not isinstance(value, Tensor) or value.dtype != torch.float64:
+        raise ValueError(f"a state needs float64 {name!r}, got {value!r}")
+    return value
+
 
 class Rule:
-    """Switches only for what is worth it, confirmed and lasting; see Autopilot."""
+    """Switches only for what is worth it, confirmed and lasting; see Autopilot. Looks that promise
+    more count for more: the logarithms of what a choice gains in looks in a row must add up to
+    those of `confirm` looks at just `worth`. One look never does, unless confirm is 1."""
 
     def __init__(self, settings: Autopilot) -> None:
         self._settings = settings
-        self._favoured, self._times = -1, 0
+        self._gained: list[float] = []  # by choice
 
     def choose(
         self, step: int, in_force: int, since_step: int, predicted_s: Sequence[float]
     ) -> int | None:
-        """The choice from the next step on; None: stay."""
+        """The choice from the next step on; None: stay. since_step: 0 before the first switch."""
         settings = self._settings
-        best = min(range(len(predicted_s)), key=predicted_s.__getitem__)
-        if predicted_s[in_force] <= settings.worth * predicted_s[best]:
-            self._favoured, self._times = -1, 0
+        gained = self._gained or [0.0] * len(predicted_s)
+        gains = [predicted_s[in_force] / max(s, 1e-9) for s in predicted_s]
+        enough = settings.confirm * math.log(settings.worth) * (1 - 1e-9)
+        most = enough / min(settings.confirm, 2)  # of one look
+        self._gained = [
+            total + min(math.log(gain), most) if gain > settings.worth else 0.0
+            for total, gain in zip(gained, gains, strict=True)
+        ]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        is_lasting = not since_step or step + 1 - since_step >= settings.dwell
+        if self._gained[best] < enough or not is_lasting:
             return None
-        self._times = self._times + 1 if best == self._favoured else 1
-        self._favoured = best
-        if self._times < settings.confirm or step + 1 - since_step < settings.dwell:
-            return None
-        self._favoured, self._times = -1, 0
+        self._gained = []
         return best
 
     def state_dict(self) -> State:
-        return {"favoured": self._favoured, "times": self._times}
+        return {"gained": torch.tensor(self._gained, dtype=torch.float64)}
 
     def load_state_dict(self, state: State) -> None:
-        self._favoured = whole_number(state, "favoured")
-        self._times = whole_number(state, "times")
+        self._gained = numbers(state, "gained").tolist()

@@ -1,11 +1,11 @@
-"""One rank's part in choosing the compression while the run goes on: it measures, rank 0 decides
-(plan/autopilot.py), and the choice reaches every rank with the norm of an update, before anything
-of the next one is sent. So both ends of every border switch at the same step.
+"""One rank's part in choosing compression and schedule while the run goes on: it measures, rank 0
+decides (plan/autopilot.py), and the choice reaches every rank with the norm of an update, before
+anything of the next one is computed or sent. So all switch between the same two updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,39 +17,57 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import NoMemory, State, Stateful, load_states, states_of
+from xcloud.comm.memory import (
+    NoMemory,
+    State,
+    Stateful,
+    load_states,
+    states_of,
+    whole_number,
+)
 from xcloud.comm.phases import Compression
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import Pilot
+from xcloud.parallel.control import NO_CHOICE, Pilot
+from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.record.reporter import Reporter
 from xcloud.run.stopwatch import Stopwatch
 from xcloud.run.wiring import Wiring
 
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
-_PER_WAY = 3  # bytes, messages, seconds on the line
+_SUMS = 3  # of each border and direction: bytes, messages, seconds on the line; and its delay
+_PER_WAY = _SUMS + 1
 
 
 class RunPilot(Pilot):
     """Measures are sums since the start: [busy_s of the main thread, compute_s, then by border and
-    direction bytes, messages, line_s]; rank 0 takes differences between two looks."""
+    direction bytes, messages, line_s and the delay]; rank 0 takes differences between two looks.
+
+    The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
+    delay: the latency of a message; of a real line + what both clocks differ by."""
 
     def __init__(
         self,
         settings: Autopilot,
         compression: Switched,
+        schedules: Sequence[Schedule],
         layout: ClusterLayout,
         wiring: Wiring,
         clock: StepClock,
         reporter: Reporter,
+        use_schedule: Callable[[Schedule], None],
     ) -> None:
+        """schedules: to choose from, the run's own first. use_schedule: see Trainer."""
         self._settings, self._compression, self._layout = settings, compression, layout
         self._wiring, self._clock, self._reporter = wiring, clock, reporter
         self._borders = [s for s in range(layout.num_stages - 1) if layout.leaves_cloud(s)]
         self._busy_s = self._compute_s = 0.0
         self._last: dict[int, Tensor] = {}
+        self._last_step = 0
+        self._schedules, self._use_schedule = schedules, use_schedule
+        self._choice = 0  # as Forecast counts them
         self._rule = Rule(settings)
         self.forecast: Forecast | None = None  # in rank 0
 
@@ -65,13 +83,14 @@ class RunPilot(Pilot):
             }
             for choice in self._compression.choices.values()
         ]
-        self.forecast = Forecast(job.schedule, self._layout, job.training.accumulate_steps, ways)
+        passes = job.training.accumulate_steps
+        self.forecast = Forecast(self._schedules, self._layout, passes, ways)
 
     def measured(self, step: int) -> Tensor | None:
         clock = self._clock
         self._compute_s += clock.compute_s
         self._busy_s += clock.compute_s + clock.codec_s + clock.waiting_s + clock.sync_s
-        if step % self._settings.every:
+        if not self._is_look(step):
             return None
         found = torch.zeros(2 + len(self._borders) * len(DIRECTIONS) * _PER_WAY).double()
         found[0], found[1] = self._busy_s, self._compute_s
@@ -79,68 +98,112 @@ class RunPilot(Pilot):
             at = self._place(channel.identity.border, channel.identity.direction)
             kind, sent = KINDS[channel.identity.direction], channel.link.stats
             sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
-            found[at : at + _PER_WAY] += torch.tensor(sums, dtype=torch.float64)
+            found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
+            found[at + _SUMS] = sent.latency_s
+        meters = self._wiring.ends.meters
+        for identity, link in self._wiring.wan_receives:
+            if identity.sender in meters:
+                at = self._place(identity.border, identity.direction)
+                found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
+                found[at + _SUMS] = meters[identity.sender].delay_s
         return found
 
     def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
         before, self._last = self._last, dict(told)
+        updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        measured = self._since(before)
-        switches = self._wiring.switches
-        in_force = switches.choice
-        predicted_s = self.forecast.step_s(measured, in_force)
-        choice = self._rule.choose(step, in_force, switches.since_step, predicted_s)
+        measured = self._since(before, updates)
+        predicted_s = self.forecast.step_s(measured, self._choice)
+        since_step = self._wiring.switches.since_step
+        choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, in_force, choice, predicted_s, measured)
+            self._tell(step, self._choice, choice, predicted_s, measured)
         return choice
 
     def follow(self, step: int, choice: int) -> None:
-        self._wiring.switches.switch(choice, step + 1)
+        if choice != NO_CHOICE:
+            self._choice = choice
+            shape, compression = divmod(choice, len(self._compression.choices))
+            self._wiring.switches.switch(compression, step + 1)
+            self._use_schedule(self._schedules[shape])
+        if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
+            for channel in self._wiring.wan_sends:
+                both = channel.identity.sender, channel.identity.receiver
+                if self._layout.wan_between(*both) == "real":
+                    channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
-        return states_of(self._stateful)
+        return {"choice": self._choice} | states_of(self._stateful)
 
     def load_state_dict(self, state: State) -> None:
-        load_states(self._stateful, state, "the autopilot")
+        load_states(self._stateful, state, "the autopilot", ["choice"])
+        self._choice = whole_number(state, "choice")
+        shape, compression = divmod(self._choice, len(self._compression.choices))
+        if shape >= len(self._schedules) or compression != self._wiring.switches.choice:
+            raise ValueError(
+                f"the autopilot was saved with choice {self._choice}, which it has not now"
+            )
+        self._use_schedule(self._schedules[shape])
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"rule": self._rule, "switches": self._wiring.switches}
+        parts: dict[str, Stateful] = {"rule": self._rule, "switches": self._wiring.switches}
+        return parts if self.forecast is None else {**parts, "forecast": self.forecast}
+
+    @property
+    def _names(self) -> list[str]:
+        """Of all choices; the schedule is named where there are several."""
+        compressions = self._compression.names
+        if len(self._schedules) == 1:
+            return compressions
+        return [f"{name}, {s.label}" for s in self._schedules for name in compressions]
+
+    def _is_look(self, step: int) -> bool:
+        """The first update is one, so that the next look has something to compare with."""
+        return step == 1 or step % self._settings.every == 0
 
     def _place(self, border: int, direction: str) -> int:
         way = self._borders.index(border) * len(DIRECTIONS) + DIRECTIONS.index(direction)
         return 2 + _PER_WAY * way
 
-    def _since(self, before: Mapping[int, Tensor]) -> Measured:
-        layout, every = self._layout, self._settings.every
+    def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
+        layout = self._layout
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         leaders = [layout.ranks_of(stage)[0] for stage in range(layout.num_stages)]
-        compute_s = [float(grown[rank][1]) / every / leaders.count(rank) for rank in leaders]
+        compute_s = [float(grown[rank][1]) / updates / leaders.count(rank) for rank in leaders]
         sent: dict[tuple[int, str], float] = {}
-        lines: dict[tuple[str, str], tuple[float, float]] = {}
+        sums: dict[tuple[str, str], Tensor] = {}
+        latency_s: dict[tuple[str, str], float] = {}
         for border in self._borders:
+            clouds = layout.stage_cloud(border), layout.stage_cloud(border + 1)
+            delays_s = 0.0
             for direction in DIRECTIONS:
-                ends = (border, border + 1) if direction == "forward" else (border + 1, border)
                 at = self._place(border, direction)
-                num_bytes, messages, line_s = grown[leaders[ends[0]]][at : at + _PER_WAY].tolist()
-                if not messages:
+                # What each end of the border has told.
+                ends = [leaders[border], leaders[border + 1]]
+                told = sum((grown[rank][at : at + _SUMS] for rank in ends), torch.zeros(_SUMS))
+                delays_s += sum(float(self._last[rank][at + _SUMS]) for rank in ends)
+                if not told[1]:
                     continue
-                sent[border, direction] = num_bytes / messages
-                clouds = (layout.stage_cloud(ends[0]), layout.stage_cloud(ends[1]))
-                others = lines.get(clouds, (0.0, 0.0))
-                lines[clouds] = (others[0] + num_bytes, others[1] + line_s)
+                sent[border, direction] = float(told[0] / told[1])
+                way = clouds if direction == "forward" else (clouds[1], clouds[0])
+                sums[way] = sums.get(way, torch.zeros(_SUMS)) + told
+            # There and back, so what the clocks differ by drops out.
+            if (border, "backward") in sent:
+                for way in (clouds, (clouds[1], clouds[0])):
+                    latency_s[way] = max(0.0, delays_s / 2)
         rates = {
-            clouds: 8 * num_bytes / line_s if line_s else float("inf")
-            for clouds, (num_bytes, line_s) in lines.items()
+            way: float(8 * num_bytes / line_s) if line_s else float("inf")
+            for way, (num_bytes, _, line_s) in sums.items()
         }
-        return Measured(float(grown[0][0]) / every, compute_s, sent, rates)
+        return Measured(float(grown[0][0]) / updates, compute_s, sent, rates, latency_s)
 
     def _tell(
         self, step: int, before: int, choice: int, predicted_s: Sequence[float], found: Measured
     ) -> None:
-        names = self._compression.names
+        names = self._names
         rates = ", ".join(
             f"{here} to {there} {rate / 1e6:.1f} Mbit/s"
             for (here, there), rate in found.bits_per_s.items()

@@ -12,6 +12,7 @@ from typing import Any
 from xcloud.cluster.clouds import Layout
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
+from xcloud.cluster.line_meter import LineMeter
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import PeerLife
@@ -43,6 +44,7 @@ class Ends:
         self.ins: list[ReceivingEnd] = []
         self.wan_outs: list[SendingEnd] = []
         self.records: list[LinkRecord] = []
+        self.meters: dict[int, LineMeter] = {}  # of real lines that borders cross, by sender
         self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
         self.lives = {
             peer: PeerLife(layout.liveness)
@@ -111,9 +113,13 @@ class Ends:
         """advice: what makes this rank wait longer; by default the layout's."""
         if advice is None:
             advice = self.layout.overdue_advice(self.rank, peer)
+        meter = None
+        if border != CONTROL and self.layout.wan_between(self.rank, peer) == "real":
+            meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(border, peer, self.rank), peer), on_end, self.lives[peer], advice,
+            meter,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)

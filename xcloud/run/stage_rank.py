@@ -68,6 +68,7 @@ class StageRank(Role[Experiment]):
             ties_ends=job.ties_ends,
             is_elastic=job.is_elastic,
             kept_bytes=job.training.keep_frozen_mb * MEGABYTE,
+            other_schedules=job.schedules[1:],
         )  # fmt: skip
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
         self.records = self.wiring.wan_records
@@ -172,8 +173,9 @@ class StageRank(Role[Experiment]):
         parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
         if job.autopilot is not None and isinstance(job.compression, Switched):
             parts["autopilot"] = trainer.pilot = pilot = RunPilot(
-                job.autopilot, job.compression, layout, self.wiring, self.clock, self.reporter
-            )
+                job.autopilot, job.compression, job.schedules, layout, self.wiring, self.clock,
+                self.reporter, trainer.use_schedule,
+            )  # fmt: skip
             if rank == 0:
                 pilot.prepare(job, device)
         post: Post | None = self.wiring.control

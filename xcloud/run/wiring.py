@@ -7,7 +7,8 @@ the emulated link act where a border leaves a cloud; inside a cloud messages go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
+from xcloud.cluster.link_end import ReceivingEnd
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import Transport
 from xcloud.cluster.wire_record import LinkRecord
@@ -60,7 +62,7 @@ pieces, and training over a border that no gradient crosses. More wait in the se
 @dataclass
 class Wiring:
     """All ends that one rank holds. channels: every one that ends here, by its identity in words.
-    guards: around those that cross clouds; wan_sends: of these the ones that send. control: None
+    guards: around those that cross clouds; wan_sends, wan_receives: these by end. control: None
     where there is one rank. replicas: links to this rank's counterparts; None where the pipeline
     stands once. tied: to the pipeline's other end, where a matrix is tied over two ranks.
     switches: which choice of a Switched compression its channels use.
@@ -77,6 +79,7 @@ class Wiring:
     channels: dict[str, SendChannel | ReceiveChannel] = field(default_factory=dict)
     guards: list[SendGuard | ReceiveGuard] = field(default_factory=list)
     wan_sends: list[SendChannel] = field(default_factory=list)
+    wan_receives: list[tuple[ChannelId, ReceivingEnd]] = field(default_factory=list)
     switches: Switches = field(default_factory=Switches)
 
     @property
@@ -155,13 +158,15 @@ def wire(
     ties_ends: bool = False,
     is_elastic: bool = False,
     kept_bytes: int = 0,
+    other_schedules: Sequence[Schedule] = (),
 ) -> Wiring:
     """Build this rank's ends. Every rank calls it at the same time with the same arguments.
 
     borders: by the stage before the border. max_samples: of any micro-batch. on_report: called in
     rank 0, in a background thread, for each report of another rank. schedule: says how many
-    messages a link must be able to hold. defences: noise on what leaves a cloud that holds the
-    first stage (forward) or the last one (backward). seed: of the experiment, for compressors that
+    messages a link must be able to hold; other_schedules: that may take its place.
+    defences: noise on what leaves a cloud that holds the first stage (forward) or the last one
+    (backward). seed: of the experiment, for compressors that
     draw random numbers. ties_ends: whether the first and the last stage train a matrix in common.
     is_elastic: see Wiring. kept_bytes: most that a rank keeps of the rows that come over a border,
     if that is constant and between clouds.
@@ -195,7 +200,7 @@ def wire(
                 protected = defences.at(stage, cloud_of, layout.num_stages - 1)
             _BorderBuilder(
                 wiring, layout, number, stage, border, compression.at_border(stage), max_samples,
-                device, clock, schedule, protected, seed, kept_bytes,
+                device, clock, [schedule, *other_schedules], protected, seed, kept_bytes,
             ).join()  # fmt: skip
     return wiring
 
@@ -214,7 +219,7 @@ class _BorderBuilder:
     max_samples: int
     device: torch.device
     clock: StepClock
-    schedule: Schedule
+    schedules: Sequence[Schedule]
     defences: Mapping[str, Defence]
     seed: int
     kept_bytes: int
@@ -233,8 +238,10 @@ class _BorderBuilder:
             (layout.owner(stage, i), layout.owner(stage + 1, i))
             for i in range(layout.lane_period(stage))
         ]
-        actions = self.schedule.actions(stage, layout.num_stages)
-        in_flight = most_in_flight(actions, lambda i: meets[i % len(meets)])
+        in_flight: Counter[tuple[int, int]] = Counter()
+        for schedule in self.schedules:
+            actions = schedule.actions(stage, layout.num_stages)
+            in_flight |= most_in_flight(actions, lambda i: meets[i % len(meets)])
         ports = BorderPorts(self.border)
         self.wiring.ports[stage] = ports
         pairs = sorted(set(meets[self.replica :: layout.num_replicas]))
@@ -294,6 +301,7 @@ class _BorderBuilder:
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)
                 wiring.guards.append(taken)
+                wiring.wan_receives.append((identity, inlink))
 
     def _keeps(self, sender: int, receiver: int) -> bool:
         crosses = self.layout.wan_between(sender, receiver) is not None

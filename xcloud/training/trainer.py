@@ -13,7 +13,7 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import NO_CHOICE, Answer, Pilot, StageSums, Word
+from xcloud.parallel.control import Answer, Pilot, StageSums, Word
 from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pipeline import Pipeline
@@ -107,7 +107,8 @@ class Trainer:
             )
             self.pipeline.on_backward = self._private.take
         elif self.early:
-            self._early = self._early_sums()
+            buffers = {stage: self._buffers[stage] for stage in self.early}
+            self._early = EarlySums(buffers, self.lanes, self._num_backwards)
             self.pipeline.on_backward = self._early.end_backward
 
     def update(self, step: int) -> StepReport:
@@ -173,14 +174,18 @@ class Trainer:
             word,
         )
 
-    def _early_sums(self) -> EarlySums:
+    def use_schedule(self, schedule: Schedule) -> None:
+        """From the next update on. All ranks call it between the same two."""
+        self.schedule = schedule
+        if self._early is not None:
+            self._early.num_backwards = self._num_backwards
+
+    @property
+    def _num_backwards(self) -> dict[int, int]:
+        """Of this rank in an update, by stage."""
         m, passes = self.schedule.num_micro_batches, self.training.accumulate_steps
         turns = self.pipeline.turns
-        return EarlySums(
-            {stage: self._buffers[stage] for stage in self.early},
-            self.lanes,
-            {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()},
-        )
+        return {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()}
 
     def _leave_out(self, step: int) -> StepReport:
         clock = self.pipeline.clock
@@ -280,7 +285,7 @@ class Trainer:
             for lanes in self.lanes.values():
                 told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
                 answer = Answer(told[0], Word(int(told[1])), int(told[2]))
-        if self.pilot is not None and answer.choice != NO_CHOICE:
+        if self.pilot is not None:
             self.pilot.follow(step, answer.choice)
         return answer.total, answer.word
 
