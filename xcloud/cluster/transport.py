@@ -156,6 +156,6 @@ class GlooCollectives:
                 )
             # Its own limit would end the process while a rank waits for another cloud.
             group = dist.new_group(
-                ranks, timeout=_FOREVER, backend="nccl", use_local_synchronization=True
+                ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
             )
         return DeviceMesh.from_group(group, device.type)

@@ -16,7 +16,7 @@ def squared_norm(values: Tensor) -> float:
         return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     flat = values.detach().reshape(-1)
     total, room = 0.0, torch.empty(min(_PIECE, len(flat)), dtype=torch.float64)
-    for piece in flat.split(_PIECE):
+    for piece in torch.split(flat, _PIECE):
         wide = room[: len(piece)].copy_(piece)
         total += float(torch.dot(wide, wide))
     return total
