@@ -25,7 +25,7 @@ from tests.causal_models import (
     words,
 )
 from xcloud.errors import ConfigError, DataError
-from xcloud.models import causal_network
+from xcloud.models import causal_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere
 from xcloud.models.lora import Lora
@@ -125,7 +125,7 @@ def test_a_stage_holds_its_own_parts_only(
     network = saved(kind, tmp_path)
     whole = {n: p.numel() for n, p in network.named_parameters(remove_duplicate=False)}
     read: list[str] = []
-    files = causal_network.WeightFiles
+    files = causal_weights.WeightFiles
     real = files.tensor
     monkeypatch.setattr(files, "tensor", lambda self, name: read.append(name) or real(self, name))
     sizes = []

@@ -36,7 +36,7 @@ def meeting_store(
 ) -> Store:
     """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
     there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
-    live (run/joining.py); a server that ends is noticed at once."""
+    live (run/lifeline.py); a server that ends is noticed at once."""
     store: Store
     if host is None:
         store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)

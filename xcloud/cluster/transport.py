@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (run/launch.py), by signs of life on several (run/joining.py).
+# machine (run/launch.py), by signs of life on several (run/lifeline.py).
 FOREVER = timedelta(days=30)
 
 

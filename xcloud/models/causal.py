@@ -34,12 +34,12 @@ from xcloud.models.causal_network import (
     config_of,
     depth,
     laid_out,
-    load_weights,
     network_of,
     read_config,
     ties_words,
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
+from xcloud.models.causal_weights import load_weights
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_source import PublicTexts, check_public_text

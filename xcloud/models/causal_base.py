@@ -26,11 +26,10 @@ from xcloud.models.causal_network import (
     Part,
     check_type,
     config_of,
-    draw_weights,
     network_of,
-    write_checkpoint,
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
+from xcloud.models.causal_weights import draw_weights, write_checkpoint
 from xcloud.models.encoder import check_heads
 from xcloud.models.pretraining import Descent
 from xcloud.models.seeding import seed_of

@@ -19,7 +19,14 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
-from xcloud.models.causal_network import Part, depth, laid_out, load_weights, packed_places, run
+from xcloud.models.causal_network import (
+    Part,
+    depth,
+    laid_out,
+    packed_places,
+    run,
+)
+from xcloud.models.causal_weights import load_weights
 from xcloud.models.low_rank_cut import (
     Basis,
     ProjectionBottom,

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.causal_narrow import Cut, through
-from xcloud.models.causal_network import HEAD, Part, Past, packed_places, run, words_of
+from xcloud.models.causal_network import (
+    HEAD,
+    Part,
+    Past,
+    packed_places,
+    run,
+    words_of,
+)
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from xcloud.checks import check_int, check_number
 from xcloud.errors import ConfigError
-from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
+from xcloud.models.causal_network import (
+    KINDS,
+    block_number,
+    depth,
+    linear_names,
+)
 from xcloud.models.seeding import seeded
 
 NAME = "default"  # what peft calls the only adapter of a network

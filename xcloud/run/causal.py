@@ -29,9 +29,9 @@ from xcloud.models.causal_network import (
     config_of,
     depth,
     network_of,
-    write_checkpoint,
 )
 from xcloud.models.causal_stage import TEXT
+from xcloud.models.causal_weights import write_checkpoint
 from xcloud.project import MODEL_DIR, project_root
 from xcloud.run.export import exporting, fill, read_stage
 from xcloud.tasks.causal_tokenizer import CausalTokenizer

@@ -47,7 +47,7 @@ from xcloud.run.agreement import (
     judge,
 )
 from xcloud.run.compared import make_table
-from xcloud.run.joining import Joining
+from xcloud.run.lifeline import Lifeline
 from xcloud.run.resume import HELD
 
 _GREET_EVERY_S = 0.2
@@ -55,19 +55,19 @@ _GREET_EVERY_S = 0.2
 
 def join(
     job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str],
-    joining: Joining | None = None,
+    lifeline: Lifeline | None = None,
 ) -> tuple[PairTransport, Agreed]:  # fmt: skip
     """Meet the other ranks, in a file of the run folder or, where MASTER_ADDR and MASTER_PORT are
     set, at a server in rank 0, which says from which of the checkpoints of its cloud the run goes
-    on. held: this rank's. joining: under torchrun. Raises ConfigError for a rank that runs
+    on. held: this rank's. lifeline: under torchrun. Raises ConfigError for a rank that runs
     something else, LinkTimeout for ranks of the first cloud that do not come."""
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its agent serves at that port itself
     within_s = job.cluster.liveness.join_within_s
     store = meeting_store(rank, run_dir, host, port + under_torchrun, within_s)
     transport, layout = PairTransport(rank, store, within_s), job.cluster
-    if joining is not None:
-        _watch(transport, joining, layout)
+    if lifeline is not None:
+        _watch(transport, lifeline, layout)
     mine = make_table(settings)
 
     def judged(tables: Mapping[int, Table]) -> Verdict:
@@ -94,20 +94,20 @@ def join(
     return transport, Agreed(verdict)
 
 
-def _watch(transport: PairTransport, joining: Joining, layout: Layout[Any]) -> None:
+def _watch(transport: PairTransport, lifeline: Lifeline, layout: Layout[Any]) -> None:
     """Rank 0 looks for ranks that begin, also again, as long as it lives."""
     if transport.rank != HUB:
-        return joining.watch(HUB, _life(transport.store, transport.rank, transport.beginning))
+        return lifeline.watch(HUB, _life(transport.store, transport.rank, transport.beginning))
     store = transport.store.clone()  # type: ignore[attr-defined]
     greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
 
     def greet() -> None:
-        while not joining.over.wait(_GREET_EVERY_S):
+        while not lifeline.over.wait(_GREET_EVERY_S):
             for rank, before in list(greeted.items()):
                 greeted[rank] = int(store.add(f"beginnings.{rank}", 0))
                 if greeted[rank] > before:
                     mates = layout.ranks_in(layout.cloud_of(rank))
-                    joining.watch(rank, _life(store, rank, greeted[rank]), mates)
+                    lifeline.watch(rank, _life(store, rank, greeted[rank]), mates)
 
     threading.Thread(target=greet, name="greeting", daemon=True).start()
 

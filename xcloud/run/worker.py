@@ -41,8 +41,8 @@ from xcloud.record.summary import read_summary
 from xcloud.run import elastic
 from xcloud.run.agreement import Agreed, agree, rank_name
 from xcloud.run.checkpointing import StopSignal
-from xcloud.run.joining import Joining
 from xcloud.run.launch import EXIT_START_AGAIN, end_with_parent, error_file
+from xcloud.run.lifeline import Lifeline
 from xcloud.run.meeting_store import attempt_of
 from xcloud.run.resume import Holder
 from xcloud.run.role import RankContext, Role, is_needed
@@ -66,7 +66,7 @@ def live(
     asked: StopSignal,
     transport: PairTransport | None = None,
     state: RankState | None = None,
-    joining: Joining | None = None,
+    lifeline: Lifeline | None = None,
 ) -> bool:
     """One rank's life, whatever its role, once its process group is there (a lone rank needs none)
     and the ranks have compared what they run. Returns whether the run has ended early, as asked.
@@ -98,8 +98,8 @@ def live(
             time.sleep(LAST_WORDS_S)
         write_audit()
 
-    if joining is not None:
-        joining.met(role.needs, role.lives, last_words)
+    if lifeline is not None:
+        lifeline.met(role.needs, role.lives, last_words)
     if state is not None:
         state.lives = role.lives
     try:
@@ -111,12 +111,12 @@ def live(
             role.run()
             reporter.flush()
             role.close()
-        if joining is not None:
-            joining.leave()
+        if lifeline is not None:
+            lifeline.leave()
         return role.is_stopped
     except BaseException:
-        if joining is not None:
-            joining.stand_aside()
+        if lifeline is not None:
+            lifeline.stand_aside()
         # Say what was not said yet, if rank 0 still listens; the threads end with this process.
         with contextlib.suppress(LinkError):
             reporter.flush()
@@ -141,20 +141,20 @@ def _device(wanted: str) -> torch.device:
     return device
 
 
-def _join(job: Job, rank: int, run_dir: Path, joining: Joining | None) -> None:
+def _join(job: Job, rank: int, run_dir: Path, lifeline: Lifeline | None) -> None:
     """Form the process group. On one machine a file in the run folder is the meeting point, and
-    the launcher looks after the ranks. joining: of ranks under torchrun."""
+    the launcher looks after the ranks. lifeline: of ranks under torchrun."""
     num_ranks = job.cluster.num_ranks
-    if joining is not None:
+    if lifeline is not None:
         join_within_s = job.cluster.liveness.join_within_s
         size = int(os.environ["WORLD_SIZE"])
 
         def connect(timeout_s: float) -> Store:
             store: Store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-            joining.ask(store)
+            lifeline.ask(store)
             return store
 
-        store = attempt_of(connect, rank, size, joining.watch, join_within_s)
+        store = attempt_of(connect, rank, size, lifeline.watch, join_within_s)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
@@ -251,7 +251,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
         stale.unlink(missing_ok=True)  # of an earlier run in this folder
     state, ending = RankState(run_dir, rank), "has done its part"
-    code, monitor, joining = 0, None, None
+    code, monitor, lifeline = 0, None, None
     asked = StopSignal()
     ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()
     asked.install(signal.SIGUSR1, *ends, exit_code=EXIT_START_AGAIN)
@@ -263,16 +263,16 @@ def main(words: Sequence[str] | None = None) -> None:
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if under_torchrun:
-            joining = Joining(
+            lifeline = Lifeline(
                 rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
                 lambda error: _end_alone(run_dir, rank, state, error),
                 partial(is_needed, job, rank) if job.is_elastic else bool,
             )  # fmt: skip
         if job.is_elastic:
             table = holder.table()
-            transport, agreed = elastic.join(job, settings, rank, run_dir, table, joining)
+            transport, agreed = elastic.join(job, settings, rank, run_dir, table, lifeline)
         else:
-            _join(job, rank, run_dir, joining)
+            _join(job, rank, run_dir, lifeline)
             agreed = agree(job, settings, rank, holder.table())
         if under_torchrun:
             _check_started(job)
@@ -280,7 +280,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
             print(job.headline, flush=True)
-        if live(job, rank, run_dir, agreed, holder, asked, transport, state, joining):
+        if live(job, rank, run_dir, agreed, holder, asked, transport, state, lifeline):
             ending = "has stopped as it was asked to"
             code = EXIT_START_AGAIN
         if monitor is not None:
@@ -290,8 +290,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 _await_monitor(_start_monitor(run_dir, file, "--again"))
     except BaseException as error:
         code, ending = EXIT_FAILED, _failed(error)
-        if joining is not None:
-            joining.close()
+        if lifeline is not None:
+            lifeline.close()
         code = _write_failure(run_dir, rank, error)
     finally:
         state.close(ending)

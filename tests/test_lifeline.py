@@ -16,9 +16,9 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.errors import LinkClosed, LinkError, LinkTimeout
-from xcloud.run import joining
+from xcloud.run import lifeline
 from xcloud.run.elastic import _life, _watch
-from xcloud.run.joining import Joining, _Line, _Word
+from xcloud.run.lifeline import Lifeline, _Line, _Word
 from xcloud.run.meeting_store import of_this_attempt
 
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -31,12 +31,12 @@ class Ranks:
         self.store = dist.HashStore()
         self.store.set_timeout(STORE_TIMEOUT)
         self.lost: dict[int, LinkError] = {}
-        self.joined: dict[int, Joining] = {}
+        self.joined: dict[int, Lifeline] = {}
         self.begun: set[int] = set()
         self.lost_after_s = lost_after_s
 
-    def come(self, rank: int) -> Joining:
-        self.joined[rank] = Joining(
+    def come(self, rank: int) -> Lifeline:
+        self.joined[rank] = Lifeline(
             rank, "rank {}".format, self.lost_after_s, lambda error: self.lose(rank, error)
         )
         self._sign_in(rank, self.joined[rank].watch)
@@ -63,16 +63,16 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Joining] = []
-    begin = Joining.__init__
+    made: list[Lifeline] = []
+    begin = Lifeline.__init__
 
-    def noted(self: Joining, *args: Any, **settings: Any) -> None:
+    def noted(self: Lifeline, *args: Any, **settings: Any) -> None:
         made.append(self)
         begin(self, *args, **settings)
 
-    monkeypatch.setattr(Joining, "__init__", noted)
-    monkeypatch.setattr(joining, "BEAT_S", 0.02)
-    monkeypatch.setattr(joining, "GRACE_S", 0.1)
+    monkeypatch.setattr(Lifeline, "__init__", noted)
+    monkeypatch.setattr(lifeline, "BEAT_S", 0.02)
+    monkeypatch.setattr(lifeline, "GRACE_S", 0.1)
     yield
     for each in made:  # or its threads would be in torch when Python ends
         each.close()
@@ -165,8 +165,8 @@ def test_a_store_that_answers_no_more_while_the_ranks_join_is_named() -> None:
             return asked.set() or threading.Event().wait(0.01 if answers else None)
 
     ranks, asked = Ranks(lost_after_s=0.5), threading.Event()
-    joining, answers = ranks.come(0), True
-    joining.ask(Stopped())  # type: ignore[arg-type]
+    own, answers = ranks.come(0), True
+    own.ask(Stopped())  # type: ignore[arg-type]
     threading.Event().wait(1.0)
     assert asked.is_set() and not ranks.lost
     answers = False
@@ -182,12 +182,12 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     ranks = Ranks(lost_after_s=1.0)
     needs = {0: lambda lost: 0 in lost, 1: lambda lost: bool(lost)}
 
-    def begin(rank: int) -> Joining:
-        joining = Joining(
+    def begin(rank: int) -> Lifeline:
+        mine = Lifeline(
             rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
         )
-        _watch(transport(rank), joining, layout)
-        return joining
+        _watch(transport(rank), mine, layout)
+        return mine
 
     def transport(rank: int) -> PairTransport:
         return PairTransport(rank, meeting_store(rank, tmp_path, None, 0))
@@ -207,7 +207,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
 def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "GRACE_S", 20.0)
+    monkeypatch.setattr(lifeline, "GRACE_S", 20.0)
     ranks = Ranks()
     hub = ranks.come(0)
     other = ranks.come_by_hand(2)

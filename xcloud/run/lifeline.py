@@ -31,7 +31,7 @@ from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 BEAT_S = 0.5
 GRACE_S = 1.0  # in which the main thread may find a better reason to end
 STORE = -1  # in the place of a rank: where the ranks meet
-_NO_LIMIT = timedelta(days=30)  # Joining looks how long a line is silent; a timeout would end it
+_NO_LIMIT = timedelta(days=30)  # Lifeline looks how long a line is silent; a timeout would end it
 
 
 class _Word(IntEnum):
@@ -41,7 +41,7 @@ class _Word(IntEnum):
     SILENT = 3  # a rank gave no sign of life for too long
 
 
-class Joining:
+class Lifeline:
     """What one rank knows of the others while they join and run. Thread-safe.
 
     name_of: of a rank, for messages. on_lost: called in a thread, once, when ranks are lost that
