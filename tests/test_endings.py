@@ -129,7 +129,8 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
     config["model"] = {"_target_": "tests.toy.ToyModelThatStops"}
     file = tmp_path / "experiment.yaml"
     OmegaConf.save(OmegaConf.create(config), file)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
     command = [sys.executable, "-m", "xcloud", "worker", str(file), "--run-dir", str(tmp_path)]
     ranks = [
         launch.start_process(
@@ -138,7 +139,9 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named_on_every_machine(
         for rank in range(3)
     ]
     try:
-        assert [rank.wait(60) for rank in ranks[:2]] == [EXIT_PEER_LOST] * 2
+        codes = [rank.wait(60) for rank in ranks[:2]]
+        said = [(tmp_path / f"{rank}.log").read_text() for rank in range(3)]
+        assert codes == [EXIT_PEER_LOST] * 2, said
     finally:
         for rank in ranks:
             rank.kill()

@@ -38,6 +38,12 @@ ROWS = {
     "FedAvg every 60, INT4, outer rate 1.5": [
         *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=1.5",
     ],
+    "FedAvg every 60, INT4, outer rate 2": [
+        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=2",
+    ],
+    "FedAvg every 60, INT4, outer rate 2.5": [
+        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=2.5",
+    ],
     "FedAvg every 60 in 4 parts, INT4": [  # each is under way for 8 steps
         *merged("fedavg", 60, INT4), f"{AVERAGING}.fragments=4", f"{AVERAGING}.overlap=8",
         f"{AVERAGING}.mix=0.5",
