@@ -119,7 +119,7 @@ def two_ranks(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
     ranks = [
         subprocess.Popen(
-            [*prefix, sys.executable, "-m", "benchmarks.emulator_rank", str(rank),
+            [*prefix, sys.executable, "-m", "benchmarks.emulator_rank", str(rank), "2",
              f"tcp://{address}:29571", json.dumps(link)],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )

@@ -1,6 +1,7 @@
-"""One of the two ranks that bench_emulator times: a small Transformer cut in the middle, INT8.
+"""One of the ranks that bench_emulator and distance_to_limit time: a stage of a small Transformer,
+one cloud each, INT8.
 
-    python -m benchmarks.emulator_rank RANK tcp://ADDRESS:PORT LINK     (LINK: JSON, see main)
+    python -m benchmarks.emulator_rank RANK STAGES tcp://ADDRESS:PORT LINK   (LINK: JSON, see main)
 
 Reads blocks to run from stdin, a JSON object a line, and prints the seconds of each step. Real
 links, wiring, pipeline and exchange of norms; only data and model are made up, so that nothing
@@ -43,10 +44,11 @@ BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
 
 
 class Layers(Stage):
-    """Half of the Transformer; the last half has a loss."""
+    """A part of the Transformer; the last one has a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_last: bool) -> None:
         super().__init__()
+        self._is_last = is_last
         sleep_s = os.environ.get("XCLOUD_SLEEP_S")
         self.layers = (
             SleepingLayers(float(sleep_s))
@@ -60,9 +62,9 @@ class Layers(Stage):
         )
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        if received is None:
-            return StageOutput(send={"hidden": self.layers(batch["x"])})
-        found = self.layers(received["hidden"])
+        found = self.layers(batch["x"] if received is None else received["hidden"])
+        if not self._is_last:
+            return StageOutput(send={"hidden": found})
         return StageOutput(loss=((found - batch["y"]) ** 2).mean(dim=(1, 2)).sum())
 
 
@@ -96,24 +98,27 @@ class System:
     """A stage and its links for one number of micro-batches and one budget for receives."""
 
     def __init__(
-        self, rank: int, wan: Wan, num_micro_batches: int, budget_bytes: int, folder: Path
-    ) -> None:
-        layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, wan, link_budget_bytes=budget_bytes)
+        self, rank: int, num_stages: int, wan: Wan, num_micro_batches: int, budget_bytes: int,
+        folder: Path,
+    ) -> None:  # fmt: skip
+        clouds = {name: Cloud() for name in "abcdefgh"[:num_stages]}
+        layout = ClusterLayout(clouds, wan, link_budget_bytes=budget_bytes)
         hidden = BorderField("hidden", (LENGTH, HIDDEN), torch.float32)
         cpu, clock = torch.device("cpu"), StepClock()
         self._schedule = GPipe(num_micro_batches)
         self._pieces = cut(torch.arange(BATCH), num_micro_batches)
-        self._rank, self._steps = rank, 0
+        self._rank, self._num_stages, self._steps = rank, num_stages, 0
         int8 = Compression(BlockInt(8), BlockInt(8))
+        borders = {stage: Border((hidden,), 1) for stage in range(num_stages - 1)}
         self.wiring = wire(
-            GlooTransport(rank), layout, {0: Border((hidden,), 1)}, int8, len(self._pieces[0]),
+            GlooTransport(rank), layout, borders, int8, len(self._pieces[0]),
             cpu, clock, folder, print, self._schedule, seed=1,
         )  # fmt: skip
         torch.manual_seed(rank)
-        self._stage = Layers()
+        self._stage = Layers(rank == num_stages - 1)
         self._pipeline = Pipeline(
-            rank, {rank: self._stage}, 2, self.wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1,
-            clock,
+            rank, {rank: self._stage}, num_stages, self.wiring.ports, layout.owner, {rank: (0, 1)},
+            cpu, 1, clock,
         )  # fmt: skip
         self._optimizer = torch.optim.SGD(self._stage.parameters(), 1e-3)
         x, y = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -127,7 +132,7 @@ class System:
         self._steps += 1
         self._optimizer.zero_grad()
         self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
-        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, 2)
+        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, self._num_stages)
         self._optimizer.step()
         return time.perf_counter() - started
 
@@ -139,17 +144,18 @@ class System:
 
 def main() -> None:
     """LINK: {"bandwidth_bits_per_s": ..., "latency_s": ...} of an emulated link, or "real"."""
-    rank, meeting, link = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    rank, num_stages, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    link = json.loads(sys.argv[4])
     wan: Wan = "real" if link == "real" else LinkProfile(**link)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_stages)
     systems: dict[tuple[int, int], System] = {}
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             block: dict[str, Any] = json.loads(line)
             wanted = block["micro_batches"], block["budget_bytes"]
             if wanted not in systems:
-                systems[wanted] = System(rank, wan, *wanted, Path(folder))
+                systems[wanted] = System(rank, num_stages, wan, *wanted, Path(folder))
             system = systems[wanted]
             dist.barrier()
             times = [system.step() for _ in range(block["steps"])]
