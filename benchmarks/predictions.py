@@ -6,7 +6,7 @@ Profiles anew a causal language model (6 blocks of 384, batches of 32 x 64 token
 second; --small: 6 of 256, 8 x 64: a fifth of one), then runs points of split x micro-batches x
 schedule x compressor x line x strategy, in random order: two ranks of one thread over an emulated
 line, through run.py's own launch and wiring (ranks are forked from a process that has imported
-torch). 8 timed steps each, after 2. Half of the points are "held out", by a digest
+torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are "held out", by a digest
 of their names: whoever works on the prediction looks at the others (--half open). --crossings runs
 both sides of each bandwidth below which a compressor is said to pay, at 0.7 and 1.4 of it.
 
@@ -60,6 +60,7 @@ from xcloud.run.reference import reference_s
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
+WARM_UP_LOCAL = EVERY  # the first merge makes buffers
 AS_PROFILED, AT_SPEED = "as profiled", "at its speed"
 REFERENCE_S = 0.7  # how long each reference is measured
 MOST_ATTEMPTS = 3  # at a point
@@ -75,7 +76,7 @@ BASE = (
     "model.lora=null", "model.own.num_texts=2000", f"model.own.num_layers={BLOCKS}",
     "model.own.num_heads=8", "model.own.num_kv_heads=4", "model.own.pretraining.steps=0",
     "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8",
-    f"training.max_steps={WARM_UP + TIMED}", "training.checkpoint.every_steps=0",
+"training.checkpoint.every_steps=0",
     "training.checkpoint.every_minutes=0",
 )  # fmt: skip
 
@@ -169,6 +170,9 @@ class Bench:
         config.compression = config.plan.compressors[plan.compression]
         config.strategy = config.plan.strategies[plan.strategy]
         config.plan = None
+        is_local = plan.strategy == "local_updates"
+        warm_up = WARM_UP_LOCAL if is_local else WARM_UP
+        config.training.max_steps = warm_up + TIMED
         config.cluster.wan.bandwidth_bits_per_s = line.bandwidth_bits_per_s
         config.cluster.wan.latency_s = line.latency_s
         kind = type(plan.schedule)
@@ -181,9 +185,9 @@ class Bench:
             events = EventReader(Path(folder) / "run" / EVENTS_FILE).poll()
         of_ranks = defaultdict[int, list[float]](list)
         for event in events:
-            if event["event"] == "step" and event["step"] > WARM_UP:
+            if event["event"] == "step" and event["step"] > warm_up:
                 of_ranks[event["step"]].append(event["step_s"])
-        every = EVERY if plan.strategy == "local_updates" else 1
+        every = EVERY if is_local else 1
         places = defaultdict[int, list[float]](list)
         for step, found in of_ranks.items():
             places[step % every].append(statistics.mean(found))
