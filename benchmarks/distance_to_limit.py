@@ -2,13 +2,13 @@
 fill, and one round trip for each border.
 
     python -m benchmarks.distance_to_limit [--stages 2 4] [--rtt-ms 0 50 150]
-        [--micro-batches 8 16 32] [--steps 8] [--json FILE]
+        [--micro-batches 8 16 32] [--steps 4] [--json FILE]
 
-Stages sleep as long as they would compute (1 ms a sample forward, twice that backward, 64 samples
-an update: 192 ms), one rank each, so that four of them fit two cores; links of 100 Mbit/s are
+Stages sleep as long as they would compute (5 ms a sample forward, twice that backward, 64 samples
+an update: 0.96 s), one rank each, so that four of them fit two cores; links of 100 Mbit/s are
 emulated, messages are INT8, the schedule is GPipe. So it shows what schedule and links leave of
 the limit, not what codecs and computing do: of two stages that compute bench_pipelining says that.
-About 2 minutes.
+About 3 minutes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.emulator_rank import BATCH
 from benchmarks.machine import ran_on, say_where
 from xcloud.cluster.window import BUDGET_BYTES
 
-SAMPLE_S = 1e-3  # of a forward; a backward takes twice that
-WARM_UP = 3  # steps
+SAMPLE_S = 5e-3  # of a forward; a backward takes twice that
+WARM_UP = 2  # steps
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rtt-ms", nargs="+", type=float, default=[0.0, 50.0, 150.0])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 16, 32])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     say_where()

@@ -6,9 +6,10 @@ Profiles anew a causal language model (6 blocks of 384, batches of 32 x 64 token
 second; --small: 6 of 256, 8 x 64: a fifth of one), then runs points of split x micro-batches x
 schedule x compressor x line x strategy, in random order: two ranks of one thread over an emulated
 line, through run.py's own launch and wiring (ranks are forked from a process that has imported
-torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are "held out", by a digest
-of their names: whoever works on the prediction looks at the others (--half open). --crossings runs
-both sides of each bandwidth below which a compressor is said to pay, at 0.7 and 1.4 of it.
+torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are "held out", by a
+digest of their names: whoever works on the prediction looks at the others (--half open).
+--crossings runs both sides of each bandwidth below which a compressor is said to pay, at 0.7 and
+1.4 of it.
 
 A shared machine changes its speed from one minute to the next. So before and after each point the
 same small work is timed (run/reference.py), in as many processes at once as there are ranks, and
