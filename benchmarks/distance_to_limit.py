@@ -6,9 +6,10 @@ fill, and one round trip for each border.
 
 Stages sleep as long as they would compute (5 ms a sample forward, twice that backward, 64 samples
 an update: 0.96 s), one rank each, so that four of them fit two cores; links of 100 Mbit/s are
-emulated, messages are INT8, the schedule is GPipe. So it shows what schedule and links leave of
-the limit, not what codecs and computing do: of two stages that compute bench_pipelining says that.
-About 3 minutes.
+emulated, messages are INT8; schedules are GPipe and zero bubble, all in flight. So it shows what
+schedule and links leave of the limit, not what codecs and computing do: of two stages that compute
+bench_pipelining says that.
+About 6 minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.machine import ran_on, say_where
 from xcloud.cluster.window import BUDGET_BYTES
 
 SAMPLE_S = 5e-3  # of a forward; a backward takes twice that
+SCHEDULES: dict[str, dict[str, bool]] = {"GPipe": {}, "zero bubble": {"zero": True}}
 WARM_UP = 2  # steps
 
 
@@ -43,21 +45,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     say_where()
-    print(f"{'stages':>7} {'round trip':>11} {'m':>3} | {'step':>8} {'limit':>8} | step / limit")
+    print(f"{'stages':>7} {'round trip':>11} {'m':>3} {'schedule':>11} | {'step':>8} {'limit':>8} | "
+          "step / limit")  # fmt: skip
     rows = []
     for stages, rtt_ms in product(given.stages, given.rtt_ms):
         limit_s = 3 * SAMPLE_S * BATCH + (stages - 1) * rtt_ms / 1e3
-        for m, step_s in measure(stages, rtt_ms / 1e3, given.micro_batches, given.steps).items():
-            print(f"{stages:>7} {rtt_ms:>8g} ms {m:>3} | {step_s:>6.3f} s {limit_s:>6.3f} s | "
-                  f"{step_s / limit_s:.3f}", flush=True)  # fmt: skip
-            rows.append({"stages": stages, "rtt_ms": rtt_ms, "m": m, "step_s": step_s,
-                         "limit_s": limit_s})  # fmt: skip
+        found = measure(stages, rtt_ms / 1e3, given.micro_batches, given.steps)
+        for (m, schedule), step_s in found.items():
+            print(f"{stages:>7} {rtt_ms:>8g} ms {m:>3} {schedule:>11} | {step_s:>6.3f} s "
+                  f"{limit_s:>6.3f} s | {step_s / limit_s:.3f}", flush=True)  # fmt: skip
+            rows.append({"stages": stages, "rtt_ms": rtt_ms, "m": m, "schedule": schedule,
+                         "step_s": step_s, "limit_s": limit_s})  # fmt: skip
     if given.json:
         given.json.write_text(json.dumps(ran_on() | {"rows": rows}, indent=1) + "\n")
 
 
-def measure(stages: int, rtt_s: float, counts: list[int], steps: int) -> dict[int, float]:
-    """Median step by number of micro-batches."""
+def measure(
+    stages: int, rtt_s: float, counts: list[int], steps: int
+) -> dict[tuple[int, str], float]:
+    """Median step by number of micro-batches and schedule."""
     link = {"bandwidth_bits_per_s": 1e8, "latency_s": rtt_s / 2}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                    "XCLOUD_SLEEP_S": str(SAMPLE_S)}  # fmt: skip
@@ -75,10 +81,12 @@ def measure(stages: int, rtt_s: float, counts: list[int], steps: int) -> dict[in
             stack.callback(process.communicate)
             stack.callback(process.kill)
         found = {}
-        for m in counts:
-            block = {"micro_batches": m, "budget_bytes": BUDGET_BYTES}
+        for m, schedule in product(counts, SCHEDULES):
+            block = {"micro_batches": m, "budget_bytes": BUDGET_BYTES, **SCHEDULES[schedule]}
             run_block(ranks, block | {"steps": WARM_UP})
-            found[m] = statistics.median(run_block(ranks, block | {"steps": steps})["times"])
+            found[m, schedule] = statistics.median(
+                run_block(ranks, block | {"steps": steps})["times"]
+            )
         return found
 
 

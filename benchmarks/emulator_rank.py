@@ -8,7 +8,8 @@ links, wiring, pipeline and exchange of norms; only data and model are made up, 
 has to be loaded or pretrained. Messages are as long as those of the demo AB-Net.
 
 XCLOUD_SLEEP_S in the environment: stages sleep so long for a sample, forward and twice that
-backward, instead of computing, and leave the processors to whatever carries the messages.
+backward, instead of computing, and leave the processors to whatever carries the messages. "zero"
+in a block: zero bubble with all micro-batches in flight, and GPipe otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from xcloud.comm.quantize import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
-from xcloud.parallel.schedule import GPipe
+from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.run.wiring import wire
 from xcloud.training.batch_plan import cut
 
@@ -80,33 +81,43 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
-        time.sleep(2 * ctx.sample_s * len(gradient))
+        time.sleep(ctx.sample_s * len(gradient))
         return gradient, gradient.sum(dim=(0, 1)), None
 
 
 class SleepingLayers(nn.Module):
+    """As long forward as backward for the gradient of the input, and for that of the weights,
+    which may be put off."""
+
     def __init__(self, sample_s: float) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(HIDDEN))
-        self._sample_s = sample_s
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.linear.weight.register_hook(self._sleep_for_weights)
+        self._sample_s, self._num_samples = sample_s, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x, self.shift, self._sample_s)  # type: ignore[no-untyped-call,no-any-return]
+        self._num_samples = len(x)
+        kept: Tensor = Sleep.apply(x, self.shift, self._sample_s)  # type: ignore[no-untyped-call]
+        return self.linear(kept)  # type: ignore[no-any-return]
+
+    def _sleep_for_weights(self, gradient: Tensor) -> None:
+        time.sleep(self._sample_s * self._num_samples)
 
 
 class System:
-    """A stage and its links for one number of micro-batches and one budget for receives."""
+    """A stage and its links for one schedule and one budget for receives."""
 
     def __init__(
-        self, rank: int, num_stages: int, wan: Wan, num_micro_batches: int, budget_bytes: int,
+        self, rank: int, num_stages: int, wan: Wan, schedule: Schedule, budget_bytes: int,
         folder: Path,
     ) -> None:  # fmt: skip
         clouds = {name: Cloud() for name in "abcdefgh"[:num_stages]}
         layout = ClusterLayout(clouds, wan, link_budget_bytes=budget_bytes)
         hidden = BorderField("hidden", (LENGTH, HIDDEN), torch.float32)
         cpu, clock = torch.device("cpu"), StepClock()
-        self._schedule = GPipe(num_micro_batches)
-        self._pieces = cut(torch.arange(BATCH), num_micro_batches)
+        self._schedule = schedule
+        self._pieces = cut(torch.arange(BATCH), schedule.num_micro_batches)
         self._rank, self._num_stages, self._steps = rank, num_stages, 0
         int8 = Compression(BlockInt(8), BlockInt(8))
         borders = {stage: Border((hidden,), 1) for stage in range(num_stages - 1)}
@@ -149,13 +160,18 @@ def main() -> None:
     wan: Wan = "real" if link == "real" else LinkProfile(**link)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_stages)
-    systems: dict[tuple[int, int], System] = {}
+    systems: dict[tuple[int, int, bool], System] = {}
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
             block: dict[str, Any] = json.loads(line)
-            wanted = block["micro_batches"], block["budget_bytes"]
+            m, budget_bytes = block["micro_batches"], block["budget_bytes"]
+            is_split = "zero" in block
+            wanted = m, budget_bytes, is_split
             if wanted not in systems:
-                systems[wanted] = System(rank, num_stages, wan, *wanted, Path(folder))
+                schedule = ZeroBubble(m, m) if is_split else GPipe(m)
+                systems[wanted] = System(
+                    rank, num_stages, wan, schedule, budget_bytes, Path(folder)
+                )
             system = systems[wanted]
             dist.barrier()
             times = [system.step() for _ in range(block["steps"])]
