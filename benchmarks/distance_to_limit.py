@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     say_where()
-    print(f"{'stages':>7} {'round trip':>11} {'m':>3} {'schedule':>11} | {'step':>8} {'limit':>8} | "
-          "step / limit")  # fmt: skip
+    print(f"{'stages':>7} {'round trip':>11} {'m':>3} {'schedule':>11} | {'step':>8} "
+          f"{'limit':>8} | step / limit")  # fmt: skip
     rows = []
     for stages, rtt_ms in product(given.stages, given.rtt_ms):
         limit_s = 3 * SAMPLE_S * BATCH + (stages - 1) * rtt_ms / 1e3
