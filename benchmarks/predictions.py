@@ -51,7 +51,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job import config as configs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import OFF_SPEED, Profile, profile_from
+from xcloud.plan.profile import OFF_SPEED, Profile, stretched
 from xcloud.plan.search import crossings, step_at
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.run import launch
@@ -152,9 +152,7 @@ class Bench:
 
     def pricer(self, line: LinkProfile, factor: float = 1.0) -> Pricer:
         """factor: of all seconds of work in the profile."""
-        profile = self.profile
-        if factor != 1.0:
-            profile = profile_from(slower(asdict(profile), factor))
+        profile = stretched(self.profile, factor)
         cluster = replace(self.cluster, wan=line)
         arranged = {
             name: Arranged(found.strategy, found.strategy.arrange(cluster))
@@ -193,18 +191,6 @@ class Bench:
         for step, found in of_ranks.items():
             places[step % every].append(statistics.mean(found))
         return statistics.mean(map(statistics.median, places.values()))
-
-
-def slower(value: Any, factor: float, name: str = "") -> Any:
-    """A profile as plain containers, with all seconds of work multiplied."""
-    is_time = name.endswith("_s") and name not in ("measured_at_s", "reference_s")
-    if isinstance(value, dict) and "points" in value:
-        return [[b, y * factor if is_time else y] for b, y in value["points"]]
-    if isinstance(value, dict):
-        return {k: v if k == "lines" else slower(v, factor, k) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [slower(entry, factor) for entry in value]
-    return value * factor if is_time else value
 
 
 def reference_of_both_s() -> float:

@@ -24,6 +24,7 @@ from xcloud.plan.profile import (
     Profile,
     profile_from,
     read_profile,
+    stretched,
     write_profile,
 )
 from xcloud.plan.search import (
@@ -332,3 +333,18 @@ def test_every_size_that_a_plan_may_have_is_measured_or_they_are_evenly_spread()
     many = sizes_of(256, range(1, 257))
     assert len(many) == 8 and many[0] == 1 and many[-1] == 256
     assert all(1.5 < b / a < 3.1 for a, b in pairwise(many))
+
+
+def test_stretched_work_takes_longer_and_lines_do_not() -> None:
+    lines = {"a-b": LinkProfile(1e7, 0.01)}
+    twice = stretched(replace(EIGHT, lines=lines), 2.0)
+    assert twice.lines == lines and twice.reference_s == EIGHT.reference_s
+    for before, after in zip(EIGHT.pieces, twice.pieces, strict=True):
+        assert after.forward_s.at(3) == 2 * before.forward_s.at(3)
+        assert after.optimizer_s == 2 * before.optimizer_s
+        assert after.activation_bytes == before.activation_bytes
+    plan = Plan("pipeline", (4, 8), 4, None, NO_COMPRESSION)
+    free = replace(TWO, wan="free")
+    assert pricer(replace(twice, lines={}), free).step_s(plan) == pytest.approx(
+        2 * pricer(EIGHT, free).step_s(plan)
+    )

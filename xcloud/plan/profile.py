@@ -237,6 +237,25 @@ def profile_from(table: object) -> Profile:
     return build("profile", Profile, given)
 
 
+def stretched(profile: Profile, factor: float) -> Profile:
+    """With all seconds of work multiplied; lines stay."""
+    if factor == 1.0:
+        return profile
+    lines = {"lines": asdict(profile)["lines"]}
+    return profile_from(_multiplied(asdict(profile), factor) | lines)
+
+
+def _multiplied(value: Any, factor: float, name: str = "") -> Any:
+    is_time = name.endswith("_s") and name not in ("measured_at_s", "reference_s")
+    if isinstance(value, dict) and "points" in value:
+        return [[b, y * factor if is_time else y] for b, y in value["points"]]
+    if isinstance(value, dict):
+        return {k: _multiplied(v, factor, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_multiplied(entry, factor) for entry in value]
+    return value * factor if is_time else value
+
+
 _CURVES = ("forward_s", "backward_s", "weights_s", "splitting_s", "activation_bytes",
            "put_off_bytes", "num_bytes", "compress_s", "decompress_s")  # fmt: skip
 

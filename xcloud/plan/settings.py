@@ -22,6 +22,8 @@ class Planning:
     micro_batches: counts to try; null = powers of two, and three times these, up to the batch.
     profile: a file to plan with; null = measure here, or take what was measured before.
     max_age_days: how long a measured profile is taken as it is.
+    work_factor: how many times longer work takes in a run than when it was measured by itself:
+        all seconds of work in the profile are multiplied. A run of plan=apply shows what it took.
     rows: plans in the table.
     """
 
@@ -32,6 +34,7 @@ class Planning:
     micro_batches: Sequence[int] | None = None
     profile: str | None = None
     max_age_days: float = 7.0
+    work_factor: float = 1.0
     rows: int = 10
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class Planning:
             for count in self.micro_batches:
                 check_int("plan.micro_batches", count, 1)
         check_number("plan.max_age_days", self.max_age_days, 0.0)
+        check_number("plan.work_factor", self.work_factor, 0.0, above=True)
         check_int("plan.rows", self.rows, 1)
 
     def counts(self, batch_size: int, own: int) -> list[int]:

@@ -22,7 +22,7 @@ from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile, read_profile, write_profile
+from xcloud.plan.profile import Profile, read_profile, stretched, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
@@ -105,6 +105,7 @@ class Planner:
 
     def report(self) -> Report:
         profile, stale = self.profile()
+        profile = stretched(profile, self.plan.work_factor)
         started_s = time.perf_counter()
         pricer = Pricer(
             profile, self.arranged, self.job.training.batch_size,
