@@ -19,7 +19,8 @@ profile). Where the references before and after differ by more than a tenth, the
 again, at most twice: whatever its error is, which that rule does not know.
 
 Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
-while their messages came 20 to 30 ms late. 64 points take MINUTES, crossings MINUTES2.
+while their messages came 20 to 30 ms late. 64 points take 20 minutes, --small 11, crossings 5;
+more where the machine is restless.
 """
 
 from __future__ import annotations
