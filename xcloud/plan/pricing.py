@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache, partial
-from itertools import pairwise, product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from xcloud.plan.plan_memory import Sums, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.profile import BorderCodec, Profile, Way
+from xcloud.plan.replica_shape import alike, shape_of
 from xcloud.plan.simulator import Simulator
 
 
@@ -59,38 +59,14 @@ class Pricer:
             for name, found in arranged.items()
         }
         # Of replicas that do not differ the first stands for all.
-        self._alike = {name: self._alike_of(name) for name in arranged}
+        self._alike = {
+            name: alike(layouts, self._lines[name]) for name, layouts in self._replicas.items()
+        }
         self._shapes = {
-            name: [self._shape(name, self._replicas[name][number]) for number in alike]
-            for name, alike in self._alike.items()
+            name: [shape_of(self._replicas[name][number], self._lines[name]) for number in firsts]
+            for name, firsts in self._alike.items()
         }
         self._exchanges: dict[tuple[str, tuple[int, ...], str], Exchange] = {}
-
-    def _shape(self, strategy: str, layout: ClusterLayout) -> _Shape:
-        lines, stages = self._lines[strategy], range(layout.num_stages)
-        clouds = [layout.stage_cloud(stage) for stage in stages]
-        behind = [*pairwise(clouds), (clouds[-1], clouds[-1])]
-        return _Shape(
-            [layout.clouds[cloud].slowdown for cloud in clouds],
-            [len(layout.ranks_of(stage)) for stage in stages],
-            [lines[f"{here}-{there}"] if here != there else None for here, there in behind],
-            [lines[f"{there}-{here}"] if here != there else None for here, there in behind],
-        )
-
-    def _alike_of(self, strategy: str) -> dict[int, list[int]]:
-        """Numbers of replicas, by the first of those like them: as many ranks and stages,
-        computing as fast, over the same lines."""
-        firsts, found = dict[object, int](), dict[int, list[int]]()
-        lines = self._lines[strategy]
-        for number, layout in enumerate(self._replicas[strategy]):
-            clouds, wires = tuple(layout.clouds.values()), tuple(
-                lines[f"{a}-{b}"] if f"{a}-{b}" in lines else None
-                for a, b in product(layout.clouds, repeat=2)
-            )  # fmt: skip
-            found.setdefault(firsts.setdefault((repr(clouds), repr(wires)), number), []).append(
-                number
-            )
-        return found
 
     def at_bandwidth(self, bandwidth: float) -> Pricer:
         """The same jobs over lines of this bandwidth, in bits per second."""
@@ -375,16 +351,6 @@ def _splits(schedule: Schedule, stage: int, num_stages: int) -> bool:
 
 
 Ways = tuple[tuple[Direction, Direction], ...]
-
-
-class _Shape(NamedTuple):
-    """A replica, by stage. lanes: ranks. up, down: lines to the next stage and back; None inside a
-    cloud."""
-
-    slowdown: Sequence[float]
-    lanes: Sequence[int]
-    up: Sequence[Line | None]
-    down: Sequence[Line | None]
 
 
 class _Part(NamedTuple):

@@ -61,7 +61,7 @@ class Planning:
             for count in self.micro_batches:
                 check_int("plan.micro_batches", count, 1)
         check_number("plan.max_age_days", self.max_age_days, 0.0)
-        check_number("plan.work_factor", self.work_factor, 0.0, above=True)
+        check_number("plan.work_factor", self.work_factor, 0.0, 100.0, above=True)
         check_int("plan.rows", self.rows, 1)
 
     def counts(self, batch_size: int, own: int) -> list[int]:
