@@ -11,12 +11,14 @@ digest of their names: whoever works on the prediction looks at the others (--ha
 --crossings runs both sides of each bandwidth below which a compressor is said to pay, at 0.7 and
 1.4 of it.
 
-A shared machine changes its speed from one minute to the next. So before and after each point the
-same small work is timed (run/reference.py), in as many processes at once as there are ranks, and
-errors are told twice: "as profiled", of the prediction that a user gets, and "at its speed", with
-all seconds of work in the profile multiplied by (reference around the point) / (reference in the
-profile). Where the references before and after differ by more than a tenth, the point is measured
-again, at most twice: whatever its error is, which that rule does not know.
+Before the points one trial run (run/plan_trial.py; pipeline, 3 | 3 blocks, no compressor, a free
+line) finds the work factor, as for a user. A shared machine changes its speed from one minute to
+the next. So before and after each point the same small work is timed (run/reference.py), in as
+many processes at once as there are ranks. Errors are told three times: "as predicted", with the
+work factor, which is what a user gets; "as profiled", without it; and "at its speed", as profiled
+but all seconds of work in the profile multiplied by (reference around the point) / (reference in
+the profile). Where the references before and after differ by more than a tenth, the point is
+measured again, at most twice: whatever its error is, which that rule does not know.
 
 Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
 while their messages came 20 to 30 ms late. 64 points take 20 minutes, --small 11, crossings 5;
@@ -26,9 +28,7 @@ more where the machine is restless.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import io
 import json
 import os
 import random
@@ -38,6 +38,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,16 +55,15 @@ from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import OFF_SPEED, Profile, stretched
 from xcloud.plan.search import crossings, step_at
-from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.run import launch
-from xcloud.run.local import run
+from xcloud.run.plan_trial import measured_s, steps_of_run
 from xcloud.run.planning import Planner
 from xcloud.run.reference import reference_s
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
 WARM_UP_LOCAL = EVERY  # the first merge makes buffers
-AS_PROFILED, AT_SPEED = "as profiled", "at its speed"
+AS_PREDICTED, AS_PROFILED, AT_SPEED = "as predicted", "as profiled", "at its speed"
 REFERENCE_S = 0.7  # how long each reference is measured
 MOST_ATTEMPTS = 3  # at a point
 COMPRESSORS = ("none", "fp16_int8", "int8", "int4_int8", "int4")
@@ -78,8 +78,7 @@ BASE = (
     "model.lora=null", "model.own.num_texts=2000", f"model.own.num_layers={BLOCKS}",
     "model.own.num_heads=8", "model.own.num_kv_heads=4", "model.own.pretraining.steps=0",
     "task.max_length=64", "task.num_train=400", "task.num_dev=8", "task.num_test=8",
-"training.checkpoint.every_steps=0",
-    "training.checkpoint.every_minutes=0",
+    "training.checkpoint.every_steps=0", "training.checkpoint.every_minutes=0", "compression=none",
 )  # fmt: skip
 
 
@@ -116,11 +115,12 @@ class Point(NamedTuple):
 
 
 class Result(NamedTuple):
-    """at_speed_s: predicted at the machine's speed during the point. references_s: before the
-    first attempt and after each."""
+    """predicted: with the work factor. profiled_s: predicted without it; at_speed_s: at the
+    machine's speed during the point. references_s: before the first attempt and after each."""
 
     point: Point
     predicted: Priced
+    profiled_s: float
     at_speed_s: float
     step_s: float
     references_s: list[float]
@@ -129,7 +129,8 @@ class Result(NamedTuple):
         return self.predicted_s(sort) / self.step_s - 1
 
     def predicted_s(self, sort: str) -> float:
-        return self.at_speed_s if sort == AT_SPEED else self.predicted.step_s
+        both = {AS_PROFILED: self.profiled_s, AT_SPEED: self.at_speed_s}
+        return both.get(sort, self.predicted.step_s)
 
     @property
     def is_steady(self) -> bool:
@@ -138,7 +139,7 @@ class Result(NamedTuple):
     @property
     def steady_step_s(self) -> float:
         """What it would have taken at the profile's speed, so that plans can be compared."""
-        return self.step_s * self.predicted.step_s / self.at_speed_s
+        return self.step_s * self.profiled_s / self.at_speed_s
 
 
 class Bench:
@@ -147,11 +148,14 @@ class Bench:
         self.config.plan.strategies.local_updates.averaging.every = EVERY
         job = configs.job_from_config(self.config)
         assert job.plan is not None
-        planner = Planner(job, job.plan, configs.built(self.config, "cluster"))  # type: ignore[arg-type]
+        trial_s = partial(measured_s, self.config, job, job.plan.trial_steps)  # type: ignore[arg-type]
+        planner = Planner(job, job.plan, configs.built(self.config, "cluster"), trial_s)  # type: ignore[arg-type]
         self.cluster, self.strategies = planner.cluster, planner.arranged
         self.profile: Profile = planner.profile()[0]
+        assert self.profile.work_factor is not None
+        self.work_factor = self.profile.work_factor
 
-    def pricer(self, line: LinkProfile, factor: float = 1.0) -> Pricer:
+    def pricer(self, line: LinkProfile, factor: float) -> Pricer:
         """factor: of all seconds of work in the profile."""
         profile = stretched(self.profile, factor)
         cluster = replace(self.cluster, wan=line)
@@ -162,9 +166,7 @@ class Bench:
         return Pricer(profile, arranged, self.size.batch)
 
     def step_s(self, plan: Plan, line: LinkProfile) -> float:
-        """Of a run: the median step, of ranks the mean. In the long run all take equally long, as
-        they wait for each other, but a step that one begins early is longer by that, and the next
-        one shorter: the slowest rank of each step is slower than the run. Where replicas average
+        """Of a run: the median step, of ranks the mean (see steps_of_run). Where replicas average
         now and then, the mean over the places of a round."""
         config = self.config.copy()
         config.compression = config.plan.compressors[plan.compression]
@@ -180,17 +182,13 @@ class Bench:
         config.schedule = target | asdict(plan.schedule)  # type: ignore[call-overload]
         if len(plan.ends) > 1:
             config.model.blocks_per_stage = [plan.ends[0]]
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            run(config, Path(folder) / "run")
-            events = EventReader(Path(folder) / "run" / EVENTS_FILE).poll()
-        of_ranks = defaultdict[int, list[float]](list)
-        for event in events:
-            if event["event"] == "step" and event["step"] > warm_up:
-                of_ranks[event["step"]].append(event["step_s"])
+        with tempfile.TemporaryDirectory() as folder:
+            steps_s = steps_of_run(config, Path(folder))
         every = EVERY if is_local else 1
         places = defaultdict[int, list[float]](list)
-        for step, found in of_ranks.items():
-            places[step % every].append(statistics.mean(found))
+        for step, took_s in steps_s.items():
+            if step > warm_up:
+                places[step % every].append(took_s)
         return statistics.mean(map(statistics.median, places.values()))
 
 
@@ -241,15 +239,15 @@ def all_points() -> list[Point]:
 
 
 def measure(bench: Bench, number: int, half: str) -> list[Result]:
-    pricers = {name: bench.pricer(line) for name, line in LINES.items()}
-    chosen: list[tuple[Point, Priced]] = []
+    predicting, profiled = (
+        {name: bench.pricer(line, factor) for name, line in LINES.items()}
+        for factor in (bench.work_factor.value, 1.0)
+    )
+    chosen: list[tuple[Point, float]] = []
     for point in all_points():
-        priced = pricers[point.line].price(point.plan)
-        if priced.step_s <= bench.size.longest_s and half in (
-            "both",
-            point.half.replace(" ", "-"),
-        ):
-            chosen.append((point, priced))
+        profiled_s = profiled[point.line].step_s(point.plan)
+        if profiled_s <= bench.size.longest_s and half in ("both", point.half.replace(" ", "-")):
+            chosen.append((point, profiled_s))
     if len(chosen) < number:
         print(
             f"{len(chosen)} points whose step is to take at most {bench.size.longest_s:g} s",
@@ -259,7 +257,8 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
     random.shuffle(chosen)
     found = []
     reference = reference_of_both_s()
-    for point, priced in chosen:
+    for point, profiled_s in chosen:
+        priced = predicting[point.line].price(point.plan)
         line, references_s = LINES[point.line], [reference]
         while True:
             step_s = bench.step_s(point.plan, line)
@@ -269,8 +268,9 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
         reference = references_s[-1]
         factor = statistics.mean(references_s[-2:]) / bench.profile.reference_s
         at_speed_s = bench.pricer(line, factor).step_s(point.plan)
-        found.append(Result(point, priced, at_speed_s, step_s, references_s))
-        print(f"{found[-1].error(AS_PROFILED):+7.1%} {found[-1].error(AT_SPEED):+7.1%} at x "
+        found.append(Result(point, priced, profiled_s, at_speed_s, step_s, references_s))
+        print(f"{found[-1].error(AS_PREDICTED):+7.1%} {found[-1].error(AS_PROFILED):+7.1%} "
+              f"{found[-1].error(AT_SPEED):+7.1%} at x "
               f"{factor:.2f}  {step_s:.3f} s  {point.name}  ({point.half}; {priced.bound})"
               f"{'' if len(references_s) == 2 else f' attempt {len(references_s) - 1}'}",
               flush=True)  # fmt: skip
@@ -278,7 +278,7 @@ def measure(bench: Bench, number: int, half: str) -> list[Result]:
 
 
 def tell(results: Sequence[Result]) -> Iterator[str]:
-    for sort, half in product((AS_PROFILED, AT_SPEED), ("open", "held out", "")):
+    for sort, half in product((AS_PREDICTED, AS_PROFILED, AT_SPEED), ("open", "held out", "")):
         errors = [r.error(sort) for r in results if half in ("", r.point.half)]
         if errors:
             sizes = [abs(error) for error in errors]
@@ -309,14 +309,15 @@ def cross(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     line = LinkProfile(1e8)
     for m in (2, 4):
         plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), m, None, NO_COMPRESSION)
-        found = crossings(step_at(bench.pricer(line), plan), COMPRESSORS)
+        factor = bench.work_factor.value
+        found = crossings(step_at(bench.pricer(line, factor), plan), COMPRESSORS)
         for name, rate in found:
             if not 5e6 < rate < 5e9:
                 print(f"m={m} {name}: pays below {rate:g} bit/s, which is not run", flush=True)
                 continue
-            for factor in (0.7, 1.4):
-                there = replace(line, bandwidth_bits_per_s=factor * rate)
-                pricer = bench.pricer(there)
+            for share in (0.7, 1.4):
+                there = replace(line, bandwidth_bits_per_s=share * rate)
+                pricer = bench.pricer(there, factor)
                 both = [plan, plan._replace(compression=name)]
                 times: list[list[float]] = [[], []]
                 for _ in range(rounds):
@@ -329,11 +330,11 @@ def cross(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
                         [pricer.step_s(one) for one in both],
                     )
                 )
-                print(f"m={m} {name} at {factor} x {rate / 1e6:.3g} Mbit/s: {foreseen:+.1%} "
+                print(f"m={m} {name} at {share} x {rate / 1e6:.3g} Mbit/s: {foreseen:+.1%} "
                       f"foreseen, {measured:+.1%} measured: "
                       f"{'as' if (measured < 0) == (foreseen < 0) else 'NOT as'} predicted",
                       flush=True)  # fmt: skip
-                yield {"m": m, "compression": name, "bits_per_s": factor * rate,
+                yield {"m": m, "compression": name, "bits_per_s": share * rate,
                        "predicted": foreseen, "measured": measured}  # fmt: skip
 
 
@@ -356,15 +357,18 @@ def main() -> None:
             bench = Bench(SMALL if given.small else LARGE)
             written["profile"] = dict(bench.profile.of)
             written["profile_reference_s"] = bench.profile.reference_s
+            written["work_factor"] = asdict(bench.work_factor)
             if given.crossings:
                 written["crossings"] = list(cross(bench, given.rounds))
             else:
                 results = measure(bench, given.points, given.half)
                 written["points"] = [
                     {"name": r.point.name, "half": r.point.half,
+                     "error_as_predicted": r.error(AS_PREDICTED),
                      "error_as_profiled": r.error(AS_PROFILED),
                      "error_at_speed": r.error(AT_SPEED),
-                     "predicted_s": r.predicted.step_s, "predicted_at_speed_s": r.at_speed_s,
+                     "predicted_s": r.predicted.step_s, "predicted_as_profiled_s": r.profiled_s,
+                     "predicted_at_speed_s": r.at_speed_s,
                      "measured_s": r.step_s, "references_s": r.references_s,
                      "spent_s": dict(r.predicted.spent_s)}
                     for r in results

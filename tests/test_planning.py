@@ -39,8 +39,9 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def toy(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
-    """A job of two clouds, of which the profile is kept in tmp_path."""
+    """A job of two clouds, of which the profile is kept in tmp_path; without a trial."""
     config = OmegaConf.create(toy_config("two_clouds", [*overrides]))
+    config.plan.trial_steps = 0
     config.cache_dir = str(tmp_path / "cache")
     return config
 
@@ -171,8 +172,8 @@ def test_weights_are_not_put_off_where_the_job_forbids_it(tmp_path: Path) -> Non
     allowed, config.cluster.clouds.cloud_b.shard = configs.job_from_config(config), True
     forbidden = configs.job_from_config(config)
 
-    assert Planner(allowed, allowed.plan, allowed.cluster).splits_backward
-    found = Planner(forbidden, forbidden.plan, forbidden.cluster)
+    assert Planner(allowed, allowed.plan, allowed.cluster, float).splits_backward
+    found = Planner(forbidden, forbidden.plan, forbidden.cluster, float)
     assert not found.splits_backward
     assert "puts off" in found.not_planned["schedule=zero_bubble"]
 

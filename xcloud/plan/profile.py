@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from xcloud.checks import check_int, check_number
+from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
 from xcloud.plan.cost_file import build, listed, table_of
@@ -21,6 +21,7 @@ from xcloud.plan.cost_file import build, listed, table_of
 VERSION = 1
 DAY_S = 86_400.0
 OFF_SPEED = 0.1  # share by which a machine's speed may differ without a word
+MOST_FACTOR = 100.0  # of a WorkFactor
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,32 @@ class CompressorCosts:
 
 
 @dataclass(frozen=True)
+class WorkFactor:
+    """How many times longer work takes in a run than in the process that measured it.
+
+    source: given (plan.work_factor), trial, file (plan.profile) or none, where nobody knows.
+    trial: what was run, and what came of it. num_ranks: that shared the machine in it."""
+
+    value: float = 1.0
+    source: str = "file"
+    trial: str = ""
+    num_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("work_factor.value", self.value, 0.0, MOST_FACTOR, above=True)
+        check_choice("work_factor.source", self.source, ("given", "trial", "file", "none"))
+        check_int("work_factor.num_ranks", self.num_ranks, 0)
+
+
+@dataclass(frozen=True)
 class Profile:
     """of: what was measured where (machine, torch, model, shapes …), in words. fetch_s: of the
     samples of a micro-batch. lines: "a-b", or "*" for all, to what joins two clouds; they come
     before the layout's own. tokens_per_sample: for costs per token. around_gradients_s,
     around_changes_s: what an exchange of all trained values takes beside its codec, of gradients
     and after local updates. reference_s: what the machine took for run/reference.py's work at the
-    time; train_samples: of an epoch; 0 = not known."""
+    time; train_samples: of an epoch; 0 = not known. work_factor: not in the seconds; None = not
+    known."""
 
     pieces: Sequence[Piece]
     compressors: Mapping[str, CompressorCosts]
@@ -145,6 +165,7 @@ class Profile:
     around_changes_s: float = 0.0
     reference_s: float = 0.0
     train_samples: int = 0
+    work_factor: WorkFactor | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -234,6 +255,10 @@ def profile_from(table: object) -> Profile:
         name: build(f"lines.{name}", LinkProfile, entry)
         for name, entry in table_of("lines", given.get("lines", {})).items()
     }
+    factor = given.get("work_factor")
+    if factor is not None:
+        table = factor if isinstance(factor, Mapping) else {"value": factor}
+        given["work_factor"] = build("work_factor", WorkFactor, table)
     return build("profile", Profile, given)
 
 

@@ -11,6 +11,7 @@ from xcloud.errors import ConfigError
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
+LEAST_TRIAL = 4  # steps of a trial
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Planning:
     profile: a file to plan with; null = measure here, or take what was measured before.
     max_age_days: how long a measured profile is taken as it is.
     work_factor: how many times longer work takes in a run than when it was measured by itself:
-        all seconds of work in the profile are multiplied. A run of plan=apply shows what it took.
+        all seconds of work in the profile are multiplied. null = as the profile says, or else as a
+        trial run shows (run/plan_trial.py); 1 where neither is to be had.
+    trial_steps: of the trial run; the first 2 are not counted. 0 = no trial.
     rows: plans in the table.
     """
 
@@ -34,7 +37,8 @@ class Planning:
     micro_batches: Sequence[int] | None = None
     profile: str | None = None
     max_age_days: float = 7.0
-    work_factor: float = 1.0
+    work_factor: float | None = None
+    trial_steps: int = 10
     rows: int = 10
 
     def __post_init__(self) -> None:
@@ -61,7 +65,14 @@ class Planning:
             for count in self.micro_batches:
                 check_int("plan.micro_batches", count, 1)
         check_number("plan.max_age_days", self.max_age_days, 0.0)
-        check_number("plan.work_factor", self.work_factor, 0.0, 100.0, above=True)
+        if self.work_factor is not None:
+            check_number("plan.work_factor", self.work_factor, 0.0, 100.0, above=True)
+        check_int("plan.trial_steps", self.trial_steps, 0)
+        if 0 < self.trial_steps < LEAST_TRIAL:
+            raise ConfigError(
+                f"plan.trial_steps must be 0 (no trial) or at least {LEAST_TRIAL}, of which the "
+                f"first 2 are not counted, got {self.trial_steps}"
+            )
         check_int("plan.rows", self.rows, 1)
 
     def counts(self, batch_size: int, own: int) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile, read_profile, stretched, write_profile
+from xcloud.plan.profile import Profile, WorkFactor, read_profile, stretched, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
@@ -40,7 +41,7 @@ from xcloud.project import in_project
 from xcloud.record.timeline import write_trace
 from xcloud.report.plan_picture import write_plan_picture
 from xcloud.report.plan_table import print_plans
-from xcloud.run import profile_key, profiling
+from xcloud.run import plan_trial, profile_key, profiling
 from xcloud.run.reference import reference_s
 
 PICTURE = "plan.png"
@@ -56,7 +57,8 @@ def planned(config: Any, run_dir: Path) -> Any:
         raise ConfigError("plan= knows jobs whose model is cut into stages, and this is another")
     job.check()
     print(job.headline, flush=True)
-    planner = Planner(job, job.plan, configs.built(config, "cluster"))
+    trial_s = partial(plan_trial.measured_s, config, job, job.plan.trial_steps)
+    planner = Planner(job, job.plan, configs.built(config, "cluster"), trial_s)
     report = planner.report()
     print_plans(report)
     chosen = report.ranked.best[0] if job.plan.mode == "apply" else None
@@ -80,11 +82,13 @@ def planned(config: Any, run_dir: Path) -> Any:
 
 @dataclass
 class Planner:
-    """cluster: as the settings have it, before a strategy arranged it."""
+    """cluster: as the settings have it, before a strategy arranged it. trial_s: makes a trial run
+    of the job (plan_trial.py), and returns seconds of a step."""
 
     job: Experiment
     plan: Planning
     cluster: ClusterLayout
+    trial_s: Callable[[], float]
 
     def __post_init__(self) -> None:
         job = self.job
@@ -105,7 +109,10 @@ class Planner:
 
     def report(self) -> Report:
         profile, stale = self.profile()
-        profile = stretched(profile, self.plan.work_factor)
+        factor = profile.work_factor
+        assert factor is not None
+        stale = [*stale, *plan_trial.unusual_because(factor)]
+        profile = stretched(profile, factor.value)
         started_s = time.perf_counter()
         pricer = Pricer(
             profile, self.arranged, self.job.training.batch_size,
@@ -265,15 +272,18 @@ class Planner:
         return [m for m in self.counts if m >= fewest and m % replicas == 0]
 
     def profile(self) -> tuple[Profile, list[str]]:
-        """Measured before, now, or read from a file; and why it may not hold."""
+        """Measured before, now, or read from a file, with its work factor; and why it may not
+        hold."""
         job, plan = self._measured_job(), self.plan
         sizes = profile_key.sizes_of(self.batch_size, self.counts)
         of = profile_key.what_is_measured(job, self.candidates, sizes)
         if plan.profile is not None:
-            found = read_profile(in_project(plan.profile))
+            file = in_project(plan.profile)
+            found = read_profile(file)
             stale = found.stale_because(of, plan.max_age_days)
             is_here = found.of.get("machine") == of["machine"]
-            return found, [*stale, *(self._off_speed(found) if is_here else ())]
+            off_speed = self._off_speed(found) if is_here else ()
+            return self._with_factor(found, file), [*stale, *off_speed]
         lines_of(self.cluster, {})  # raises before anything is measured
         file = profile_key.profile_file(job.cache_path, of)
         if file.exists():
@@ -281,14 +291,35 @@ class Planner:
             stale = found.stale_because(of, plan.max_age_days)
             if not stale:
                 off_speed = self._off_speed(found)
-                return found, [f"{why} To measure again delete {file}" for why in off_speed]
+                told = [f"{why} To measure again delete {file}" for why in off_speed]
+                return self._with_factor(found, file), told
             print(f"measuring again: {'; '.join(stale)}", flush=True)
         found = profiling.measure(
             job, self.candidates, sizes, lambda line: print(line, flush=True)
         )
         write_profile(file, found)
         print(f"profile: {file}", flush=True)
-        return found, []
+        return self._with_factor(found, file), []
+
+    def _with_factor(self, profile: Profile, file: Path) -> Profile:
+        """The work factor as given, as the profile says, or by a trial, which the profile's file
+        then keeps for jobs of as many ranks on this machine."""
+        kept, given = profile.work_factor, self.plan.work_factor
+        if given is not None:
+            return replace(profile, work_factor=WorkFactor(given, "given"))
+        if kept is not None and self.plan.profile is not None:
+            return replace(profile, work_factor=replace(kept, source="file"))
+        if kept is not None and kept.num_ranks == self.job.cluster.num_ranks:
+            return profile
+        if why := plan_trial.why_none(self.job, self.plan):
+            print(f"no trial: {why}", flush=True)
+            return replace(profile, work_factor=WorkFactor(source="none"))
+        found = plan_trial.work_factor(
+            self.job, self._own(profile), profile, self.plan.trial_steps, self.trial_s
+        )
+        profile = replace(profile, work_factor=found)
+        write_profile(file, profile)
+        return profile
 
     def _off_speed(self, profile: Profile) -> list[str]:
         device, threads = profile_key.device_of(self.job), profile_key.threads_of(self.cluster)
