@@ -16,7 +16,7 @@ from xcloud.errors import ConfigError
 from xcloud.plan import formulas
 from xcloud.plan.paper import OnPaper, plan_on_paper
 from xcloud.plan.paper_file import Paper, Search, paper_from
-from xcloud.plan.profile import write_profile
+from xcloud.plan.profile import WorkFactor, write_profile
 from xcloud.project import project_root
 from xcloud.run.paper import profile_of, read_paper
 
@@ -174,6 +174,10 @@ def test_the_command_prints_a_table_and_leaves_json(
     costs = [sum(plan["cost_per_million_tokens"].values()) for plan in plans]
     assert costs == sorted(costs) and len(plans) == 6
     assert plans[0]["model_flop_utilisation"] is None
+
+    write_profile(tmp_path / "mine.json", replace(EIGHT, work_factor=WorkFactor(2.0)))
+    slower = profile_of(read_paper(file), tmp_path).pieces[0].optimizer_s
+    assert slower == 2 * EIGHT.pieces[0].optimizer_s
 
 
 @pytest.mark.parametrize(

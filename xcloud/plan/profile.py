@@ -150,8 +150,8 @@ class Profile:
     before the layout's own. tokens_per_sample: for costs per token. around_gradients_s,
     around_changes_s: what an exchange of all trained values takes beside its codec, of gradients
     and after local updates. reference_s: what the machine took for run/reference.py's work at the
-    time; train_samples: of an epoch; 0 = not known. work_factor: not in the seconds; None = not
-    known."""
+    time; train_samples: of an epoch; 0 = not known. work_factor: None = not known; see
+    as_in_runs."""
 
     pieces: Sequence[Piece]
     compressors: Mapping[str, CompressorCosts]
@@ -260,6 +260,13 @@ def profile_from(table: object) -> Profile:
         table = factor if isinstance(factor, Mapping) else {"value": factor}
         given["work_factor"] = build("work_factor", WorkFactor, table)
     return build("profile", Profile, given)
+
+
+def as_in_runs(profile: Profile) -> Profile:
+    """With the seconds that its work takes in a run, by its work factor."""
+    return (
+        profile if profile.work_factor is None else stretched(profile, profile.work_factor.value)
+    )
 
 
 def stretched(profile: Profile, factor: float) -> Profile:

@@ -33,7 +33,7 @@ from xcloud.errors import ConfigError
 from xcloud.job.config import compressions, read_plain
 from xcloud.plan.paper import plan_on_paper
 from xcloud.plan.paper_file import Paper, paper_from, with_lines
-from xcloud.plan.profile import Profile, read_profile
+from xcloud.plan.profile import Profile, as_in_runs, read_profile
 from xcloud.project import project_root
 from xcloud.report.paper_table import ORDERS, as_table, print_planned, ranked
 
@@ -71,6 +71,6 @@ def profile_of(paper: Paper, folder: Path) -> Profile:
     """folder: in which the names of files begin."""
     if paper.model is None:
         assert paper.profile_file is not None
-        return with_lines(paper, read_profile(folder / paper.profile_file))
+        return with_lines(paper, as_in_runs(read_profile(folder / paper.profile_file)))
     found = compressions(paper.search.compressors, project_root() / "conf")
     return paper.model.profile(found, paper.codecs, paper.lines)

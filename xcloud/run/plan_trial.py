@@ -68,10 +68,10 @@ def work_factor(
     return WorkFactor(value, "trial", f"{what} ({label}): {result}", job.cluster.num_ranks)
 
 
-def unusual_because(factor: WorkFactor) -> list[str]:
+def unusual_because(factor: WorkFactor | None) -> list[str]:
     """Why a factor that was found may not hold; empty if it does."""
     least, most = USUAL
-    if factor.source == "given" or least <= factor.value <= most:
+    if factor is None or factor.source == "given" or least <= factor.value <= most:
         return []
     return [
         f"work is said to take {factor.value:.3g} times as long in a run as by itself "

@@ -23,7 +23,7 @@ from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.line import lines_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import Profile, WorkFactor, read_profile, stretched, write_profile
+from xcloud.plan.profile import Profile, WorkFactor, as_in_runs, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE
 from xcloud.plan.report import Report, write_plan
 from xcloud.plan.search import (
@@ -109,10 +109,8 @@ class Planner:
 
     def report(self) -> Report:
         profile, stale = self.profile()
-        factor = profile.work_factor
-        assert factor is not None
-        stale = [*stale, *plan_trial.unusual_because(factor)]
-        profile = stretched(profile, factor.value)
+        stale = [*stale, *plan_trial.unusual_because(profile.work_factor)]
+        profile = as_in_runs(profile)
         started_s = time.perf_counter()
         pricer = Pricer(
             profile, self.arranged, self.job.training.batch_size,
