@@ -85,8 +85,12 @@ def print_plans(report: Report, console: Console | None = None) -> None:
 
 def factor_text(factor: WorkFactor) -> str:
     """How much longer work takes in a run, and who says so."""
-    source = {"given": "plan.work_factor", "trial": factor.trial, "file": "plan.profile",
-              "none": "not known: no trial was made"}[factor.source]  # fmt: skip
+    source = {
+        "given": "plan.work_factor",
+        "trial": f"trial of {factor.trial}",
+        "file": "plan.profile",
+        "none": "not known: no trial was made",
+    }[factor.source]
     return f"work factor {factor.value:.3g} ({source})"
 
 
