@@ -175,7 +175,8 @@ def test_the_command_prints_a_table_and_leaves_json(
     assert costs == sorted(costs) and len(plans) == 6
     assert plans[0]["model_flop_utilisation"] is None
 
-    write_profile(tmp_path / "mine.json", replace(EIGHT, work_factor=WorkFactor(2.0)))
+    in_runs = replace(EIGHT, tokens_per_sample=10.0, work_factor=WorkFactor(2.0))
+    write_profile(tmp_path / "mine.json", in_runs)
     slower = profile_of(read_paper(file), tmp_path).pieces[0].optimizer_s
     assert slower == 2 * EIGHT.pieces[0].optimizer_s
 
