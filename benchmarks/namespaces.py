@@ -80,13 +80,7 @@ def two_hosts(
             if line is not None:
                 _run(*inside(name), "ip", "link", "set", INTERFACE, "txqueuelen", "10000")
             elif bandwidth_bits_per_s is not None:
-                # A queue of 1 s never drops what the sockets hand over. The burst (what passes at
-                # once after a pause) is small, 4 ms of the line: with 64 kB of it a 10 Mbit/s
-                # link carries each message 50 ms faster than its bandwidth allows.
-                burst = max(3 * 1514, round(bandwidth_bits_per_s / 8 * 0.004))
-                _run(*inside(name), "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf",
-                     "rate", f"{bandwidth_bits_per_s:.0f}bit", "burst", f"{burst}b",
-                     "latency", "1s")  # fmt: skip
+                limit(name, bandwidth_bits_per_s)
         yield names[0], names[1]
     finally:
         if line is not None:
@@ -94,6 +88,19 @@ def two_hosts(
             line.communicate()
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def limit(host: str, bandwidth_bits_per_s: float) -> None:
+    """What the host's end of a veth pair sends; of a pair in use too, which loses no packet.
+
+    A queue of 1 s never drops what the sockets hand over. The burst (what passes at once after a
+    pause) is small, 4 ms of the line: with 64 kB of it a 10 Mbit/s link carries each message 50 ms
+    faster than its bandwidth allows.
+    """
+    burst = max(3 * 1514, round(bandwidth_bits_per_s / 8 * 0.004))
+    _run(*inside(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf",
+         "rate", f"{bandwidth_bits_per_s:.0f}bit", "burst", f"{burst}b",
+         "latency", "1s")  # fmt: skip
 
 
 def _start_delay_line(
