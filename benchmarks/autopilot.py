@@ -39,7 +39,6 @@ from benchmarks.namespaces import available
 from benchmarks.several_machines import run_on_two_machines
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.record.events import EVENTS_FILE, EventReader, StepCollector
-from xcloud.record.summary import read_summary
 
 COMPRESSIONS = ("none", "int8", "int4")
 AUTOPILOT = "autopilot"
@@ -118,9 +117,10 @@ def main() -> None:
             r[AUTOPILOT]["in_steps_s"] / best_fixed_s(r) - 1 for r in rounds
         )
         row = " ".join(f"{s:>8.1f} s" for s in seconds.values())
-        switches = "; ".join(
-            f"{s['step']} {s['choice']}" for s in rounds[-1][AUTOPILOT]["switches"]
-        )
+        last = rounds[-1][AUTOPILOT]
+        switches = "; ".join(f"{s['step']} {s['choice']}" for s in last["switches"])
+        if arguments.hosts:
+            switches += f" (the line first changed in {last['changed_in']})"
         print(f"{name:>9} | {row} | {100 * regret:>4.1f} % | {100 / (1 + regret):>5.1f} % | "
               f"{switches}", flush=True)  # fmt: skip
     if arguments.json:
@@ -157,7 +157,7 @@ def run_on_hosts(job: list[str], line: LinkProfile) -> dict[str, Any]:
         file = folder / "experiment.yaml"
         file.write_text(experiment(*job))
         run_on_two_machines(file, folder, line, CLOUDS)
-        return result(folder / CLOUDS[0])
+        return result(folder / CLOUDS[0]) | {"changed_in": changed_in(folder / CLOUDS[0], line)}
 
 
 @functools.cache
@@ -175,10 +175,21 @@ def start(words: list[str]) -> str:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    collector = StepCollector(2)
-    totals = [collector.feed(event) for event in EventReader(run_dir / EVENTS_FILE).poll()]
-    in_steps_s = sum(one.step_s for one in totals if one is not None)
-    return {"in_steps_s": in_steps_s, "switches": read_summary(run_dir).get("autopilot", [])}
+    events, collector = EventReader(run_dir / EVENTS_FILE).poll(), StepCollector(2)
+    totals = [collector.feed(event) for event in events]
+    told = ("step", "choice", "before", "reason")
+    return {
+        "in_steps_s": sum(one.step_s for one in totals if one is not None),
+        "switches": [{k: e[k] for k in told} for e in events if e["event"] == "autopilot"],
+    }
+
+
+def changed_in(run_dir: Path, line: LinkProfile) -> int:
+    """The update in which a real line first changed."""
+    events = [e for e in EventReader(run_dir / EVENTS_FILE) if e["rank"] == 0]
+    began_s = next(e["t"] for e in events if e.get("name") == "training")
+    ends = [e["t"] - began_s for e in events if e["event"] == "step"]
+    return 1 + sum(end_s < line.trace[1][0] for end_s in ends)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ def run_on_two_machines(
     line: bandwidth and trace of the link, whose time 0 is the beginning of the first update; None
         = no limit.
     """
-    with two_hosts(None if line is None else line.bandwidth_at(0.0)) as hosts:
+    rate = least = None
+    if line is not None:
+        rate, least = line.bandwidth_at(0.0), min((e[1] for e in line.trace), default=None)
+    with two_hosts(rate, least_bits_per_s=least) as hosts:
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
             run_dir = folder / cloud
