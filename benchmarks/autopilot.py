@@ -3,7 +3,7 @@
     python -m benchmarks.autopilot                                 # about 12 minutes on two cores
     python -m benchmarks.autopilot --steps 300 --change-s 40 --micro-batches 8 --rounds 3
     python -m benchmarks.autopilot --toy --steps 24 --rounds 1     # does it work at all
-    python -m benchmarks.autopilot --hosts                         # on a real line: needs root
+    python -m benchmarks.autopilot --hosts --change-s 10           # on a real line; needs root
 
 One job (a Transformer over two clouds, GPipe) is trained for as many steps with each fixed choice
 in turn and with the autopilot that may choose among them, on the same trace: a line that becomes
