@@ -54,11 +54,13 @@ def two_hosts(
     bandwidth_bits_per_s: float | None,
     round_trip_s: float | None = None,
     tcp: Mapping[str, str] = MappingProxyType({}),
+    least_bits_per_s: float | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Names of two namespaces whose link carries at most this rate each way (None: no limit).
 
     round_trip_s: of a delaying line in user space; None = a veth pair that the kernel limits.
     tcp: settings of both hosts in /proc/sys/net/ipv4 that differ from this machine's.
+    least_bits_per_s: of all rates that `limit` will be given while the pair is in use.
     Prefix a command with `inside(name)` to run it there.
     """
     names = tuple(f"xc-{os.getpid()}-{side}" for side in "ab")
@@ -80,13 +82,12 @@ def two_hosts(
             if line is not None:
                 _run(*inside(name), "ip", "link", "set", INTERFACE, "txqueuelen", "10000")
             elif bandwidth_bits_per_s is not None:
-                # A queue of 1 s never drops what the sockets hand over. The burst (what passes at
-                # once after a pause) is small, 4 ms of the line: with 64 kB of it a 10 Mbit/s
-                # link carries each message 50 ms faster than its bandwidth allows.
-                burst = max(3 * 1514, round(bandwidth_bits_per_s / 8 * 0.004))
-                _run(*inside(name), "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf",
-                     "rate", f"{bandwidth_bits_per_s:.0f}bit", "burst", f"{burst}b",
-                     "latency", "1s")  # fmt: skip
+                limit(name, bandwidth_bits_per_s)
+                if least_bits_per_s is not None:
+                    # tbf splits what is larger than its burst, but not what waits there already:
+                    # that would block the line for good. TCP's largest packets, with headers:
+                    size = round(_burst_bytes(least_bits_per_s) / 1.1)
+                    _run(*inside(name), "ip", "link", "set", INTERFACE, "gso_max_size", str(size))
         yield names[0], names[1]
     finally:
         if line is not None:
@@ -94,6 +95,20 @@ def two_hosts(
             line.communicate()
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def limit(host: str, bandwidth_bits_per_s: float) -> None:
+    """What the host's end of a veth pair sends from now on; what waits there is kept. A queue of
+    1 s never drops what the sockets hand over."""
+    _run(*inside(host), "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf",
+         "rate", f"{bandwidth_bits_per_s:.0f}bit",
+         "burst", f"{_burst_bytes(bandwidth_bits_per_s)}b", "latency", "1s")  # fmt: skip
+
+
+def _burst_bytes(bandwidth_bits_per_s: float) -> int:
+    """What passes at once after a pause. Small, 4 ms of the line: with 64 kB of it a 10 Mbit/s
+    link carries each message 50 ms faster than its bandwidth allows."""
+    return max(3 * 1514, round(bandwidth_bits_per_s / 8 * 0.004))
 
 
 def _start_delay_line(

@@ -1,4 +1,5 @@
-"""One experiment on two namespaces as two machines: torchrun in each, tbf limits the link."""
+"""One experiment on two namespaces as two machines: torchrun in each, tbf limits the link, as a
+trace says if there is one."""
 
 from __future__ import annotations
 
@@ -6,19 +7,31 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.namespaces import ADDRESSES, INTERFACE, inside, two_hosts
+from benchmarks.namespaces import ADDRESSES, INTERFACE, inside, limit, two_hosts
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.record.events import EVENTS_FILE, EventReader
 
 ROOT = Path(__file__).resolve().parent.parent
+POLL_S = 0.02
 
 
 def run_on_two_machines(
-    file: Path, folder: Path, bandwidth_bits_per_s: float | None, clouds: tuple[str, str]
+    file: Path, folder: Path, line: LinkProfile | None, clouds: tuple[str, str]
 ) -> dict[str, Any]:
-    """Start the file's clouds, one rank in each, and return the first cloud's summary."""
-    with two_hosts(bandwidth_bits_per_s) as hosts:
+    """Start the file's clouds, one rank in each, and return the first cloud's summary.
+
+    line: bandwidth and trace of the link, whose time 0 is the beginning of the first update; None
+        = no limit.
+    """
+    rate = least = None
+    if line is not None:
+        rate, least = line.bandwidth_at(0.0), min((e[1] for e in line.trace), default=None)
+    with two_hosts(rate, least_bits_per_s=least) as hosts:
         machines = []
         for number, (host, cloud) in enumerate(zip(hosts, clouds, strict=True)):
             run_dir = folder / cloud
@@ -34,8 +47,29 @@ def run_on_two_machines(
                 machines.append(
                     subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
                 )
+        if line is not None and line.trace:
+            _follow(line, hosts, folder / clouds[0] / EVENTS_FILE, machines)
         codes = [machine.wait() for machine in machines]
     if any(codes):
         logs = "\n".join((folder / cloud / "machine.log").read_text()[-2000:] for cloud in clouds)
         raise RuntimeError(f"the machines ended with {codes}:\n{logs}")
     return dict(json.loads((folder / clouds[0] / "summary.json").read_text()))
+
+
+def _follow(
+    line: LinkProfile,
+    hosts: Sequence[str],
+    events: Path,
+    machines: Sequence[subprocess.Popen[Any]],
+) -> None:
+    reader, began_s = EventReader(events), None
+    in_force = line.bandwidth_at(0.0)
+    while all(machine.poll() is None for machine in machines):
+        time.sleep(POLL_S)
+        if began_s is None:
+            if any(event.get("name") == "training" for event in reader):
+                began_s = time.monotonic()
+        elif (rate := line.bandwidth_at(time.monotonic() - began_s)) != in_force:
+            in_force = rate
+            for host in hosts:
+                limit(host, rate)

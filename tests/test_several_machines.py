@@ -11,6 +11,7 @@ from benchmarks.namespaces import available
 from benchmarks.several_machines import run_on_two_machines
 from tests.runs import losses, start, weights
 from tests.toy import toy_config
+from xcloud.cluster.link_profile import LinkProfile
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +26,7 @@ def test_a_run_on_two_machines_equals_one_process_bit_for_bit(tmp_path: Path) ->
     file = tmp_path / "experiment.yaml"
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
 
-    summary = run_on_two_machines(file, tmp_path, 50e6, CLOUDS)
+    summary = run_on_two_machines(file, tmp_path, LinkProfile(50e6), CLOUDS)
 
     assert summary["status"] == "finished"
     assert summary["wan_bytes_per_step"]["forward"] > 0

@@ -111,6 +111,10 @@ class LinkProfile:
             bits -= rate * (until - now)
             now = until
 
+    def bandwidth_at(self, now_s: float) -> float:
+        """Bits per second at now_s (seconds since the start); 0 in an outage."""
+        return self._rate_from(now_s)[0]
+
     def latency_at(self, now_s: float) -> float:
         """One way, for a message whose last byte leaves at now_s (seconds since the start)."""
         entry, _ = self._entry_from(now_s)
