@@ -168,9 +168,8 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
         "int4": CompressorCosts("int4", [BorderCodec(small, small)]),
     }
     pieces = [*[piece] * (blocks - 1), replace(piece, border=None)]
-    arranged = {
-        "pipeline": Arranged(Strategy(), replace(_clouds(4, 1), wan=LinkProfile(3e7, 0.01)))
-    }
+    clouds = replace(_clouds(4, 1), wan=LinkProfile(rate, 0.01))
+    arranged = {"pipeline": Arranged(Strategy(), clouds)}
     counts = (4, 8, 16, 32, 64)
     pricer = Pricer(Profile(pieces, compressors), arranged, 64)
     splits = splits_of(pieces, 4, most=100_000)

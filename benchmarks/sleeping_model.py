@@ -91,7 +91,7 @@ class SleepingStage(Stage):
         rows = torch.ones(len(batch["ids"]), LENGTH, HIDDEN)
         found = self.layers(rows if received is None else received["hidden"])
         if self._is_last:
-            return StageOutput(loss=found.sum())
+            return StageOutput(loss=(0.5 * found).sum())  # a gradient of full size
         return StageOutput(send={"hidden": found})
 
     def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
