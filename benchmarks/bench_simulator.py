@@ -16,6 +16,8 @@ import io
 import json
 import tempfile
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,18 @@ from omegaconf import OmegaConf
 from benchmarks.machine import say_where
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job.config import EXPERIMENT_FILE, read_job
-from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs, TableCosts, UniformCosts
 from xcloud.plan.measured import measured_costs
+from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
+from xcloud.plan.pricing import Pricer
+from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile, Way
 from xcloud.plan.recorded import read_timeline
+from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.simulator import Simulator, simulate
 from xcloud.run.local import run
 
@@ -114,32 +122,72 @@ def predict(found: dict[str, Any], costs: Costs) -> Prediction:
     )  # fmt: skip
 
 
-def speed() -> dict[str, float]:
-    two = ClusterLayout({"a": Cloud(), "b": Cloud()}, "free")
+def speed(is_quick: bool = False) -> dict[str, float]:
+    """Simulations a second by stages and micro-batches, seconds of large clusters and of a search.
+    is_quick: the smallest of each."""
     costs = UniformCosts(1.0, 2.0, 0.5, 0.1)
     found = {}
-    for schedule in (GPipe(16), OneForwardOneBackward(16)):
-        simulator = Simulator(schedule, two)
-        found[schedule.label] = _per_s(lambda s=simulator: s.run(costs).step_s)  # type: ignore[misc]
-        found[f"{schedule.label}, from scratch"] = _per_s(
-            lambda s=schedule: simulate(s, two, costs).step_s  # type: ignore[misc]
-        )
-    for name, rate in found.items():
-        print(f"2 stages, {name}: {rate:,.0f} simulations a second")
-    for clouds, ranks, m in ((64, 1, 256), (64, 32, 256), (64, 64, 256)):
-        layout = ClusterLayout({f"c{i}": Cloud(ranks) for i in range(clouds)}, "free")
+    print(f"\n{'stages':>7} {'m':>4} {'schedule':>10} | simulations a second | from scratch")
+    sizes = [(2, 16)] if is_quick else list(product((2, 4, 8, 16), (4, 16, 64)))
+    schedules: tuple[type[GPipe] | type[OneForwardOneBackward], ...]
+    schedules = (GPipe, OneForwardOneBackward)
+    for (p, m), kind in product(sizes, schedules):
+        layout, schedule = _clouds(p, 1), kind(m)
+        simulator = Simulator(schedule, layout)
+        again = _per_s(lambda s=simulator: s.run(costs).step_s)  # type: ignore[misc]
+        anew = _per_s(lambda a=layout, b=schedule: simulate(b, a, costs).step_s)  # type: ignore[misc]
+        name = "GPipe" if kind is GPipe else "1F1B"
+        print(f"{p:>7} {m:>4} {name:>10} | {again:>20,.0f} | {anew:>12,.0f}", flush=True)
+        found |= {f"{p} stages, m={m}, {name}": again, f"{p} stages, m={m}, {name} anew": anew}
+    for clouds, ranks, m in ((64, 1, 256), (64, 32, 256), (64, 64, 256))[: 1 if is_quick else 3]:
         started_s = time.perf_counter()
-        large: Schedule = OneForwardOneBackward(m)
-        built = Simulator(large, layout)
+        built = Simulator(OneForwardOneBackward(m), _clouds(clouds, ranks))
         built_s = time.perf_counter() - started_s
-        step = built.run(costs)
-        step.step_s  # noqa: B018
+        built.run(costs).step_s  # noqa: B018
         took_s = time.perf_counter() - started_s - built_s
         name = f"{clouds} clouds x {ranks} ranks, m={m}"
         print(f"{name}: {built_s:.2f} s to build, {took_s:.2f} s to simulate, "
-              f"{len(built.transfers):,} messages")  # fmt: skip
+              f"{len(built.transfers):,} messages", flush=True)  # fmt: skip
         found[name] = took_s
+    for blocks, rate in ((12, 1e9),) if is_quick else ((22, 1e9), (48, 1e9), (12, 3e7)):
+        found |= search_speed(blocks, rate)
     return found
+
+
+def search_speed(blocks: int, rate: float) -> dict[str, float]:
+    """Of all plans of a model of so many blocks in four clouds, with 0.03 s a block and sample,
+    and 1 MB a sample and border, or an eighth of it in INT4. rate: bits per second of each line;
+    of 1e9 computing bounds a step, of 3e7 the line, where INT4 is not used."""
+    piece = Piece(
+        "block", Curve([(1, 0.01)]), Curve([(1, 0.02)]), 0, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1
+    )
+    way = Way(Curve([(1, 1e6)]))
+    small = Way(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
+    compressors = {
+        NO_COMPRESSION: CompressorCosts("none", [BorderCodec(way, way)]),
+        "int4": CompressorCosts("int4", [BorderCodec(small, small)]),
+    }
+    pieces = [*[piece] * (blocks - 1), replace(piece, border=None)]
+    clouds = replace(_clouds(4, 1), wan=LinkProfile(rate, 0.01))
+    arranged = {"pipeline": Arranged(Strategy(), clouds)}
+    counts = (4, 8, 16, 32, 64)
+    pricer = Pricer(Profile(pieces, compressors), arranged, 64)
+    splits = splits_of(pieces, 4, most=100_000)
+    space = Space(
+        Plan("pipeline", splits[0], 8, None, NO_COMPRESSION), {"pipeline": splits}, counts,
+        [*compressors], ("split", "micro_batches", "schedule", "compression"),
+    )  # fmt: skip
+    started_s = time.perf_counter()
+    ranked = search(pricer, space, 5)
+    took_s = time.perf_counter() - started_s
+    line = f"{rate / 1e6:g} Mbit/s"
+    print(f"search over {ranked.num_plans:,} plans of {blocks} blocks in 4 clouds, {line}: "
+          f"{took_s:.2f} s, {ranked.num_simulated:,} simulated", flush=True)  # fmt: skip
+    return {f"search over {ranked.num_plans} plans, {line}": took_s}
+
+
+def _clouds(count: int, ranks: int) -> ClusterLayout:
+    return ClusterLayout({f"c{i}": Cloud(ranks) for i in range(count)}, "free")
 
 
 def _per_s(once: Any, at_least_s: float = 0.5) -> float:
