@@ -1,6 +1,6 @@
 """How near the planner's predictions come to runs, and whether its choices are the best ones.
 
-    python -m benchmarks.predictions [--points 64] [--small] [--crossings] [--json FILE]
+    python -m benchmarks.predictions [--points 64] [--small] [--json FILE]
 
 Profiles anew a causal language model (6 blocks of 384, batches of 32 x 64 tokens: steps of a
 second; --small: 6 of 256, 8 x 64: a fifth of one), then runs points of split x micro-batches x
@@ -8,8 +8,7 @@ schedule x compressor x line x strategy, in random order: two ranks of one threa
 line, through run.py's own launch and wiring (ranks are forked from a process that has imported
 torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are "held out", by a
 digest of their names: whoever works on the prediction looks at the others (--half open).
---crossings runs both sides of each bandwidth below which a compressor is said to pay, at 0.7 and
-1.4 of it.
+benchmarks/crossings.py checks the bandwidths below which a compressor is said to pay.
 
 Before the points one trial run (run/plan_trial.py; pipeline, 3 | 3 blocks, no compressor, a free
 line) finds the work factor, as for a user. A shared machine changes its speed from one minute to
@@ -21,8 +20,8 @@ the profile). Where the references before and after differ by more than a tenth,
 measured again, at most twice: whatever its error is, which that rule does not know.
 
 Run it alone on the machine, and without chrt: beside other work, ranks then computed undisturbed
-while their messages came 20 to 30 ms late. 64 points take 20 minutes, --small 11, crossings 5;
-more where the machine is restless.
+while their messages came 20 to 30 ms late. 64 points take 20 minutes, --small 11; more
+where the machine is restless.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ from tests import warm_ranks
 from tests.configs import composed
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job import config as configs
-from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
+from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import OFF_SPEED, Profile, stretched
-from xcloud.plan.search import crossings, step_at
 from xcloud.run import launch
 from xcloud.run.plan_trial import measured_s, steps_of_run
 from xcloud.run.planning import Planner
@@ -304,40 +302,6 @@ def tell(results: Sequence[Result]) -> Iterator[str]:
             )
 
 
-def cross(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
-    """Both sides of each crossing, in alternation."""
-    line = LinkProfile(1e8)
-    for m in (2, 4):
-        plan = Plan("pipeline", (BLOCKS // 2, BLOCKS), m, None, NO_COMPRESSION)
-        factor = bench.work_factor.value
-        found = crossings(step_at(bench.pricer(line, factor), plan), COMPRESSORS)
-        for name, rate in found:
-            if not 5e6 < rate < 5e9:
-                print(f"m={m} {name}: pays below {rate:g} bit/s, which is not run", flush=True)
-                continue
-            for share in (0.7, 1.4):
-                there = replace(line, bandwidth_bits_per_s=share * rate)
-                pricer = bench.pricer(there, factor)
-                both = [plan, plan._replace(compression=name)]
-                times: list[list[float]] = [[], []]
-                for _ in range(rounds):
-                    for own, one in zip(times, both, strict=True):
-                        own.append(bench.step_s(one, there))
-                measured, foreseen = (
-                    pair[1] / pair[0] - 1
-                    for pair in (
-                        [statistics.median(own) for own in times],
-                        [pricer.step_s(one) for one in both],
-                    )
-                )
-                print(f"m={m} {name} at {share} x {rate / 1e6:.3g} Mbit/s: {foreseen:+.1%} "
-                      f"foreseen, {measured:+.1%} measured: "
-                      f"{'as' if (measured < 0) == (foreseen < 0) else 'NOT as'} predicted",
-                      flush=True)  # fmt: skip
-                yield {"m": m, "compression": name, "bits_per_s": share * rate,
-                       "predicted": foreseen, "measured": measured}  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -345,8 +309,6 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=64)
     parser.add_argument("--half", choices=("both", "open", "held-out"), default="both")
     parser.add_argument("--small", action="store_true", help="steps of a fifth of a second")
-    parser.add_argument("--crossings", action="store_true", help="run these in place of points")
-    parser.add_argument("--rounds", type=int, default=2, help="of each side of a crossing")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -358,23 +320,20 @@ def main() -> None:
             written["profile"] = dict(bench.profile.of)
             written["profile_reference_s"] = bench.profile.reference_s
             written["work_factor"] = asdict(bench.work_factor)
-            if given.crossings:
-                written["crossings"] = list(cross(bench, given.rounds))
-            else:
-                results = measure(bench, given.points, given.half)
-                written["points"] = [
-                    {"name": r.point.name, "half": r.point.half,
-                     "error_as_predicted": r.error(AS_PREDICTED),
-                     "error_as_profiled": r.error(AS_PROFILED),
-                     "error_at_speed": r.error(AT_SPEED),
-                     "predicted_s": r.predicted.step_s, "predicted_as_profiled_s": r.profiled_s,
-                     "predicted_at_speed_s": r.at_speed_s,
-                     "measured_s": r.step_s, "references_s": r.references_s,
-                     "spent_s": dict(r.predicted.spent_s)}
-                    for r in results
-                ]  # fmt: skip
-                written["said"] = list(tell(results))
-                print("\n".join(written["said"]))
+            results = measure(bench, given.points, given.half)
+            written["points"] = [
+                {"name": r.point.name, "half": r.point.half,
+                 "error_as_predicted": r.error(AS_PREDICTED),
+                 "error_as_profiled": r.error(AS_PROFILED),
+                 "error_at_speed": r.error(AT_SPEED),
+                 "predicted_s": r.predicted.step_s, "predicted_as_profiled_s": r.profiled_s,
+                 "predicted_at_speed_s": r.at_speed_s,
+                 "measured_s": r.step_s, "references_s": r.references_s,
+                 "spent_s": dict(r.predicted.spent_s)}
+                for r in results
+            ]  # fmt: skip
+            written["said"] = list(tell(results))
+            print("\n".join(written["said"]))
         finally:
             warm_ranks.close()
     if given.json:

@@ -2,8 +2,9 @@
 every border switch at the same step. Ranks are threads, their links are in memory."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def test_a_switch_is_worth_it_confirmed_and_lasting() -> None:
     assert rule.choose(2, 0, 0, [1.0, 0.5]) is None
     again.load_state_dict(stored(rule.state_dict()))
     assert again.choose(4, 0, 0, [1.0, 0.5]) == 1
+
+
+def switches(num_updates: int, better: Callable[[int, int], int]) -> list[int]:
+    """After which updates. better: the choice that looks better, by update and choice in force."""
+    rule = Rule(Autopilot({"int4": INT4}, every=1, confirm=2, dwell=10))
+    in_force, found = 0, [0]
+    for step in range(1, num_updates):
+        predicted = [1.0, 1.0]
+        predicted[better(step, in_force)] = 0.5
+        if (choice := rule.choose(step, in_force, found[-1], predicted)) is not None:
+            in_force = choice
+            found.append(step + 1)
+    return found[1:]
+
+
+def test_choices_that_call_for_each_other_take_turns_ever_less_often() -> None:
+    calling = switches(1000, lambda step, in_force: 1 - in_force)
+    lasted = [after - before for before, after in pairwise(calling)]
+    assert lasted == [10, 20, 40, 80, 160, 320]
+    line = switches(1000, lambda step, in_force: step // 50 % 2)
+    assert line == [52 + 50 * i for i in range(19)], "a line that does change is followed"
 
 
 class Scripted(RunPilot):

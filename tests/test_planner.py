@@ -30,6 +30,7 @@ from xcloud.plan.profile import (
 from xcloud.plan.search import (
     Space,
     crossings,
+    fastest,
     over_micro_batches,
     search,
     splits_of,
@@ -91,6 +92,19 @@ def test_the_search_finds_what_pricing_every_plan_finds_with_fewer_simulations()
         assert found.best[0].step_s == pytest.approx(min(steps.values()))
         assert found.num_plans == len(every) and found.num_simulated < len(every)
         assert all(priced.bound_s(plan) <= step_s * (1 + 1e-9) for plan, step_s in steps.items())
+
+
+def test_cuts_that_the_line_makes_equal_are_not_all_simulated() -> None:
+    pieces = [*EIGHT.pieces[:-1], *EIGHT.pieces]
+    three = ClusterLayout({name: Cloud() for name in "abc"}, LinkProfile(1e7, 0.01))
+    priced = pricer(replace(EIGHT, pieces=pieces), three)
+    room = replace(space(priced, counts=(4, 8)), compressions=[NO_COMPRESSION])
+
+    found = search(priced, room, 2)
+
+    exact = fastest(priced, room, 2)
+    assert found.num_simulated < exact.num_simulated, "more than TRIES are undecided"
+    assert found.best[0].step_s == pytest.approx(priced.step_s(exact.best[0]), rel=0.01)
 
 
 def test_the_bound_is_below_the_simulation_with_unequal_ranks_and_borders() -> None:

@@ -178,14 +178,34 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
     assert all(torch.equal(a, b) for a, b in zip(values(0), values(2), strict=True))
 
 
-def test_ranks_that_share_a_gpu_deal_nothing_over_nccl(alone: RankGroup) -> None:
+class OnGpu(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_tensors_on_gpus_go_over_nccl_where_each_rank_has_one(
+    alone: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OfTwo(GlooCollectives):
         def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-            return [values, values.clone()]
+            return [values, values + torch.tensor([0, other_gpu])]
 
     assert isinstance(alone.group, GlooCollectives)
+    gloo, gpu, on_gpu = (
+        alone.group._group,
+        torch.device("cuda", 0),
+        torch.ones(1).as_subclass(OnGpu),
+    )
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **named: asked.append(named) or "nccl")
+    other_gpu = 0
+    shared = OfTwo(gloo, gpu)
+    assert not asked and shared._over(on_gpu) is gloo
     with pytest.raises(ConfigError, match="two of them share one"):
-        OfTwo(alone.group._group).mesh(torch.device("cuda", 0))
+        shared.mesh(gpu)
+    other_gpu = 1
+    apart = OfTwo(gloo, gpu)
+    assert [named["backend"] for named in asked] == ["nccl"]
+    assert apart._over(on_gpu) == "nccl" and apart._over(torch.ones(1)) is gloo
 
 
 def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:

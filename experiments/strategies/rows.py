@@ -15,6 +15,11 @@ def merged(strategy: str, every: int, compression: str) -> list[str]:
     return [f"strategy={strategy}", f"{AVERAGING}.every={every}", compression]
 
 
+def averaged(every: int, compression: str, outer_rate: float) -> list[str]:
+    """FedAvg whose mean is taken so many times as far."""
+    return [*merged("fedavg", every, compression), f"{AVERAGING}.outer.learning_rate={outer_rate}"]
+
+
 ROWS = {
     "one process": ["cluster=local", "compression=none"],
     "data parallel, FP32": data_parallel("compression=none"),
@@ -35,19 +40,17 @@ ROWS = {
     "FedAvg every 15, sign": merged("fedavg", 15, SIGN),
     "FedAvg every 30, INT2": merged("fedavg", 30, INT2),
     "FedAvg every 60, INT4": merged("fedavg", 60, INT4),
-    "FedAvg every 60, INT4, outer rate 1.5": [
-        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=1.5",
-    ],
-    "FedAvg every 60, INT4, outer rate 2": [
-        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=2",
-    ],
-    "FedAvg every 60, INT4, outer rate 2.5": [
-        *merged("fedavg", 60, INT4), f"{AVERAGING}.outer.learning_rate=2.5",
-    ],
     "FedAvg every 60 in 4 parts, INT4": [  # each is under way for 8 steps
         *merged("fedavg", 60, INT4), f"{AVERAGING}.fragments=4", f"{AVERAGING}.overlap=8",
         f"{AVERAGING}.mix=0.5",
     ],
+    "FedAvg every 60, INT4, outer rate 1.5": averaged(60, INT4, 1.5),
+    "FedAvg every 60, INT4, outer rate 2": averaged(60, INT4, 2),
+    "FedAvg every 60, INT4, outer rate 2.5": averaged(60, INT4, 2.5),
+    "FedAvg every 15, INT4, outer rate 1.4": averaged(15, INT4, 1.4),
+    "FedAvg every 15, sign, outer rate 1.4": averaged(15, SIGN, 1.4),
+    "FedAvg every 30, INT2, outer rate 1.4": averaged(30, INT2, 1.4),
+    "FedAvg every 2, FP32, outer rate 1.4": averaged(2, "compression=none", 1.4),
     "FedAvg every 120, INT4": merged("fedavg", 120, INT4),
     "FedAvg every 240, INT4": merged("fedavg", 240, INT4),
     "streaming, every 16, INT4": merged("streaming", 16, INT4),

@@ -78,11 +78,15 @@ class Transport(Protocol):
         """`machine_id` of every rank."""
 
 
-class GlooTransport:
-    """Over the process group of torch.distributed that all ranks of the job have joined."""
+CPU = torch.device("cpu")
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+
+class GlooTransport:
+    """Over the process group of torch.distributed that all ranks of the job have joined. device:
+    of this rank's tensors; the ranks of a group agree on its type."""
+
+    def __init__(self, rank: int, device: torch.device = CPU) -> None:
+        self.rank, self._device = rank, device
         self._lines: dict[str, dist.ProcessGroup] = {}
 
     def line(self, name: str, ranks: Sequence[int]) -> None:
@@ -99,7 +103,7 @@ class GlooTransport:
         if len(ranks) == 1:
             return None
         group = dist.new_group(list(ranks), timeout=FOREVER)
-        return GlooCollectives(group) if self.rank in ranks else None
+        return GlooCollectives(group, self._device) if self.rank in ranks else None
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         return False  # a process group ends with its first rank
@@ -117,8 +121,26 @@ class GlooTransport:
 
 
 class GlooCollectives:
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    """Over gloo; tensors on GPUs over NCCL, where each of the ranks has a GPU of its own. NCCL
+    knows no two ranks on one GPU: these go over gloo, through the memory of the host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
         self._group = group
+        self._nccl = None
+        if device.type == "cuda" and self._has_a_gpu_each(device):
+            # Its own limit would end the process while a rank waits for another cloud.
+            self._nccl = dist.new_group(
+                dist.get_process_group_ranks(group), timeout=FOREVER, backend="nccl",
+                use_local_synchronization=True,
+            )  # fmt: skip
+
+    def _has_a_gpu_each(self, device: torch.device) -> bool:
+        """Asked in all of these ranks."""
+        places = self.gather(torch.tensor([machine_id(), device.index or 0]))
+        return len({tuple(place.tolist()) for place in places}) == len(places)
+
+    def _over(self, values: Tensor) -> dist.ProcessGroup:
+        return self._nccl if self._nccl is not None and values.is_cuda else self._group
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -127,35 +149,30 @@ class GlooCollectives:
         self.start_sum(values)()
 
     def start_sum(self, values: Tensor) -> Callable[[], object]:
-        work = dist.all_reduce(values, group=self._group, async_op=True)
+        work = dist.all_reduce(values, group=self._over(values), async_op=True)
         assert work is not None
         wait: Callable[[], object] = work.wait
         return wait
 
     def broadcast(self, values: Tensor, source: int) -> None:
-        dist.broadcast(values, source, self._group)
+        dist.broadcast(values, source, self._over(values))
 
     def gather(self, values: Tensor) -> list[Tensor]:
         found = [torch.zeros_like(values) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(found, values, group=self._group)
+        dist.all_gather(found, values, group=self._over(values))
         return found
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Over gloo on CPUs, over NCCL on GPUs. ConfigError where two ranks have one GPU."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        group = self._group
-        if device.type == "cuda":
-            ranks = dist.get_process_group_ranks(group)
-            places = self.gather(torch.tensor([machine_id(), device.index]))
-            if len({tuple(place.tolist()) for place in places}) < len(places):
-                raise ConfigError(
-                    f"cloud.shard: ranks {ranks} deal a stage over NCCL, which needs a GPU for "
-                    "each, and two of them share one; give the cloud as many ranks as GPUs "
-                    "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
-                )
-            # Its own limit would end the process while a rank waits for another cloud.
-            group = dist.new_group(
-                ranks, timeout=FOREVER, backend="nccl", use_local_synchronization=True
+        if device.type != "cuda":
+            return DeviceMesh.from_group(self._group, device.type)
+        if self._nccl is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            raise ConfigError(
+                f"cloud.shard: ranks {ranks} deal a stage over NCCL, which needs a GPU for each, "
+                "and two of them share one; give the cloud as many ranks as GPUs "
+                "(cluster.clouds.NAME.num_ranks), or set its device to cpu"
             )
-        return DeviceMesh.from_group(group, device.type)
+        return DeviceMesh.from_group(self._nccl, device.type)

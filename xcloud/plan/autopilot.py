@@ -244,11 +244,17 @@ def numbers(state: State, name: str) -> Tensor:
 class Rule:
     """Switches only for what is worth it, confirmed and lasting; see Autopilot. Looks that promise
     more count for more: the logarithms of what a choice gains in looks in a row must add up to
-    those of `confirm` looks at just `worth`. One look never does, unless confirm is 1."""
+    those of `confirm` looks at just `worth`. One look never does, unless confirm is 1.
+
+    Small messages may make a slow line look free, so that two choices call for each other without
+    end. So a choice lasts twice as long as the one before it if it is a return, within twice the
+    updates that this had to last, to the choice before that one."""
 
     def __init__(self, settings: Autopilot) -> None:
         self._settings = settings
         self._gained: list[float] = []  # by choice
+        self._before = -1  # the choice before the one in force
+        self._dwell = settings.dwell  # of the one in force
 
     def choose(
         self, step: int, in_force: int, since_step: int, predicted_s: Sequence[float]
@@ -264,14 +270,22 @@ class Rule:
             for total, gain in zip(gained, gains, strict=True)
         ]
         best = max(range(len(gains)), key=gains.__getitem__)
-        is_lasting = not since_step or step + 1 - since_step >= settings.dwell
-        if self._gained[best] < enough or not is_lasting:
+        lasted = step + 1 - since_step
+        if self._gained[best] < enough or (since_step and lasted < self._dwell):
             return None
+        returns_soon = best == self._before and lasted < 2 * self._dwell
+        self._dwell = 2 * self._dwell if returns_soon else settings.dwell
+        self._before = in_force
         self._gained = []
         return best
 
     def state_dict(self) -> State:
-        return {"gained": torch.tensor(self._gained, dtype=torch.float64)}
+        last = [float(self._before), float(self._dwell)]
+        return {
+            "gained": torch.tensor(self._gained, dtype=torch.float64),
+            "last": torch.tensor(last, dtype=torch.float64),
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._gained = numbers(state, "gained").tolist()
+        self._before, self._dwell = map(int, numbers(state, "last").tolist())

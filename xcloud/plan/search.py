@@ -19,6 +19,7 @@ from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000
+TRIES = 32  # of a search; see fastest
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
 
 
@@ -168,7 +169,7 @@ def fastest(
     pair of them. Exact, as a plan is left out only where its bound is slower.
 
     tolerance: 0.02 = what is found may take 2 % longer. tries: for each pair at most so many, of
-    the least bounds, are priced with all their schedules.
+    the least bounds, are priced with all their schedules, or all of them until `keep` are found.
     """
     groups = list(space.groups(pricer.arranged))
     bounds = sorted((pricer.bound_s(plan), number) for number, plan in enumerate(groups))
@@ -178,13 +179,15 @@ def fastest(
     tried, num_simulated, worst_s = Counter[object](), 0, math.inf
     for bound_s, number in bounds:
         group = groups[number]
-        key = (group.strategy, group.compression) if len(varied) > 1 else group
+        pair = group.strategy, group.compression
+        key = pair if len(varied) > 1 else group
         if bound_s > worst_s:
             break
-        if tried[key] >= tries or (key in found and bound_s > (1 - tolerance) * found[key][0]):
+        is_tried = tried[pair] >= tries and (len(varied) > 1 or len(found) >= keep)
+        if is_tried or (key in found and bound_s > (1 - tolerance) * found[key][0]):
             continue
         options = space.worth_pricing(group, pricer.fits)
-        tried[key] += bool(options)
+        tried[pair] += bool(options)
         num_simulated += len(options)
         for plan in options:
             mine = pricer.step_s(plan), _order(plan), plan
@@ -196,8 +199,10 @@ def fastest(
 
 
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
-    """The fastest plans, and the job's own among them."""
-    found = fastest(pricer, space, keep)
+    """The fastest plans, and the job's own among them. Where the line bounds a step every cut
+    takes nearly the same, and no bound tells them apart: of a strategy and compressor only the
+    TRIES cuts and counts of micro-batches with the least bounds are simulated."""
+    found = fastest(pricer, space, keep, tries=TRIES)
     near = [plan for plan in space.groups(pricer.arranged) if len(_changes(space.own, plan)) == 1]
     steps = [(pricer.step_s(plan), plan) for plan in near]
     return Ranked(

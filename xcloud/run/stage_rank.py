@@ -59,8 +59,8 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
         )
         self.wiring = wire(
-            context.transport or GlooTransport(self.rank), layout, job.borders, job.compression,
-            job.max_micro_batch, context.device, self.clock, context.run_dir,
+            context.transport or GlooTransport(self.rank, context.device), layout, job.borders,
+            job.compression, job.max_micro_batch, context.device, self.clock, context.run_dir,
             on_report=context.on_report,
             schedule=job.schedule,
             defences=job.security.defences,

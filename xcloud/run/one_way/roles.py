@@ -41,8 +41,8 @@ class OneWayRank(Role[OneWayExperiment]):
     def _wirer(self) -> OneWayWirer:
         job = self.job
         return OneWayWirer(
-            GlooTransport(self.rank), job.cluster, job.model.max_payload_bytes,
-            job.feed.most_ahead, self.context.run_dir,
+            GlooTransport(self.rank, self.context.device), job.cluster,
+            job.model.max_payload_bytes, job.feed.most_ahead, self.context.run_dir,
         )  # fmt: skip
 
     def _building(self, cloud: RankGroup, num_steps: int) -> OneWayContext:
