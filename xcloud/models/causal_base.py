@@ -160,7 +160,8 @@ class OwnCausal:
             stage, texts, ids, self.pretraining, lambda line: context.report(f"{said}, {line}")
         )
         write_checkpoint(network, folder)
-        context.report(f"{self.describe()}: loss {loss:.3f} at the end")
+        if self.pretraining.steps:
+            context.report(f"{self.describe()}: loss {loss:.3f} at the end")
 
     def _key(self, config: Any, ids: TokenIds, texts: Sequence[Sequence[int]]) -> str:
         described = {
