@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from xcloud.comm.phases import Phased
 from xcloud.errors import RunFailed
@@ -91,7 +91,7 @@ def predicted_s(job: Experiment, plan: Plan, profile: Profile) -> float:
     return Pricer(profile, arranged, training.batch_size, training.accumulate_steps).step_s(plan)
 
 
-def measured_s(config: DictConfig, job: Experiment, num_steps: int) -> float:
+def measured_s(config: Any, job: Experiment, num_steps: int) -> float:
     """The median step of a run of `trial_config`, of ranks the mean, without the first ones, and
     without the last one of local updates, which merges. Leaves nothing behind, but for the logs of
     a run that fails. Raises RunFailed, RunStopped."""
@@ -115,7 +115,7 @@ def measured_s(config: DictConfig, job: Experiment, num_steps: int) -> float:
     return statistics.median(s for step, s in steps_s.items() if WARM_UP < step <= last)
 
 
-def trial_config(config: DictConfig, job: Experiment, num_steps: int) -> DictConfig:
+def trial_config(config: Any, job: Experiment, num_steps: int) -> Any:
     """The job as configured, without what no step's prediction holds: lines, merges of local
     updates (but at the end), kept rows, phases of compression but the last; and without all that
     stands around the steps."""
@@ -143,7 +143,7 @@ def trial_config(config: DictConfig, job: Experiment, num_steps: int) -> DictCon
     return configs.changed(config, settings)
 
 
-def steps_of_run(config: DictConfig, run_dir: Path) -> dict[int, float]:
+def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
     """Run it without a word on stdout. Seconds of each step, of ranks the mean: in the long run
     all take equally long, as they wait for each other, but a step that one begins early is longer
     by that, and the next one shorter, so the slowest rank of each step is slower than the run."""
