@@ -13,8 +13,11 @@ from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import ToyStage, toy_config
 from xcloud.cluster.frame import encode_frame
-from xcloud.comm.border import Message
+from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.chain import Chain
+from xcloud.comm.low_rank import Svd
 from xcloud.comm.phases import Compression
+from xcloud.comm.quantize import BlockInt
 from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
@@ -193,6 +196,27 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
     found = codec_profiling.averaging_codec(trained, Compression(), Stopwatch(torch.device("cpu")))
 
     assert found is not None and {len(frame) for frame in frames} == {found.num_bytes}
+
+
+def test_codecs_are_timed_on_all_rows_of_samples_of_unequal_length() -> None:
+    fields = (
+        BorderField("counts", (), torch.int64),
+        BorderField("hidden", (8,), torch.float32, rows="counted"),
+    )
+    border = Border(fields, max_rows_per_sample=4)
+    messages = {
+        b: {"counts": torch.full((b,), 3), "hidden": torch.randn(3 * b, 8)} for b in (2, 4)
+    }
+    compression = Compression(Chain(svd=Svd(0.6)), Chain(int8=BlockInt(8)))
+
+    found = codec_profiling.border_codec(
+        border, compression, messages, messages, Stopwatch(torch.device("cpu"))
+    )
+
+    assert found.forward.decompress_s.at(4.0) > 0
+    # Of 12 rows of 8 the factors have rank 5: 5 x (12 + 8) values in FP32, and 4 counts.
+    more = found.forward.num_bytes.at(4.0) - found.forward.num_bytes.at(2.0)
+    assert more >= 4 * (5 * (12 + 8) - 4 * (6 + 8)) + 2 * 8
 
 
 def test_what_is_timed_beside_a_model_leaves_weights_threads_and_random_numbers_alone() -> None:

@@ -95,7 +95,8 @@ def _way(
     num_bytes, compress_s, decompress_s = [], [], []
     codec.use_stream(0)
     for b, message in sorted(messages.items()):
-        specs = {f.name: f.spec(b) for f in fields if f.dtype.is_floating_point}
+        floating = [f for f in fields if f.dtype.is_floating_point]
+        specs = {f.name: f.spec(len(message[f.name])) for f in floating}
         compressors = {name: copy.deepcopy(codec.compressor) for name in specs}
         end = _End(fields, compressors, specs)
         frame = end.encode(message)

@@ -18,7 +18,7 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.job.experiment import Experiment
 
 PROFILES_DIR = "profiles"
-METHOD = "5"  # another one where the same work is measured in another way
+METHOD = "6"  # another one where the same work is measured in another way
 MOST_SIZES = 8
 Candidates = Mapping[str, Compression | Phased]
 
