@@ -17,7 +17,7 @@ of a rank's process with all of its threads.
 - clouds: a stage in each; ranks: data parallel inside two clouds, with as much work for each rank;
   replicas: the whole model in each cloud, averaged over all of them
 - speed: of simulator and search (bench_simulator.py); profile: of a real model (step_profile.py)
-About 10 minutes on two quiet cores; --quick, a part of each, about one.
+9 minutes on two quiet cores; --quick, a part of each, about one.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ def group_of(function: Function) -> str:
     if "xcloud" in parts:
         room = parts[len(parts) - parts[::-1].index("xcloud")]
         return ROOMS.get(room, LOOP)
+    if {"transformers", "peft"} & set(parts):
+        return MODEL
     return TORCH if "torch" in parts else OTHER
 
 
