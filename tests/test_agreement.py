@@ -15,9 +15,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.in_process_link import InProcessLink
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from xcloud.cluster.link import InProcessLink
 from xcloud.errors import ConfigError, FrameError
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job

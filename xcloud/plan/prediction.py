@@ -102,9 +102,7 @@ class Prediction:
         """Seconds of the longest chain of causes that ends with the step, by what they went into:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
         "latency a to b" (and a full window), "update", "averaging". They add up to step_s.
-        Largest first. Raises ValueError where transfers block."""
-        if self.step.transfers_block:
-            raise ValueError("there is no chain of causes where transfers block; see links, ranks")
+        Largest first."""
         rank = max(range(len(self.seconds)), key=lambda r: self._ended_s(r) - self._started_s(r))
         since_s, spent = self._started_s(rank), defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
