@@ -41,8 +41,9 @@ def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
         "samples": 8,
         "tokens": 100,
     }
-    statistics.feed({**common, "rank": 0, "cloud": "source", **source, **fields})
-    statistics.feed({**common, "rank": 1, "cloud": "target", **target})
+    source = {**common, "rank": 0, "cloud": "source", **source, **fields}
+    for event in (source, {**common, "rank": 1, "cloud": "target", **target}):
+        statistics.feed({**event, "t": event["t"] - 0.5 + event["step_s"]})  # both begin at once
 
 
 def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
@@ -146,6 +147,7 @@ def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
             "event": "step",
             "rank": 0,
             "cloud": "source",
+            "t": 1.0,
             "step": 1,
             "step_s": 1.0,
             "sent": {"forward": 100, "backward": 0, "other": 900},
@@ -164,7 +166,7 @@ def test_link_of_unknown_bandwidth_is_judged_by_the_time_it_was_busy() -> None:
 
 def test_one_way_returns_the_totals_of_a_completed_step() -> None:
     statistics = RunStatistics(num_ranks=1)
-    event = {"event": "step", "rank": 0, "cloud": "a", "step": 7, "step_s": 1.0}
+    event = {"event": "step", "rank": 0, "cloud": "a", "t": 9.0, "step": 7, "step_s": 1.0}
     totals = statistics.feed(event)
     assert totals is not None and totals.step == 7
 

@@ -195,7 +195,7 @@ class StepTotals:
     """One complete step over all ranks. Seconds are sums over the ranks of a cloud."""
 
     step: int
-    step_s: float = 0.0  # the slowest rank's
+    step_s: float = 0.0  # see update_s
     num_ranks: dict[str, int] = field(default_factory=dict)  # by cloud
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> cloud -> s
     sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by traffic
@@ -211,7 +211,8 @@ class StepTotals:
     @classmethod
     def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
         """reports: the "step" event of each rank."""
-        totals = cls(step)
+        spans = [(r["t"], r.get("step_s", 0.0)) for r in reports.values()]
+        totals = cls(step, update_s(spans) if spans else 0.0)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         return totals
@@ -223,7 +224,6 @@ class StepTotals:
 
     def _add(self, report: Event) -> None:
         cloud = report["cloud"]
-        self.step_s = max(self.step_s, report.get("step_s", 0.0))
         self.num_ranks[cloud] = self.num_ranks.get(cloud, 0) + 1
         for kind in TIMES:
             add_to(self.seconds.setdefault(kind, {}), {cloud: report.get(kind, 0.0)})
@@ -299,6 +299,16 @@ class StepCollector:
         self._reports = {later: found for later, found in self._reports.items() if later > step}
         if self._gone_until:
             self._done = max(self._done, step)
+
+
+def update_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The wall time of an update: from when the last rank had begun it to when the last one had
+    ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank
+    begins where it ended the one before, the times of all updates add up, whoever is ahead; with
+    clocks that disagree too, if a rank's own ones are used throughout."""
+    spans = list(spans)
+    last_s = max(ended_s for ended_s, _ in spans)
+    return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
 
 
 def add_to(sums: dict[str, float], more: Mapping[str, float]) -> None:

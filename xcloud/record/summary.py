@@ -2,7 +2,9 @@
 No tracker, no printing, no torch.
 
 How the figures are made:
-- `step_time_s` is the slowest rank's time of a step; seconds by cloud are means per step and rank.
+- `step_time_s` is the wall time of an update, from the end of the one before to its own
+  (events.update_s), without what lay between (an evaluation, the copy of a checkpoint); seconds by
+  cloud are means per step and rank.
 - The first steps (3, or a tenth of fewer than 30) are warm-up: excluded from everything measured
   in seconds, included in byte counts. `num_warmup_steps_left_out` says how many. Rates are over
   the time spent in steps, so evaluation does not slow them.
