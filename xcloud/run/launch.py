@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.machine import num_cores
 from xcloud.errors import RunFailed
 
 POLL_EVERY_S = 0.1
@@ -113,7 +114,7 @@ class LocalRanks:
         self._given_up.clear()
         self._due_s.clear()
         num_ranks = len(self.clouds)
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        threads = max(1, num_cores() // num_ranks)
         self._environment = {
             **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(threads),
