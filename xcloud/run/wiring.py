@@ -87,8 +87,10 @@ class Wiring:
         return self.ends.records
 
     @property
-    def wan_stats(self) -> list[LinkStats]:
-        return [link.stats for link in self.ends.wan_outs]
+    def wan_stats(self) -> list[tuple[str, LinkStats]]:
+        """Of what leaves this cloud, each with the cloud that it goes to."""
+        outs = zip(self.ends.records, self.ends.wan_outs, strict=True)
+        return [(record.to, end.stats) for record, end in outs]
 
     @property
     def is_emulated(self) -> bool:

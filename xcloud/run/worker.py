@@ -159,13 +159,10 @@ def _join(job: Job, rank: int, run_dir: Path, lifeline: Lifeline | None) -> None
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
     elif num_ranks > 1:
-        meeting_point = f"file://{run_dir.resolve() / 'rendezvous'}"
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = dist.FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
         dist.init_process_group(
-            "gloo",
-            init_method=meeting_point,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=_SETUP_TIMEOUT,
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
         )
 
 
