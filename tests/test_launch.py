@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -212,3 +214,11 @@ def test_a_run_starts_where_nobody_tells_which_cores_it_may_use(
     ranks.start()
 
     assert given == ["4", "4"]
+
+
+def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a"])
+    for number, name in ((signal.SIGRTMIN + 1, "real-time"), (signal.SIGKILL, "SIGKILL")):
+        ended: Any = SimpleNamespace(poll=lambda number=number: -number)
+        ranks.processes = [ended]
+        assert f"was ended by signal {int(number)} ({name})" in ranks._first_cause()

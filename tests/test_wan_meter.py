@@ -16,7 +16,8 @@ def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> N
     """The middle of three clouds sends activations on, and gradients back."""
     before, behind, control = LinkStats(), LinkStats(), LinkStats()
     wiring: Any = SimpleNamespace(
-        wan_stats=[("a", before), ("c", behind), ("a", control)],
+        wan_records=[SimpleNamespace(to=cloud) for cloud in "aca"],
+        wan_stats=[before, behind, control],
         wan_sends=[], replicas=None, tied=None, is_emulated=True,
     )  # fmt: skip
     meter = WanMeter(wiring)

@@ -280,7 +280,8 @@ class LocalRanks:
         elif rank in self._given_up:
             what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
         elif code < 0:
-            what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            names = {known.value: known.name for known in signal.Signals}
+            what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
         else:
             what = f"ended with exit code {code}: {self._last_line(rank)}"
         return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"

@@ -63,11 +63,11 @@ class WanMeter:
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
         line_s: Counter[tuple[str, str]] = Counter()
-        for to, stats in self._wiring.wan_stats:
+        for record, stats in zip(self._wiring.wan_records, self._wiring.wan_stats, strict=True):
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
                     sent[name] += stats.num_bytes[kind]
-                    line_s[name, to] += stats.line_s[kind]  # type: ignore[assignment]
+                    line_s[name, record.to] += stats.line_s[kind]  # type: ignore[assignment]
         for channel in self._wiring.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:

@@ -87,10 +87,9 @@ class Wiring:
         return self.ends.records
 
     @property
-    def wan_stats(self) -> list[tuple[str, LinkStats]]:
-        """Of what leaves this cloud, each with the cloud that it goes to."""
-        outs = zip(self.ends.records, self.ends.wan_outs, strict=True)
-        return [(record.to, end.stats) for record, end in outs]
+    def wan_stats(self) -> list[LinkStats]:
+        """Of the links in the order of `wan_records`."""
+        return [link.stats for link in self.ends.wan_outs]
 
     @property
     def is_emulated(self) -> bool:

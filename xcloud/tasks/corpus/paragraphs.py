@@ -193,11 +193,7 @@ def _paragraph(row: Any, where: str) -> Paragraph:
         context, questions = row["context"], []
         for number, qa in enumerate(row["qas"]):
             places = [_place(context, answer) for answer in qa["answers"]]
-            if not places:
-                raise DataError(
-                    f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's "
-                    "unanswerable questions are not supported"
-                )
+            _check_answered(places, qa["question"], where)
             if None in places:
                 missing = qa["answers"][places.index(None)]
                 raise DataError(
@@ -211,6 +207,14 @@ def _paragraph(row: Any, where: str) -> Paragraph:
             f'{where}: expected {{"context", "qas": [{{"id", "question", "answers"}}]}}, but '
             f"{error!r}"
         ) from error
+
+
+def _check_answered(answers: Sequence[object], question: str, where: str) -> None:
+    if not answers:
+        raise DataError(
+            f"{where}: the question {question!r} has no answer; SQuAD 2.0's unanswerable "
+            "questions are not supported"
+        )
 
 
 def _place(context: str, answer: Any) -> tuple[str, int] | None:
@@ -234,10 +238,11 @@ def _grouped(table: HubTable) -> list[Paragraph]:
         for batch in table.batches(names):
             columns = (batch[name] for name in names)
             for ident, context, asked, answers in zip(*columns, strict=True):
-                pairs = zip(answers["text"], answers["answer_start"], strict=True)
+                pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))
+                _check_answered(pairs, asked, table.where)
                 if not found or found[-1][0] != context:
                     found.append((context, []))
-                found[-1][1].append(Question(ident, asked, tuple(pairs)))
+                found[-1][1].append(Question(ident, asked, pairs))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{table.where}: expected the columns id, context, question and answers (text, "
