@@ -67,7 +67,7 @@ class ProgressLine:
         if totals.line_busy_s:  # only emulated lines report it
             lines = Counter[Line]()
             for busy_s in totals.line_busy_s.values():
-                lines.update(busy_s)  # type: ignore[arg-type]
+                lines.update(busy_s)
             smooth.put("line_s", max(lines.values(), default=0.0))
         line = self._describe(totals.step, totals)
         if self._rewrites:

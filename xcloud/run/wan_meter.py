@@ -67,7 +67,7 @@ class WanMeter:
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
                     sent[name] += stats.num_bytes[kind]
-                    line_s[name, record.to] += stats.line_s[kind]  # type: ignore[assignment]
+                    line_s[name, record.to] += stats.line_s[kind]
         for channel in self._wiring.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:

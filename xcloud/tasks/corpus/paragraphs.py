@@ -238,16 +238,17 @@ def _grouped(table: HubTable) -> list[Paragraph]:
         for batch in table.batches(names):
             columns = (batch[name] for name in names)
             for ident, context, asked, answers in zip(*columns, strict=True):
-                pairs = tuple(zip(answers["text"], answers["answer_start"], strict=True))
-                _check_answered(pairs, asked, table.where)
+                pairs = zip(answers["text"], answers["answer_start"], strict=True)
                 if not found or found[-1][0] != context:
                     found.append((context, []))
-                found[-1][1].append(Question(ident, asked, pairs))
+                found[-1][1].append(Question(ident, asked, tuple(pairs)))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{table.where}: expected the columns id, context, question and answers (text, "
             f"answer_start), but {error!r}"
         ) from error
+    for question in (question for _, questions in found for question in questions):
+        _check_answered(question.answers, question.text, table.where)
     return [Paragraph(context, tuple(questions)) for context, questions in found]
 
 
