@@ -6,7 +6,8 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
@@ -103,3 +104,21 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
             os.kill(rank, signal.SIGKILL)
             pytest.fail("the rank outlives its launcher")
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["try #2", "why?", "50%20 ü"])
+def test_ranks_meet_in_their_run_folder_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_ranks=2)))
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        worker.dist, "init_process_group", lambda backend, **rest: given.update(rest)
+    )
+    worker._join(job, 0, run_dir, None)
+    given["store"].set("here", "yes")
+
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert "rendezvous" in {path.name for path in run_dir.iterdir()}

@@ -2,7 +2,9 @@
 No tracker, no printing, no torch.
 
 How the figures are made:
-- `step_time_s` is the slowest rank's time of a step; seconds by cloud are means per step and rank.
+- `step_time_s` is the wall time of an update, from the end of the one before to its own
+  (events.update_s), without what lay between (an evaluation, the copy of a checkpoint); seconds by
+  cloud are means per step and rank.
 - The first steps (3, or a tenth of fewer than 30) are warm-up: excluded from everything measured
   in seconds, included in byte counts. `num_warmup_steps_left_out` says how many. Rates are over
   the time spent in steps, so evaluation does not slow them.
@@ -26,8 +28,8 @@ How the figures are made:
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
-- `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
-  that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
+- `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
+  traffic / time in steps; null where no line is emulated.
 """
 
 import json
@@ -49,6 +51,7 @@ from xcloud.record.events import (
     TIMES,
     TRAFFIC,
     Event,
+    Line,
     StepCollector,
     StepTotals,
     add_to,
@@ -64,9 +67,7 @@ MAX_WARMUP_STEPS = 3
 class RunStatistics:
     """Feed it every event of a run; `summary()` works at any time, also after a failure."""
 
-    def __init__(self, num_ranks: int, bandwidth_bits_per_s: float | None = None) -> None:
-        """bandwidth_bits_per_s: of the WAN link, each way; None if it is not emulated."""
-        self.bandwidth_bits_per_s = bandwidth_bits_per_s
+    def __init__(self, num_ranks: int) -> None:
         self.final_loss: float | None = None
         self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
         self._lost_s = 0.0
@@ -165,7 +166,7 @@ class RunStatistics:
             "num_skipped_updates": self.num_skipped_updates,
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
-            "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "link_utilisation": timed.link_utilisation(),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
             "num_resumes": self.num_resumes,
@@ -259,7 +260,7 @@ class _Sums:
         self.num_reports: dict[str, float] = {}  # by cloud: ranks * steps
         self.sent: dict[str, float] = {}
         self.raw: dict[str, float] = {}
-        self.link_busy_s: dict[str, float] = {}
+        self.line_busy_s: dict[str, dict[Line, float]] = {}
         self.samples = 0
         self.tokens = 0
 
@@ -285,7 +286,8 @@ class _Sums:
         add_to(self.num_reports, num_reports)
         add_to(self.sent, part.sent)
         add_to(self.raw, part.raw)
-        add_to(self.link_busy_s, part.link_busy_s)
+        for kind, busy_s in part.line_busy_s.items():
+            add_to(self.line_busy_s.setdefault(kind, {}), busy_s)
 
     def total_s(self, kind: str) -> float:
         return sum(self.seconds[kind].values())
@@ -314,16 +316,10 @@ class _Sums:
             "total": _ratio(raw_bytes or None, sent_bytes),
         }
 
-    def link_utilisation(self, bandwidth_bits_per_s: float | None) -> dict[str, float | None]:
-        # The emulated line's own figure includes packet headers and a varying bandwidth.
-        busy_s = self.link_busy_s
-        if not busy_s and bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
-            kinds = dict.fromkeys([*TRAFFIC, *self.sent])
-            busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in kinds}
-        return {
-            kind: _ratio(busy_s[kind], self.step_s) if kind in busy_s else None
-            for kind in dict.fromkeys([*TENSORS, *self.raw])
-        }
+    def link_utilisation(self) -> dict[str, float | None]:
+        busy = {kind: max(lines.values(), default=0.0) for kind, lines in self.line_busy_s.items()}
+        kinds = dict.fromkeys([*TENSORS, *self.raw])
+        return {kind: _ratio(busy.get(kind), self.step_s) for kind in kinds}
 
 
 def _ratio(above: float | None, below: float) -> float | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.machine import num_cores
 from xcloud.errors import RunFailed
 
 POLL_EVERY_S = 0.1
@@ -113,7 +114,7 @@ class LocalRanks:
         self._given_up.clear()
         self._due_s.clear()
         num_ranks = len(self.clouds)
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        threads = max(1, num_cores() // num_ranks)
         self._environment = {
             **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(threads),
@@ -279,7 +280,8 @@ class LocalRanks:
         elif rank in self._given_up:
             what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
         elif code < 0:
-            what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            names = {known.value: known.name for known in signal.Signals}
+            what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
         else:
             what = f"ended with exit code {code}: {self._last_line(rank)}"
         return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"

@@ -55,19 +55,18 @@ log = logging.getLogger(__name__)
 
 
 def statistics_of(job: Job) -> RunStatistics | OneWayStatistics:
-    bandwidth = job.cluster.bandwidth_bits_per_s
     if not isinstance(job, OneWayExperiment):
-        return RunStatistics(job.cluster.num_ranks, bandwidth)
+        return RunStatistics(job.cluster.num_ranks)
     layout = job.cluster
     num_consumers = 1 if layout.form == "local" else layout.num_consumers
     shares = dict(zip(layout.producers, layout.shares, strict=True))
     lanes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-    return OneWayStatistics(num_consumers, shares, lanes, bandwidth)
+    return OneWayStatistics(num_consumers, shares, lanes)
 
 
 def progress_of(job: Job) -> ProgressLine:
     line = OneWayProgressLine if isinstance(job, OneWayExperiment) else ProgressLine
-    return line(job.max_steps, job.cluster.bandwidth_bits_per_s)
+    return line(job.max_steps)
 
 
 class Monitor:

@@ -4,6 +4,7 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -203,22 +204,24 @@ class StageRank(Role[Experiment]):
                 trainer.num_updates = local.rejoin()
         self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            self.context.turns.take()
+            with self.clock.paused():
+                self.context.turns.take()
             with memory.first_step():
                 report = trainer.update(step)
-            self.context.turns.note(report.step_s)
+            self.context.turns.note(time.monotonic(), report.step_s)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
-            if checkpoints.after(step, report.word):
-                return self._stop(checkpoints, step)
-            every = job.training.evaluate_every
-            if every and step % every == 0:
-                if is_first:
-                    evaluator.evaluate("dev", step)
-                self.wiring.meet()  # or the next step would wait for another cloud's decoding
-                meter.forget()
+            with self.clock.paused():
+                if checkpoints.after(step, report.word):
+                    return self._stop(checkpoints, step)
+                every = job.training.evaluate_every
+                if every and step % every == 0:
+                    if is_first:
+                        evaluator.evaluate("dev", step)
+                    self.wiring.meet()  # or the next step would wait for another cloud's decoding
+                    meter.forget()
         self.context.turns.take()  # the end of the run is one too
         self.context.asked.is_armed = False
         checkpoints.save_last(job.training.max_steps)

@@ -88,6 +88,7 @@ class Wiring:
 
     @property
     def wan_stats(self) -> list[LinkStats]:
+        """Of the links in the order of `wan_records`."""
         return [link.stats for link in self.ends.wan_outs]
 
     @property

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -159,13 +160,10 @@ def _join(job: Job, rank: int, run_dir: Path, lifeline: Lifeline | None) -> None
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
     elif num_ranks > 1:
-        meeting_point = f"file://{run_dir.resolve() / 'rendezvous'}"
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
         dist.init_process_group(
-            "gloo",
-            init_method=meeting_point,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=_SETUP_TIMEOUT,
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
         )
 
 
