@@ -39,6 +39,7 @@ from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job.experiment import Experiment
+from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
 from xcloud.parallel.outer_optimizer import OuterOptimizer
@@ -51,6 +52,7 @@ from xcloud.record.tracking import NullTracker
 from xcloud.run import elastic, stage_rank, worker
 from xcloud.run.agreement import Agreed, Verdict
 from xcloud.run.checkpointing import StopSignal
+from xcloud.run.one_way import roles as one_way_roles
 from xcloud.run.resume import Holder, held_in, newest_common
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
@@ -326,11 +328,12 @@ def covering_rows(seed: int = 1) -> tuple[list[dict[str, str]], list[dict[str, s
     return rows, refused
 
 
-def run(job: Experiment, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     """All ranks of a job in threads, from the newest checkpoint of the folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
     world = MemoryWorld()
-    patch.setattr(stage_rank, "GlooTransport", lambda rank, device: world.transport(rank))
+    for module in (stage_rank, one_way_roles):
+        patch.setattr(module, "GlooTransport", lambda rank, device: world.transport(rank))
     # The ranks would agree on a step by a collective of torch's default group.
     patch.setattr(stage_rank, "report_typical_step", lambda *of: None)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
