@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import Literal
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
@@ -265,6 +266,12 @@ class Experiment(Job):
         return frozenset[str]().union(
             *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
         )
+
+    def held_by(self, cloud: str, what: Literal["holders", "weights"]) -> frozenset[str]:
+        if what == "holders":
+            return self.fields_of_cloud(cloud)
+        stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages
+        return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""

@@ -1,0 +1,167 @@
+"""policy.yaml of one cloud: bounds that an experiment file from elsewhere cannot widen. It is
+never sent. docs/security.md says what it stops.
+
+Works on plain containers, before anything that they name is imported or built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError
+from xcloud.project import project_root
+from xcloud.security.constructors import CONSTRUCTORS
+
+POLICY_FILE = "policy.yaml"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an experiment file may ask of this cloud. Folders are relative to the project's.
+
+    constructors: full names of those besides xcloud's own that it may call.
+    read, write: folders below which it may name files; what may be written may be read. The run
+        folder is always among them. Written are cache_dir and the tracker's folder.
+    addresses: the tracking servers it may name, as written there.
+    clouds: names of those that may take part; None: any.
+    holders, weights: as security.holders and security.weights, beside those of the file.
+    max_ranks: of all clouds together.
+    """
+
+    constructors: Sequence[str] = ()
+    read: Sequence[str] = (".",)
+    write: Sequence[str] = (".cache", "mlruns")
+    addresses: Sequence[str] = ()
+    clouds: Sequence[str] | None = None
+    holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_ranks: int = 1024
+
+    @classmethod
+    def of(cls, settings: object, file: Path) -> Policy:
+        """Of what a file holds. Raises ConfigError."""
+        known = [one.name for one in fields(cls)]
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{file} must have some of these keys: {', '.join(known)}")
+        for key, value in settings.items():
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ConfigError(f"{file}: unknown key {key!r}{hint} Keys: {', '.join(known)}")
+            if key == "max_ranks":
+                check_int(f"{file}: max_ranks", value, 1)
+                continue
+            rule = {"": value}
+            if key in ("holders", "weights"):
+                rule = {f".{name}": names for name, names in dict(value or {}).items()}
+            for name, listed in rule.items():
+                if not isinstance(listed, list) or not all(isinstance(x, str) for x in listed):
+                    raise ConfigError(f"{file}: {key}{name} must be a list, got {listed!r}")
+        return cls(**settings)
+
+    def check_build(self, settings: Mapping[str, Any]) -> None:
+        """Refuse what building the job would call or make that it may not."""
+        num_ranks = 0
+        for where, key, value in _entries(settings):
+            if key == "_target_":
+                known = value in self.constructors or str(value) in CONSTRUCTORS
+                if not (known and isinstance(value, str)):
+                    allowed = "xcloud's own constructors and those that policy.yaml names"
+                    raise _refusal(where, value, allowed, f"constructors: [{value}]")
+            elif key.startswith("_"):
+                raise ConfigError(f"{where}: an experiment file has no such key")
+            elif key == "num_ranks" and isinstance(value, int):
+                num_ranks += value
+                if num_ranks > self.max_ranks:
+                    allowed = f"{self.max_ranks} ranks in all"
+                    raise _refusal(where, value, allowed, f"max_ranks: {num_ranks}")
+
+    def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
+        """The same, and what running it would read, write or contact, and with whom."""
+        self.check_build(settings)
+        clouds = dict(settings.get("cluster") or {}).get("clouds") or {}
+        for name in clouds:
+            if self.clouds is not None and name not in self.clouds:
+                more = f"clouds: [{', '.join([*self.clouds, str(name)])}]"
+                raise _refusal("cluster.clouds", name, ", ".join(self.clouds), more)
+        for where, key, value in _entries(settings):
+            if not isinstance(value, str) or key == "_target_":
+                continue
+            if "://" in value:
+                if value not in self.addresses:
+                    allowed = ", ".join(self.addresses) or "no address"
+                    raise _refusal(where, value, allowed, f"addresses: [{value}]")
+                continue
+            writes = key == "cache_dir" or where == "tracker.root"
+            folders = list(self.write) if writes else [*self.read, *self.write]
+            if not _lies_below(value, [*folders, str(run_dir.absolute())], writes):
+                use = "write" if writes else "read"
+                more = f"{use}: [{', '.join([*(self.write if writes else self.read), value])}]"
+                allowed = f"files below {', '.join(folders)} ({project_root()}) and the run folder"
+                raise _refusal(where, value, allowed, more)
+
+    def check_held(
+        self,
+        clouds: Iterable[str],
+        held_by: Callable[[str, Literal["holders", "weights"]], frozenset[str] | None],
+    ) -> None:
+        """held_by: names of what a cloud would hold; None if the job has no such names."""
+        rules: tuple[tuple[Literal["holders", "weights"], Mapping[str, Sequence[str]]], ...]
+        rules = (("holders", self.holders), ("weights", self.weights))
+        for (what, rule), cloud in product(((w, r) for w, r in rules if r), clouds):
+            held = held_by(cloud, what)
+            if held is None:
+                raise ConfigError(
+                    f"{POLICY_FILE} of this cloud has {what}, and a job of this kind has no "
+                    "fields or parts that it could restrict; without that rule it can run"
+                )
+            for name in sorted(held & rule.keys()):
+                if cloud not in rule[name]:
+                    more = f"{what}: {{{name}: [{', '.join([*rule[name], cloud])}]}}"
+                    allowed = f"{name!r} only in {', '.join(rule[name]) or 'no cloud'}"
+                    raise _refusal(f"a cloud that holds {name!r}", cloud, allowed, more)
+
+
+def _refusal(where: str, came: object, allowed: str, line: str) -> ConfigError:
+    return ConfigError(
+        f"{where} is {came!r}, but an experiment file from elsewhere is allowed {allowed}. If you "
+        f"want this, put it into {POLICY_FILE} of this cloud: {line}"
+    )
+
+
+def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Whatever nested containers hold, containers too: dotted name, last key, value."""
+    if isinstance(node, Mapping):
+        named = [(f"{path}.{key}" if path else str(key), str(key), node[key]) for key in node]
+    else:
+        parts = node if isinstance(node, list) else []
+        last = path.rsplit(".", 1)[-1]
+        named = [(f"{path}[{index}]", last, entry) for index, entry in enumerate(parts)]
+    for where, key, value in named:
+        yield where, key, value
+        yield from _entries(value, where)
+
+
+def _lies_below(value: str, folders: Sequence[str], writes: bool) -> bool:
+    """Whether a value, should it be a path, leads nowhere else: links are followed, and it may be
+    relative to the project or to where this process runs. A word that names nothing in the project
+    is no path that can be read."""
+    root = project_root()
+    below = [os.path.realpath(root / os.path.expanduser(folder)) for folder in folders]
+    path = os.path.expanduser(value or ".")
+    try:
+        places = [Path(os.path.realpath(root / path))]
+        if os.path.lexists(path):
+            places.append(Path(os.path.realpath(path)))
+    except ValueError:  # a character that no path has
+        return False
+    if not (writes or places[0].exists()) and places[0].is_relative_to(os.path.realpath(root)):
+        del places[0]
+    return all(any(place.is_relative_to(folder) for folder in below) for place in places)
