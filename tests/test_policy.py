@@ -220,11 +220,11 @@ ALIASES = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]\n" + "".join(
     ("text", "said"),
     [
         (f"{ALIASES}_target_: x\n", "line 1: an anchor or alias"),
-        ("_target_: x\na: " + "[" * 100_000, "nested more than 32 deep"),
+        ("_target_: x\na: " + "[" * 100_000, "more than 32 values in each other"),
         ("_target_: x\n" + "a:\n" + " - 1\n" * 10_000, "more than 4000 keys and values"),
-        (f"_target_: x\na: {'b' * 20_000}\n", "more than 10000 characters"),
+        (f"_target_: x\na: {'b' * 20_000}\n", "more than 10000 characters in a value"),
         ("#" * 300_000, "longer than 128000 bytes"),
-        ("_target_: !!python/name:os.system x\n", "the tag 'tag:yaml.org,2002:python"),
+        ("_target_: !!python/name:os.system x\n", "a tag (!)"),
         ("_target_: x\n_target_: y\n", "duplicate key"),
     ],
     ids=["aliases", "deep", "many", "long", "large", "tag", "twice"],
@@ -280,7 +280,7 @@ def test_attack_7_folders_addresses_and_ranks_are_bounded(
 ) -> None:
     file = written(tmp_path, **{key.replace(".", "__"): value})
     message = refused(read, file)
-    assert message.split(" ")[0].endswith(key) and "policy.yaml" in message
+    assert key in message.split(" ")[0] and "policy.yaml" in message
 
 
 def test_a_link_in_the_project_leads_nowhere_else(
@@ -382,11 +382,12 @@ def test_a_file_that_we_write_is_read_by_every_cloud(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("constructor: [a.B]", "unknown key 'constructor'; did you mean 'constructors'"),
+        ("constructor: [a.B]", "may have these keys: constructors, read, .* got {'constructor'"),
         ("clouds: cloud_a", "clouds must be a list, got 'cloud_a'"),
-        ("holders: {source: a}", r"holders\.source must be a list, got 'a'"),
+        ("holders: {source: a}", "holders must be lists of clouds, by name, got {'source': 'a'}"),
+        ("weights: [head]", "weights must be lists of clouds, by name, got"),
         ("max_ranks: 0", "max_ranks must be a whole number >= 1, got 0"),
-        ("- a", "must have some of these keys"),
+        ("- a", "may have these keys"),
         ("read: ['${oc.env:HOME}']", "an interpolation"),
     ],
 )

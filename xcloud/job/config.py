@@ -155,8 +155,6 @@ def write(config: DictConfig, path: Path) -> None:
 def read_config(path: Path) -> DictConfig:
     """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
     experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
-    if not path.is_file():
-        raise ConfigError(f"there is no experiment file {path}")
     loaded = read_data(path)
     if not isinstance(loaded, DictConfig) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
@@ -166,8 +164,7 @@ def read_config(path: Path) -> DictConfig:
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
     """An experiment file with settings changed as on a command line: key=value, or group=option
     as the files in conf_dir have it. Raises ConfigError. Ends the Hydra that is initialised."""
-    config = read_config(path)
-    this_clouds_policy().check_build(plain_settings(config, without=()))
+    config = _read_checked(path)
     OmegaConf.set_struct(config, False)
     GlobalHydra.instance().clear()
     try:
@@ -197,18 +194,20 @@ def this_clouds_policy() -> Policy:
     """Of the file that XCLOUD_POLICY names, else of policy.yaml in the project's folder; the
     defaults where there is none. Raises ConfigError."""
     named = os.environ.get("XCLOUD_POLICY")
-    path = Path(named) if named else project_root() / POLICY_FILE
-    if not named and not os.path.lexists(path):
-        return Policy()
-    return Policy.of(read_plain(path), path)
+    path = Path(named or project_root() / POLICY_FILE)
+    return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
 
 
 def read_job(path: Path) -> Job:
     """The job of a run folder's file, which may come from elsewhere: it names xcloud's
     constructors and those that this cloud's policy allows, or ConfigError says which else."""
+    return job_from_config(_read_checked(path))
+
+
+def _read_checked(path: Path) -> DictConfig:
     config = read_config(path)
     this_clouds_policy().check_build(plain_settings(config, without=()))
-    return job_from_config(config)
+    return config
 
 
 def shared_job(config: DictConfig, run_dir: Path) -> Job:

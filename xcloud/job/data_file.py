@@ -21,9 +21,6 @@ MAX_VALUES = 4_000  # keys included; it has 500. OmegaConf takes 0.1 ms for each
 MAX_LENGTH = 10_000  # characters of one value
 MAX_DEPTH = 32  # it has 7
 
-_OPENS = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
-_CLOSES = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
-
 
 def read_data(path: Path) -> Any:
     """Mappings, lists, strings and numbers, as OmegaConf holds them. Raises ConfigError naming the
@@ -40,9 +37,7 @@ def read_data(path: Path) -> Any:
         return OmegaConf.load(io.StringIO(text))
     except ConfigError:
         raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
@@ -50,22 +45,18 @@ def _check(text: str, path: Path) -> None:
     """Look at one value after the other, before any is built."""
     depth = num_values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        wrong = None
-        depth += isinstance(event, _OPENS) - isinstance(event, _CLOSES)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
         num_values += isinstance(event, yaml.NodeEvent)
         value = event.value if isinstance(event, yaml.ScalarEvent) else ""
-        if getattr(event, "anchor", None) is not None:
-            wrong = "an anchor or alias (& or *)"
-        elif getattr(event, "tag", None) is not None:
-            wrong = f"the tag {event.tag!r}"
-        elif "${" in value:
-            wrong = "an interpolation (${...}); write the file resolved (run.py does)"
-        elif depth > MAX_DEPTH:
-            wrong = f"values nested more than {MAX_DEPTH} deep"
-        elif num_values > MAX_VALUES:
-            wrong = f"more than {MAX_VALUES} keys and values"
-        elif len(value) > MAX_LENGTH:
-            wrong = f"a value of more than {MAX_LENGTH} characters"
-        if wrong is not None:
-            line = event.start_mark.line + 1
-            raise ConfigError(f"{path}, line {line}: {wrong} is not read; plain values are")
+        for is_there, what in (
+            (getattr(event, "anchor", None), "an anchor or alias (& or *)"),
+            (getattr(event, "tag", None), "a tag (!)"),
+            ("${" in value, "an interpolation (${...}; run.py --resolve writes without)"),
+            (depth > MAX_DEPTH, f"more than {MAX_DEPTH} values in each other"),
+            (num_values > MAX_VALUES, f"more than {MAX_VALUES} keys and values"),
+            (len(value) > MAX_LENGTH, f"more than {MAX_LENGTH} characters in a value"),
+        ):
+            if is_there:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{path}, line {line}: {what} is not read; plain values are")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Literal
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.border import Border
@@ -267,7 +266,7 @@ class Experiment(Job):
             *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
         )
 
-    def held_by(self, cloud: str, what: Literal["holders", "weights"]) -> frozenset[str]:
+    def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":
             return self.fields_of_cloud(cloud)
         stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages

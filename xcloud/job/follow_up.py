@@ -29,8 +29,8 @@ def compose_follow_up(
 
     It has the first one's seed, tracker and cache, and reads what the first one's run will have
     left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
-    runs, if it cannot be composed or what it reads beside that is missing. own: the config was
-    composed here; one that was read may ask for nothing that read_job refuses.
+    runs, if it cannot be composed or what it reads beside that is missing. own: config was
+    composed here; what a file asks for is checked as by read_job.
     """
     experiment = job_from_config(config)
     if not experiment.next_experiment:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from xcloud.checks import check_int
 from xcloud.cluster.clouds import Layout
@@ -155,9 +155,9 @@ class Job(ABC):
         """Seconds after which lost ranks that the run can do without begin again; None: never."""
         return None
 
-    def held_by(self, cloud: str, what: Literal["holders", "weights"]) -> frozenset[str] | None:
-        """Names of the batch fields, or of the parts of the model, that its ranks hold; None for a
-        kind of job that has no such names."""
+    def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
+        """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
+        ranks hold; None for a kind of job that has no such names."""
         return None
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:

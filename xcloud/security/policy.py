@@ -6,13 +6,12 @@ Works on plain containers, before anything that they name is imported or built.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from xcloud.checks import check_int
 from xcloud.errors import ConfigError
@@ -48,22 +47,18 @@ class Policy:
     def of(cls, settings: object, file: Path) -> Policy:
         """Of what a file holds. Raises ConfigError."""
         known = [one.name for one in fields(cls)]
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"{file} must have some of these keys: {', '.join(known)}")
+        if not isinstance(settings, Mapping) or not settings.keys() <= set(known):
+            raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {settings!r}")
         for key, value in settings.items():
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ConfigError(f"{file}: unknown key {key!r}{hint} Keys: {', '.join(known)}")
             if key == "max_ranks":
                 check_int(f"{file}: max_ranks", value, 1)
                 continue
-            rule = {"": value}
-            if key in ("holders", "weights"):
-                rule = {f".{name}": names for name, names in dict(value or {}).items()}
-            for name, listed in rule.items():
-                if not isinstance(listed, list) or not all(isinstance(x, str) for x in listed):
-                    raise ConfigError(f"{file}: {key}{name} must be a list, got {listed!r}")
+            by_name = key in ("holders", "weights")
+            lists = list(value.values()) if isinstance(value, Mapping) else [value]
+            are_lists = all(isinstance(entry, list) for entry in lists)
+            if not are_lists or isinstance(value, Mapping) != by_name:
+                what = "lists of clouds, by name" if by_name else "a list"
+                raise ConfigError(f"{file}: {key} must be {what}, got {value!r}")
         return cls(**settings)
 
     def check_build(self, settings: Mapping[str, Any]) -> None:
@@ -74,7 +69,12 @@ class Policy:
                 known = value in self.constructors or str(value) in CONSTRUCTORS
                 if not (known and isinstance(value, str)):
                     allowed = "xcloud's own constructors and those that policy.yaml names"
-                    raise _refusal(where, value, allowed, f"constructors: [{value}]")
+                    raise _refusal(
+                        where,
+                        value,
+                        allowed,
+                        _line("constructors", *self.constructors, str(value)),
+                    )
             elif key.startswith("_"):
                 raise ConfigError(f"{where}: an experiment file has no such key")
             elif key == "num_ranks" and isinstance(value, int):
@@ -86,37 +86,34 @@ class Policy:
     def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
         """The same, and what running it would read, write or contact, and with whom."""
         self.check_build(settings)
-        clouds = dict(settings.get("cluster") or {}).get("clouds") or {}
-        for name in clouds:
-            if self.clouds is not None and name not in self.clouds:
-                more = f"clouds: [{', '.join([*self.clouds, str(name)])}]"
-                raise _refusal("cluster.clouds", name, ", ".join(self.clouds), more)
         for where, key, value in _entries(settings):
-            if not isinstance(value, str) or key == "_target_":
+            if (
+                where == "cluster.clouds"
+                and isinstance(value, Mapping)
+                and self.clouds is not None
+            ):
+                for name in (name for name in value if name not in self.clouds):
+                    more = _line("clouds", *self.clouds, str(name))
+                    raise _refusal(where, name, ", ".join(self.clouds), more)
+            if not isinstance(value, str) or key == "_target_" or value in self.addresses:
                 continue
             if "://" in value:
-                if value not in self.addresses:
-                    allowed = ", ".join(self.addresses) or "no address"
-                    raise _refusal(where, value, allowed, f"addresses: [{value}]")
-                continue
-            writes = key == "cache_dir" or where == "tracker.root"
-            folders = list(self.write) if writes else [*self.read, *self.write]
-            if not _lies_below(value, [*folders, str(run_dir.absolute())], writes):
-                use = "write" if writes else "read"
-                more = f"{use}: [{', '.join([*(self.write if writes else self.read), value])}]"
-                allowed = f"files below {', '.join(folders)} ({project_root()}) and the run folder"
-                raise _refusal(where, value, allowed, more)
+                allowed = ", ".join(self.addresses) or "no address"
+                raise _refusal(where, value, allowed, _line("addresses", *self.addresses, value))
+            use = "write" if key == "cache_dir" or where == "tracker.root" else "read"
+            folders = [*self.write, *(self.read if use == "read" else ()), str(run_dir.absolute())]
+            if not _lies_below(value, folders, use == "read"):
+                allowed = f"files below {', '.join(folders)} (in {project_root()})"
+                raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
 
     def check_held(
-        self,
-        clouds: Iterable[str],
-        held_by: Callable[[str, Literal["holders", "weights"]], frozenset[str] | None],
+        self, clouds: Iterable[str], held_by: Callable[[str, str], frozenset[str] | None]
     ) -> None:
-        """held_by: names of what a cloud would hold; None if the job has no such names."""
-        rules: tuple[tuple[Literal["holders", "weights"], Mapping[str, Sequence[str]]], ...]
-        rules = (("holders", self.holders), ("weights", self.weights))
-        for (what, rule), cloud in product(((w, r) for w, r in rules if r), clouds):
-            held = held_by(cloud, what)
+        """held_by: of a cloud's name and "holders" or "weights", what the cloud would hold; None
+        from a job that has no such names."""
+        for what, cloud in product(("holders", "weights"), clouds):
+            rule: Mapping[str, Sequence[str]] = getattr(self, what)
+            held = held_by(cloud, what) if rule else frozenset()
             if held is None:
                 raise ConfigError(
                     f"{POLICY_FILE} of this cloud has {what}, and a job of this kind has no "
@@ -124,9 +121,13 @@ class Policy:
                 )
             for name in sorted(held & rule.keys()):
                 if cloud not in rule[name]:
-                    more = f"{what}: {{{name}: [{', '.join([*rule[name], cloud])}]}}"
+                    more = f"{what}: {{{_line(name, *rule[name], cloud)}}}"
                     allowed = f"{name!r} only in {', '.join(rule[name]) or 'no cloud'}"
                     raise _refusal(f"a cloud that holds {name!r}", cloud, allowed, more)
+
+
+def _line(key: str, *names: str) -> str:
+    return f"{key}: [{', '.join(names)}]"
 
 
 def _refusal(where: str, came: object, allowed: str, line: str) -> ConfigError:
@@ -149,7 +150,7 @@ def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _entries(value, where)
 
 
-def _lies_below(value: str, folders: Sequence[str], writes: bool) -> bool:
+def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
     """Whether a value, should it be a path, leads nowhere else: links are followed, and it may be
     relative to the project or to where this process runs. A word that names nothing in the project
     is no path that can be read."""
@@ -162,6 +163,6 @@ def _lies_below(value: str, folders: Sequence[str], writes: bool) -> bool:
             places.append(Path(os.path.realpath(path)))
     except ValueError:  # a character that no path has
         return False
-    if not (writes or places[0].exists()) and places[0].is_relative_to(os.path.realpath(root)):
+    if reads and not places[0].exists() and places[0].is_relative_to(os.path.realpath(root)):
         del places[0]
     return all(any(place.is_relative_to(folder) for folder in below) for place in places)
