@@ -57,8 +57,7 @@ HEAD_NAMES = (
 
 T = TypeVar("T")
 
-DATA_ONLY = {"use_safetensors": True, "trust_remote_code": False}
-"""Of from_pretrained: no pickle, and no code that lies beside the weights."""
+DATA_ONLY = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, no code of theirs
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,20 @@ CONSTRUCTORS = frozenset(
     for name in """
 cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
 cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
-comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache
-comm.memory.ErrorFeedback comm.per_border.PerBorder comm.per_tensor.PerTensor
-comm.phases.Compression comm.phases.Phase comm.phases.Phased comm.power_sgd.PowerSgd
-comm.quantize.BlockInt comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK
-comm.sparsify.TopRows electra.config.DiscriminatorSettings electra.config.Generator
-electra.model.MultilingualElectra job.experiment.Experiment job.job.Launch
-job.one_way.OneWayExperiment job.one_way.OneWayTraining models.abnet.AbNet
-models.backbone.OwnBackbone models.backbone.PretrainedBackbone models.backbone.SeededBackbone
-models.causal.CausalLM models.causal_base.NextTokenPretraining models.causal_base.OwnCausal
-models.decoding.Beam models.decoding.Greedy models.lora.Lora models.low_rank_split.LowRankSplit
-models.pretraining.MaskedLanguageModelling models.public_backbone.PublicBackbone
-models.split_point.Split models.transformer.Transformer parallel.local_updates.LocalUpdates
-parallel.merging.Median parallel.merging.NormBound parallel.merging.TrimmedMean
-parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer parallel.schedule.GPipe
-parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
+comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
+comm.per_border.PerBorder comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
+comm.phases.Phased comm.power_sgd.PowerSgd comm.quantize.BlockInt comm.sparsify.RandomK
+comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
+electra.config.DiscriminatorSettings electra.config.Generator electra.model.MultilingualElectra
+job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining
+models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
+models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
+models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
+models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
+models.public_backbone.PublicBackbone models.split_point.Split models.transformer.Transformer
+parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
+parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer
+parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
 parallel.strategy.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
 plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
 record.tracking.MlflowTracker record.tracking.NullTracker security.defences.Defences
@@ -39,10 +38,9 @@ tasks.language_modelling.language_modelling_from_files
 tasks.language_modelling.language_modelling_from_hub tasks.multilingual_text.MultilingualText
 tasks.public_text.PublicText tasks.question_answering.squad_from_demo
 tasks.question_answering.squad_from_files tasks.question_answering.squad_from_hub
-tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer
-tasks.tokenizer.TrainedTokenizer tasks.translation.translation_from_demo
-tasks.translation.translation_from_files tasks.translation.translation_from_hub
-tasks.translation.translation_from_paper training.optimizer.Optimizer
-training.settings.Checkpoints training.settings.Training
+tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
+tasks.translation.translation_from_demo tasks.translation.translation_from_files
+tasks.translation.translation_from_hub tasks.translation.translation_from_paper
+training.optimizer.Optimizer training.settings.Checkpoints training.settings.Training
 """.split()
 )

@@ -68,13 +68,8 @@ class Policy:
             if key == "_target_":
                 known = value in self.constructors or str(value) in CONSTRUCTORS
                 if not (known and isinstance(value, str)):
-                    allowed = "xcloud's own constructors and those that policy.yaml names"
-                    raise _refusal(
-                        where,
-                        value,
-                        allowed,
-                        _line("constructors", *self.constructors, str(value)),
-                    )
+                    more = _line("constructors", *self.constructors, str(value))
+                    raise _refusal(where, value, "xcloud's and this cloud's constructors", more)
             elif key.startswith("_"):
                 raise ConfigError(f"{where}: an experiment file has no such key")
             elif key == "num_ranks" and isinstance(value, int):
@@ -87,14 +82,11 @@ class Policy:
         """The same, and what running it would read, write or contact, and with whom."""
         self.check_build(settings)
         for where, key, value in _entries(settings):
-            if (
-                where == "cluster.clouds"
-                and isinstance(value, Mapping)
-                and self.clouds is not None
-            ):
-                for name in (name for name in value if name not in self.clouds):
-                    more = _line("clouds", *self.clouds, str(name))
-                    raise _refusal(where, name, ", ".join(self.clouds), more)
+            if where == "cluster.clouds" and isinstance(value, Mapping):
+                for name in value:
+                    if self.clouds is not None and name not in self.clouds:
+                        more = _line("clouds", *self.clouds, str(name))
+                        raise _refusal(where, name, ", ".join(self.clouds), more)
             if not isinstance(value, str) or key == "_target_" or value in self.addresses:
                 continue
             if "://" in value:
@@ -109,8 +101,7 @@ class Policy:
     def check_held(
         self, clouds: Iterable[str], held_by: Callable[[str, str], frozenset[str] | None]
     ) -> None:
-        """held_by: of a cloud's name and "holders" or "weights", what the cloud would hold; None
-        from a job that has no such names."""
+        """held_by: Job.held_by, of the job that was built."""
         for what, cloud in product(("holders", "weights"), clouds):
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = held_by(cloud, what) if rule else frozenset()
@@ -163,6 +154,10 @@ def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
             places.append(Path(os.path.realpath(path)))
     except ValueError:  # a character that no path has
         return False
-    if reads and not places[0].exists() and places[0].is_relative_to(os.path.realpath(root)):
+    if (
+        reads
+        and not os.path.exists(places[0])
+        and places[0].is_relative_to(os.path.realpath(root))
+    ):
         del places[0]
     return all(any(place.is_relative_to(folder) for folder in below) for place in places)
