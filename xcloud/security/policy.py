@@ -1,7 +1,5 @@
-"""policy.yaml of one cloud: bounds that an experiment file from elsewhere cannot widen. It is
-never sent. docs/security.md says what it stops.
-
-Works on plain containers, before anything that they name is imported or built.
+"""policy.yaml of one cloud: bounds that an experiment file from elsewhere cannot widen, checked
+before anything that it names is imported. Never sent. What it stops: docs/security.md.
 """
 
 from __future__ import annotations
@@ -154,10 +152,7 @@ def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
             places.append(Path(os.path.realpath(path)))
     except ValueError:  # a character that no path has
         return False
-    if (
-        reads
-        and not os.path.exists(places[0])
-        and places[0].is_relative_to(os.path.realpath(root))
-    ):
+    is_inside = places[0].is_relative_to(os.path.realpath(root))
+    if reads and is_inside and not os.path.exists(places[0]):
         del places[0]
     return all(any(place.is_relative_to(folder) for folder in below) for place in places)
