@@ -76,7 +76,7 @@ def go_on(words: list[str]) -> None:
             raise ConfigError("to go on with a run: python run.py resume=FOLDER [key=value ...]")
         run_dir = Path(asked[0].removeprefix(RESUME))
         config, has_more = resumed(run_dir, overrides, CONF)
-        following = compose_follow_up(config, CONF, run_dir)
+        following = compose_follow_up(config, CONF, run_dir, own=False)
         if not has_more and following is None:
             raise ConfigError(
                 f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"

@@ -28,7 +28,7 @@ from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.job.config import EXPERIMENT_FILE, read_job
+from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs, TableCosts
@@ -100,7 +100,7 @@ def measure(
         run_dir = Path(folder) / "run"
         run(OmegaConf.create(config), run_dir)
         timeline = read_timeline(run_dir)
-        experiment = read_job(run_dir / EXPERIMENT_FILE)
+        experiment = job_from_config(read_config(run_dir / EXPERIMENT_FILE))
     costs = measured_costs(timeline)
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),

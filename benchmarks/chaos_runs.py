@@ -43,6 +43,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 def prepare_to_fork() -> None:
     """Import what the children need; no thread may run when they fork."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["XCLOUD_POLICY"] = str(ROOT / "tests" / "policy.yaml")  # the toys
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)

@@ -295,7 +295,7 @@ def test_clouds_with_other_files_end_at_once_and_say_why(
 @pytest.mark.slow
 def test_clouds_with_the_same_experiment_in_other_folders_start(tmp_path: Path) -> None:
     configs = [toy_config("two_clouds", ["training.max_steps=2"]) for _ in range(2)]
-    configs[1]["cache_dir"] = str(tmp_path / "elsewhere")
+    configs[1]["cache_dir"] = str(tmp_path / "1" / "cache")  # in its run folder
     configs[1]["name"] = "other"
     configs[1]["cluster"]["clouds"]["cloud_a"]["device"] = "cpu"  # type: ignore[index]
 

@@ -165,7 +165,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return TimedRuns(parallel, say, environment)
 
     monkeypatch.setattr("xcloud.sweep.runner.Children", children)
-    monkeypatch.setattr("xcloud.sweep.report.close_sweep", lambda folder: None)
+    monkeypatch.setattr("xcloud.sweep.report.close_sweep", lambda folder, tracker: None)
 
 
 def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_end(

@@ -266,6 +266,12 @@ class Experiment(Job):
             *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
         )
 
+    def held_by(self, cloud: str, what: str) -> frozenset[str]:
+        if what == "holders":
+            return self.fields_of_cloud(cloud)
+        stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages
+        return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))
+
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""
         stages = self.cluster.placement(rank).stages

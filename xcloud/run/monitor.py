@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
@@ -273,7 +273,7 @@ class Monitor:
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
     config = read_config(file)
-    return Monitor(job_from_config(config), flatten(config), run_dir)
+    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
 
 
 def first_failure(run_dir: Path, rank: int) -> str:

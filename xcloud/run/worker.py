@@ -32,7 +32,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
+from xcloud.job.config import (
+    EXPERIMENT_FILE,
+    job_from_config,
+    plain_settings,
+    read_config,
+    shared_job,
+)
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
@@ -256,7 +262,8 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         _set_threads()
         config = read_config(file)
-        job = job_from_config(config)
+        # The launcher of this machine has composed or checked what it gives its ranks.
+        job = shared_job(config, run_dir) if under_torchrun else job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)

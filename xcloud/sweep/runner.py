@@ -100,7 +100,7 @@ class Sweep:
             _say(f"continue it:    {self.command}")
             _say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
             return INTERRUPTED
-        close_sweep(self.folder)
+        close_sweep(self.folder, tracker)
         if self.causes:
             not_tried = len(todo) - clock.num_done
             _say(
