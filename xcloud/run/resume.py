@@ -3,8 +3,8 @@ rank takes over. Sends nothing: the ranks compare what they hold with everything
 compare before the start (agreement.py).
 
 The newest agreed step of which every rank has a good part is taken; one rank that has heard of the
-agreement is enough. If none is left although one was agreed on, the run is refused: it would
-silently begin anew.
+agreement is enough. Where there is none, one that all have written counts as well. If none is left
+although one was agreed on, the run is refused: it would silently begin anew.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Holder:
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
             try:
                 attempt = self._check(step, is_thorough)
-                held_by = map(str, self.folder.agreed(step).get("held_by", ()))
+                found = self.folder.agreed(step) if self.stages is None else {}
+                held_by = map(str, found.get("held_by", ()))
                 line = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
                 reason = str(error).encode("ascii", "replace").decode()
@@ -225,17 +226,20 @@ def newest_common(
     """The step to go on from, 0 for the start, and a note for the user. held: by rank and step.
     Raises ConfigError where that would silently lose an agreed checkpoint."""
     passed: list[str] = []
+    table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
     for step in sorted({step for lines in held.values() for step in lines}, reverse=True):
         lines = {rank: held[rank].get(step, "bad written it has none") for rank in held}
         had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
         if had_part:
             lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
-        if all(line.split()[1:2] != ["agreed"] for line in lines.values()):
-            continue  # what ranks reported of its steps may not have come to rank 0
+        table[any(line.split()[1:2] == ["agreed"] for line in lines.values())][step] = lines
+    # Agreed ones first: of others, what ranks reported of their steps may not have come to rank 0.
+    for step, lines in (table[True] | table[False]).items():
         wrong = _wrong(lines, name_of)
         if not wrong:
             return step, _note(passed, step)
-        passed.append(f"step {step}: {'; '.join(wrong)}")
+        if step in table[True]:
+            passed.append(f"step {step}: {'; '.join(wrong)}")
     if passed:
         raise ConfigError(
             f"there is no checkpoint that every rank can go on from. {'. '.join(passed)}. Put the "

@@ -100,14 +100,15 @@ class Role(ABC, Generic[JobT]):
         if own:
             state = holder.restore(own, states_of(parts), facts)
             load_states(parts, state, f"rank {self.rank}")
-        holder.folder.delete_after(step, self.rank)
+        if step:  # of a run that begins anew nothing is deleted that is complete
+            holder.folder.delete_after(step, self.rank)
         if context.is_resumed and self.rank == 0:
             changed = holder.changes(step).said if step else []
             self.reporter.event("resume", now=True, step=step, changed=changed)
         about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
         return Checkpointer(
             self.job.checkpoint, holder.folder, self.rank, post, parts, about,
-            self.reporter, context.asked, step, self.job.max_steps,
+            self.reporter, context.asked, step, self.job.max_steps, among=self.job.saving_ranks,
         )  # fmt: skip
 
     def needs(self, lost: frozenset[int]) -> bool:

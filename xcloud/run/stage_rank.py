@@ -26,7 +26,7 @@ from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import Dealer, is_sharded, return_freed_memory, whole, whole_blocks
 from xcloud.run.autopilot import RunPilot
-from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
+from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
@@ -179,10 +179,7 @@ class StageRank(Role[Experiment]):
             )  # fmt: skip
             if rank == 0:
                 pilot.prepare(job, device)
-        post: Post | None = self.wiring.control
-        if post is not None and job.is_elastic:
-            post = PostWithin(post, job.saving_ranks)
-        checkpoints = self.checkpoints(parts, post, facts)
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
         # Rank 0 has a word in every step with all that save, or they go by the step alone.
         is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
         trainer.decide = checkpoints.decide if is_told else checkpoints.decide_by_step

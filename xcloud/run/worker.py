@@ -267,6 +267,7 @@ def main(words: Sequence[str] | None = None) -> None:
         _check_cloud(job, rank, arguments.cloud)
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
+        held = holder.table()  # reads whole files: before the others wait for this rank
         if under_torchrun:
             lifeline = Lifeline(
                 rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
@@ -274,11 +275,10 @@ def main(words: Sequence[str] | None = None) -> None:
                 partial(is_needed, job, rank) if job.is_elastic else bool,
             )  # fmt: skip
         if job.is_elastic:
-            table = holder.table()
-            transport, agreed = elastic.join(job, settings, rank, run_dir, table, lifeline)
+            transport, agreed = elastic.join(job, settings, rank, run_dir, held, lifeline)
         else:
             _join(job, rank, run_dir, lifeline)
-            agreed = agree(job, settings, rank, holder.table())
+            agreed = agree(job, settings, rank, held)
         if under_torchrun:
             _check_started(job)
             _check_unfinished(job, run_dir)

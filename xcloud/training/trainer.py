@@ -190,9 +190,11 @@ class Trainer:
     def _leave_out(self, step: int) -> StepReport:
         clock = self.pipeline.clock
         clock.begin_step(step)
+        answer = self._within_stages(Answer(math.nan, self._decide(step)))
         self._end(step)
         rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
-        return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
+        seconds = clock.end_step()
+        return StepReport(step, seconds, clock, rate, None, None, 0, 0.0, word=answer.word)
 
     def _end(self, step: int) -> None:
         with self.pipeline.clock.during("average"):
@@ -275,19 +277,26 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            first = self.rank == self.sums.leaders[0]
-            answer = Answer(math.nan, self.decide(step) if first else Word.GO_ON)
+            answer = Answer(math.nan, self._decide(step))
             if squares:
                 answer = self.sums.sum_over_stages(
                     step, squares, self.pipeline.num_stages, answer.word, self.pilot
                 )
-        with clock.during("average"):
-            for lanes in self.lanes.values():
-                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
-                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        answer = self._within_stages(answer)
         if self.pilot is not None:
             self.pilot.follow(step, answer.choice)
         return answer.total, answer.word
+
+    def _decide(self, step: int) -> Word:
+        return self.decide(step) if self.rank == self.sums.leaders[0] else Word.GO_ON
+
+    def _within_stages(self, answer: Answer) -> Answer:
+        """Of each stage's leader. Replicas that leave out steps hold all stages in each rank."""
+        with self.pipeline.clock.during("average"):
+            for lanes in self.lanes.values():
+                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
+                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        return answer
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:
