@@ -19,7 +19,15 @@ from torch import Tensor
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.memory import State, Stateful, load_states, split_state, states_of
+from xcloud.comm.memory import (
+    MEMORY,
+    State,
+    Stateful,
+    join_states,
+    load_states,
+    split_state,
+    states_of,
+)
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.mailbox import Mailbox
@@ -128,10 +136,11 @@ class _Averager(ABC):
                 for name, parts in sent.items()
                 for i, part in enumerate(parts)
             }
-        return state
+        return join_states({MEMORY: state})
 
     def load_state_dict(self, state: State) -> None:
         """Restores, and sends again what was under way."""
+        state = split_state(state, (MEMORY,), "an averager")[MEMORY]
         under_way = {n: value for n, value in state.items() if n.startswith("under_way.")}
         load_states(self._codecs, state, "an averager", own=under_way)
         self._steps = {}
