@@ -121,8 +121,8 @@ class RunStatistics:
         if event["event"] == "quality":
             self._quality[event["split"]] = event
         if event["event"] == "memory":
-            known = ("rank", "cloud", *MEMORY)
-            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
+            kept = {"rank", "cloud", *MEMORY} & event.keys()
+            self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)

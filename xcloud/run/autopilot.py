@@ -139,7 +139,8 @@ class RunPilot(Pilot):
 
     def state_dict(self) -> State:
         """With another compression or cluster it begins again with its first choice."""
-        return join_states({MEMORY: {"choice": self._choice} | states_of(self._stateful)})
+        own: State = {"choice": self._choice}
+        return join_states({MEMORY: own | states_of(self._stateful)})
 
     def load_state_dict(self, state: State) -> None:
         state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]

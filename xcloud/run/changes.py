@@ -103,11 +103,14 @@ def outcome_of(row: str, column: str) -> Outcome:
 
 def markdown() -> str:
     """TABLE as docs/surviving.md has it."""
-    lines = [["changed since", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    lines = ["| changed since | what happens | but |", "| --- | --- | --- |"]
     for name, row in TABLE.items():
-        cells = [row.others.get(column, row.usual) for column in COLUMNS]
-        lines.append([name, *(str(cell or "–") for cell in cells)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        others: dict[str, list[str]] = {}
+        for column, outcome in row.others.items():
+            others.setdefault(str(outcome or "has none"), []).append(column)
+        but = "; ".join(f"{', '.join(columns)}: {said}" for said, columns in others.items())
+        lines.append(f"| {name} | {row.usual} | {but} |")
+    return "\n".join(lines)
 
 
 class Place(NamedTuple):

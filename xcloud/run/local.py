@@ -40,9 +40,9 @@ def run(
     summary.json says what happened. A first signal after the ranks have ended waits until the
     record is written, and changes nothing else; a second one ends that too.
 
-    resumes: an earlier run in run_dir goes on, if there is one; with anew it may begin again there,
-    if it has no checkpoint. more_follows: this process has
-    more to run, so a signal while the record is written raises RunStopped as well.
+    resumes: an earlier run in run_dir goes on, if there is one; with anew it may begin again
+    there, if it has no checkpoint. more_follows: this process has more to run, so a signal while
+    the record is written raises RunStopped as well.
     """
     experiment = configs.job_from_config(config)
     if experiment.plan is not None:

@@ -47,8 +47,8 @@ class TrainedModule:
             for what, value in self.optimizer.state.get(parameter, {}).items():
                 moments.setdefault(what, {})[name] = _copy(value)
         values = {name: _copy(value) for name, value in self._values.items()}
-        own: State = {"frozen": self._frozen}
-        return own | join_states({"values": values, "moments": join_states(moments)})
+        states = join_states({"values": values, "moments": join_states(moments)})
+        return {**states, "frozen": self._frozen}
 
     def load_state_dict(self, state: State) -> None:
         rest = dict(state)
