@@ -243,11 +243,10 @@ class Experiment(Job):
         """Micro-batches of an update, over all passes."""
         return self.schedule.num_micro_batches * self.training.accumulate_steps
 
-    @property
-    def sample_lanes(self) -> list[int]:
-        """The group of lanes of each micro-batch where a memory is kept for each sample, which
-        then keeps its lanes: both ends of a channel must meet it again. Empty where none is."""
-        layout = self.cluster
+    def batch_plan(self, num_samples: int) -> BatchPlan:
+        """The batches of training. A sample keeps its lanes where a memory is kept for it: both
+        ends of a channel must meet it again."""
+        layout, size = self.cluster, self.training.batch_size
         periods = [
             layout.lane_period(stage)
             for stage in range(layout.num_stages - 1)
@@ -256,14 +255,8 @@ class Experiment(Job):
         ]
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:
-            return []
-        return [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
-
-    def batch_plan(self, num_samples: int) -> BatchPlan:
-        """The batches of training."""
-        size, lanes = self.training.batch_size, self.sample_lanes
-        if not lanes:
             return BatchPlan(num_samples, size, self.seed)
+        lanes = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
         return PinnedBatchPlan(num_samples, size, self.seed, lanes)
 
     def fields_of_cloud(self, cloud: str) -> frozenset[str]:

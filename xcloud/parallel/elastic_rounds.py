@@ -11,16 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from xcloud.comm.memory import (
-    MEMORY,
-    State,
-    Stateful,
-    join_states,
-    load_states,
-    split_state,
-    states_of,
-    whole_number,
-)
+from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.parallel.hub import Hub, Member
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.pace import Pace
@@ -131,17 +122,13 @@ class ElasticRounds:
         state: State = {"weight": torch.tensor(self._weight, dtype=torch.float64)}
         if self._end is not None:
             state["known"] = self._end.known
-        return state | states_of(self._parts) | join_states({MEMORY: states_of(self._codecs)})
+        return state | states_of(self._parts)
 
     def load_state_dict(self, state: State) -> None:
         """All replicas are there again, whoever had left before; they do not know what was merged
         last."""
         self._is_anchored = True
-        names = ("weight", "known", *self._parts, MEMORY)
-        parts = split_state(state, names, "elastic local updates")
-        load_states(self._codecs, parts.pop(MEMORY), "elastic local updates")
-        for name, part in self._parts.items():
-            part.load_state_dict(parts[name])
+        load_states(self._parts, state, "elastic local updates", ("weight", "known"))
         self._weight = float(state["weight"])
         if self._end is not None:
             self._end.known = whole_number(state, "known")
@@ -150,10 +137,6 @@ class ElasticRounds:
     def _parts(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {"pace": self._pace}
         if self._end is not None:
-            found["values"] = self._end.ends.values
+            ends = self._end.ends
+            found |= {"values": ends.values, "codec": ends.codec, "merged": ends.merged}
         return found
-
-    @property
-    def _codecs(self) -> dict[str, Stateful]:
-        ends = None if self._end is None else self._end.ends
-        return {} if ends is None else {"codec": ends.codec, "merged": ends.merged}

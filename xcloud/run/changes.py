@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
@@ -14,11 +14,9 @@ from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import Strategy
-from xcloud.security.privacy import SamplePrivacy
 
 _REMEMBERED = "what compression remembers of earlier steps"
 _SINCE_MERGE = "what other clouds did since the last merge"
-_ORDER = "which samples meet in a batch: memories kept by sample deal them anew"
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ _NONE = {"one-way": None}
 _AFTER_MERGE = Outcome((_REMEMBERED,), needs_merge=True)
 NOTHING, CUT = "link, liveness, slowdown, evaluation, checkpoints", "number of stages"
 LANES, SHARD = "cluster: which ranks hold a stage", "cluster: parts of a sharded stage"
-BATCHES, SAMPLES = "lanes of samples", "lanes of samples, with privacy of samples"
 TABLE: Mapping[str, Row] = {
     NOTHING: Row(
         r"cluster\.(wan|links|liveness|bandwidth|link_budget)|cluster\.clouds\.[^.]+\.slowdown|"
@@ -88,8 +85,6 @@ TABLE: Mapping[str, Row] = {
     ),
     SHARD: Row("", Outcome(refused="each rank has a part, and parts are not joined"), _NONE),
     CUT: Row("", Outcome(refused="stages hold other layers then"), _NONE),
-    BATCHES: Row("", Outcome((_ORDER,)), _NONE),
-    SAMPLES: Row("", Outcome(refused="epsilon counts how often each sample was used"), _NONE),
     "security.privacy": Row(
         r"security\.privacy", Outcome(refused="one epsilon is of one noise and clip"), _NONE
     ),
@@ -125,15 +120,12 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Places:
     """Who holds what, as far as going on depends on it. column: of TABLE. merges_every: steps
-    after which all replicas are equal, 0 = only at last_step. sample_lanes: see
-    Experiment.sample_lanes; counts_samples: for privacy. labels: of groups of settings."""
+    after which all replicas are equal, 0 = only at last_step. labels: of groups of settings."""
 
     column: str = "one-way"
     ranks: Sequence[Place] = ()
     merges_every: int = 0
     last_step: int = 0
-    sample_lanes: Sequence[int] = ()
-    counts_samples: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -142,10 +134,7 @@ class Places:
             return cls()
         labels = {"compression": job.compression.label, "schedule": job.schedule_label,
                   "cluster": job.cluster.describe()}  # fmt: skip
-        return replace(
-            cls.held(job.cluster, job.strategy, job.max_steps), sample_lanes=job.sample_lanes,
-            counts_samples=isinstance(job.security.privacy, SamplePrivacy), labels=labels,
-        )  # fmt: skip
+        return replace(cls.held(job.cluster, job.strategy, job.max_steps), labels=labels)
 
     @classmethod
     def held(cls, layout: ClusterLayout, strategy: Strategy, last_step: int) -> Places:
@@ -165,13 +154,10 @@ class Places:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Places:
-        """What `as_json` gave."""
+        """From JSON."""
         ranks = [Place(cloud, replica, tuple(stages), dealt)
                  for cloud, replica, stages, dealt in saved["ranks"]]  # fmt: skip
         return cls(**{**saved, "ranks": ranks})
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def holders(self, stage: int, replica: int) -> list[int]:
         """Ranks, by lane."""
@@ -193,15 +179,13 @@ class Places:
             for place in self.ranks if place.is_sharded for stage in place.stages
         }  # fmt: skip
 
-    def rows(self, now: Places) -> list[str]:
-        """Rows of TABLE that say what it means to go on with `now`."""
-        found = []
-        if self.ranks != now.ranks:
-            cut, parts = self._num_stages != now._num_stages, self._parts != now._parts
-            found.append(CUT if cut else SHARD if parts else LANES)
-        if list(self.sample_lanes) != list(now.sample_lanes):
-            found.append(SAMPLES if now.counts_samples else BATCHES)
-        return found
+    def row(self, now: Places) -> str | None:
+        """Of TABLE, that says what it means to go on with `now`; None if nobody moves."""
+        if self.ranks == now.ranks:
+            return None
+        if self._num_stages != now._num_stages:
+            return CUT
+        return LANES if self._parts == now._parts else SHARD
 
 
 @dataclass
@@ -238,18 +222,18 @@ def changes(
     found = Changes()
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved, now, before.labels, after.labels)
-    rows = before.rows(after)
-    found.moves = any(row in rows for row in (LANES, SHARD, CUT))
+    moved = before.row(after)
+    found.moves = moved is not None
     for key in keys:
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
         if row is None and key.startswith("cluster."):
-            row = NOTHING if before.ranks else LANES  # else `rows` says what it means
+            row = NOTHING if before.ranks else LANES  # else `moved` says what it means
         old = saved.get(key)
         back = f"leave {key} out" if old is None else f"set {key} back to {old}"
         outcome = OTHER_RUN if row is None else outcome_of(row, after.column)
         found.take(outcome, f"{key} is {now.get(key, 'not set')}", back)
-    for name in rows:
-        found.take(outcome_of(name, after.column), name, f"undo {', '.join(found.said)}")
+    if moved is not None:
+        found.take(outcome_of(moved, after.column), moved, f"undo {', '.join(found.said)}")
     return found
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from xcloud import __version__
 from xcloud.comm.memory import MEMORY, OUTER, State, is_marked
@@ -70,7 +72,7 @@ class Holder:
         """Facts that this rank writes with its parts."""
         return {
             "release": __version__, "commit": commit(), "attempt": attempt,
-            "places": self.places.as_json(), "settings": dict(self.settings),
+            "places": asdict(self.places), "settings": dict(self.settings),
         }  # fmt: skip
 
     def changes(self, step: int) -> Changes:
@@ -89,10 +91,8 @@ class Holder:
     def _has(self, step: int) -> bool:
         return self.rank in self.folder.ranks(step)
 
-    def restore(
-        self, step: int, fresh: State, facts: Mapping[str, str]
-    ) -> tuple[State, Collection[str]]:
-        """This rank's state after `step`, and the keys of what was not taken over. fresh: its
+    def restore(self, step: int, fresh: State, facts: Mapping[str, str]) -> tuple[State, bool]:
+        """This rank's state after `step`, and whether compression's memory was dropped. fresh: its
         state now, for what has no meaning any more. facts: of its data, which must be those it was
         trained on. Raises DataError."""
         changed, needed = self.changes(step), self._needed(step)
@@ -101,12 +101,11 @@ class Holder:
         if not changed.moves:
             state = self.folder.read(step, self.rank)
             if not changed.forgets:
-                return state, ()
-            dropped = {key for key in state if is_marked(key, MEMORY)}
-            kept = {key: value for key, value in state.items() if key not in dropped}
-            return kept | {k: v for k, v in fresh.items() if is_marked(k, MEMORY)}, dropped
+                return state, False
+            kept = {key: v for key, v in state.items() if not is_marked(key, MEMORY)}
+            new = {key: v for key, v in fresh.items() if is_marked(key, MEMORY)}
+            return kept | new, _remembers(state)
         parts = {rank: self.folder.read(step, rank) for rank in needed}
-        dropped = {k for part in parts.values() for k in part if is_marked(k, MEMORY)}
         outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
         held = {key: outer.get(_tail(key), v) if OUTER in key else v for key, v in fresh.items()}
         for stage in self.places.ranks[self.rank].stages:
@@ -114,7 +113,7 @@ class Holder:
             held = {key: value for key, value in held.items() if not key.startswith(own)}
             part = parts[self._holder(step, stage)]
             held |= {key: value for key, value in part.items() if key.startswith(own)}
-        return held, dropped
+        return held, any(map(_remembers, parts.values()))
 
     def _check(self, step: int, is_thorough: bool) -> int:
         """The attempt that the parts which this rank needs are of. Raises DataError if one is
@@ -148,10 +147,10 @@ class Holder:
                 raise DataError(f"the part of rank {self.rank} is not here, or incomplete")
             return [self.rank]
         if changed.needs_merge and not before.is_merged(step):
-            when = f"steps {before.merges_every} apart and " if before.merges_every else ""
+            when = f"every {before.merges_every} steps, and " if before.merges_every else ""
             raise DataError(
-                f"replicas differed then, and other ranks can take over after a merge only ({when}"
-                f"the last step); undo {', '.join(changed.said)}, or go on from a merge"
+                "replicas differed then, and other ranks can take over after a merge of all "
+                f"parameters only ({when}the last step)"
             )
         if self.rank >= len(self.places.ranks):
             raise DataError(f"this cluster has {len(self.places.ranks)} ranks")
@@ -191,6 +190,11 @@ class Holder:
                     f"{name} is not what the checkpoint of step {step} was trained on: "
                     f"{facts[name]} now, {saved[name]} then"
                 )
+
+
+def _remembers(state: State) -> bool:
+    """Numbers only count messages."""
+    return any(isinstance(v, Tensor) and is_marked(key, MEMORY) for key, v in state.items())
 
 
 def _tail(key: str) -> str:
@@ -235,11 +239,11 @@ def newest_common(
 
 
 def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:
-    wrong = [
-        f"{name_of(rank)}: {line.split(maxsplit=2)[-1]}"
-        for rank, line in lines.items()
-        if not line.startswith("ok ")
-    ]
+    reasons: dict[str, list[str]] = {}
+    for rank, line in lines.items():
+        if not line.startswith("ok "):
+            reasons.setdefault(line.split(maxsplit=2)[-1], []).append(name_of(rank))
+    wrong = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     attempts = {line.split()[2] for line in lines.values()} if not wrong else set()
     return wrong or (["ranks have parts of different attempts"] if len(attempts) > 1 else [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,9 +99,9 @@ class Role(ABC, Generic[JobT]):
         if own < step:
             since = f"goes on from its own of step {own}" if own else "begins anew"
             self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
-        forgotten: Collection[str] = ()
+        forgets = False
         if own:
-            state, forgotten = holder.restore(own, states_of(parts), facts)
+            state, forgets = holder.restore(own, states_of(parts), facts)
             load_states(parts, state, f"rank {self.rank}")
         elif self.job.checkpoint.are_made:
             bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
@@ -110,7 +110,7 @@ class Role(ABC, Generic[JobT]):
             changed = holder.changes(step) if step else Changes()
             self.reporter.event("resume", now=True, step=step, changed=changed.said)
             if changed.said:
-                self.reporter.note(changed.price(bool(forgotten)))
+                self.reporter.note(changed.price(forgets))
         about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
         return Checkpointer(
             self.job.checkpoint, holder.folder, self.rank, post, parts, about,
