@@ -224,6 +224,20 @@ def test_streaming_never_is_merged_before_its_end(tmp_path: Path) -> None:
         attempt(tmp_path, more_lanes("streaming"), cluster__clouds="two lanes")
 
 
+def test_one_replica_of_local_updates_becomes_no_two_and_two_become_one_after_a_merge_only(
+    tmp_path: Path,
+) -> None:
+    strategy = Strategy("local_updates", 1, LocalUpdates(every=4))
+    alone = Shape(ClusterLayout({"a": Cloud(1, [0, 1])}), GPipe(4), strategy=strategy)
+    attempt(tmp_path / "one", alone).train(4)
+    with pytest.raises(ConfigError, match="one replica made it: nothing was merged"):
+        attempt(tmp_path / "one", two("local updates"), cluster__clouds="more")
+    attempt(tmp_path / "two", two("local updates")).train(7)
+    fewer = attempt(tmp_path / "two", alone, cluster__clouds="one")
+    assert fewer.from_step == 4
+    fewer.train()
+
+
 def test_a_cut_elsewhere_is_refused(tmp_path: Path) -> None:
     attempt(tmp_path, two("pipeline")).train(3)
     three = shape("pipeline", Cloud(), Cloud(), Cloud())

@@ -107,7 +107,7 @@ class Holder:
             return kept | new, _remembers(state)
         parts = {rank: self.folder.read(step, rank) for rank in needed}
         outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
-        held = {key: outer.get(_tail(key), v) if OUTER in key else v for key, v in fresh.items()}
+        held = {key: outer[_tail(key)] if OUTER in key else v for key, v in fresh.items()}
         for stage in self.places.ranks[self.rank].stages:
             own = (f"trainer.stage {stage}.", *_SHARED)
             held = {key: value for key, value in held.items() if not key.startswith(own)}
@@ -146,7 +146,11 @@ class Holder:
             if self.rank not in parts:
                 raise DataError(f"the part of rank {self.rank} is not here, or incomplete")
             return [self.rank]
-        if changed.needs_merge and not before.is_merged(step):
+        if changed.needs_merge and before.column != self.places.column:
+            raise DataError(
+                "one replica made it, so nothing was merged that others could take over"
+            )
+        if not before.is_merged(step):
             when = f"every {before.merges_every} steps, and " if before.merges_every else ""
             raise DataError(
                 "replicas differed then, and other ranks can take over after a merge of all "
