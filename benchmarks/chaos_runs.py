@@ -237,7 +237,7 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
         if (run_dir / EVENTS_FILE).exists():
             found, has_more = local.resumed(run_dir, [], ROOT / "conf")
             if has_more:
-                local.run(found, run_dir, resumes=True)
+                local.run(found, run_dir, resumes=True, anew=True)
         else:
             local.run(OmegaConf.create(config), run_dir)
     except XcloudError as error:

@@ -22,7 +22,7 @@ from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
-from xcloud.comm.memory import DeltaCache, State
+from xcloud.comm.memory import MEMORY, DeltaCache, State, is_marked
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.switched import Switched, Switches
@@ -180,6 +180,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     train(original, 1, 4)
     for rank, (state, of_pilot) in zip(restored, states(original), strict=True):
         rank.load_state_dict(state)
+        assert all(is_marked(key, MEMORY) for key in of_pilot)  # another cluster begins again
         rank.trainer.pilot.load_state_dict(of_pilot)  # type: ignore[union-attr]
     expected = train(original, 5, 12)
 

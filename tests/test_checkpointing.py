@@ -29,6 +29,7 @@ from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.run import checkpointing
 from xcloud.run.agreement import judge
+from xcloud.run.changes import Places
 from xcloud.run.checkpointing import Checkpointer, News, StopSignal
 from xcloud.run.resume import Holder
 from xcloud.training.settings import Checkpoints
@@ -62,8 +63,7 @@ class Attempt:
         self.lines: list[bytes] = []
         self.folder = CheckpointFolder(self.run_dir)
         self.holders = [
-            Holder(self.folder, r.trainer.rank, tuple(r.trainer.pipeline.stages), self.settings)
-            for r in self.ranks
+            Holder(self.folder, r.trainer.rank, places_of(r), self.settings) for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
@@ -82,7 +82,7 @@ class Attempt:
         holder = self.holders[number]
         parts = {"trainer": trainer, "channels": rank.wiring}
         if self.from_step:
-            state = holder.restore(self.from_step, states_of(parts), {"data": "1"})
+            state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
             load_states(parts, state, "a rank")
         if self.from_step:
             self.folder.delete_after(self.from_step, number)
@@ -126,6 +126,12 @@ class Attempt:
     @property
     def state(self) -> Any:
         return [rank.state_dict() for rank in self.ranks]
+
+
+def places_of(rank: Rank) -> Places:
+    layout = rank.wiring.ends.layout
+    assert isinstance(layout, ClusterLayout)
+    return Places.held(layout, rank.strategy, LAST)
 
 
 def whole(shape: Shape, codec: str = "plain") -> Attempt:
@@ -496,10 +502,9 @@ def test_another_compression_goes_on_without_what_the_old_one_remembers(tmp_path
     Attempt(tmp_path, job(SHAPES[shape], CODECS["int4, delta"])).train(4)
     other = changed(tmp_path, shape, "topk and randomk, error feedback", compression="b")
     found = other.holders[0].changes(4)
-    assert (
-        found.text == "changed: compression a -> b (what compression remembers of earlier "
-        "steps is dropped)"
-    )
+    assert found.said == ["compression a -> b"]
+    assert found.price(True) == "lost by this: what compression remembers of earlier steps"
+    assert found.price(False) == "nothing is lost by this"
     other.train(4)  # loads, and trains no step
     weights = [
         {key: value for key, value in state.items() if key.startswith("trainer.")}
@@ -530,8 +535,8 @@ def test_another_number_of_lanes_takes_over_the_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"seed": "2"}, "it is of another experiment: seed 1 -> 2"),
-        ({"model.size": "9"}, "it is of another experiment: model.size not set -> 9"),
+        ({"seed": "2"}, "seed is 2: that would be another run; set seed back to 1, or start a"),
+        ({"model.size": "9"}, "model.size is 9: that would be another run; leave model.size out"),
     ],
 )
 def test_what_cannot_go_on_is_refused_with_the_reason(
@@ -565,6 +570,7 @@ def test_training_longer_or_with_another_rate_is_said_and_goes_on(tmp_path: Path
     longer = changed(tmp_path, shape, "plain", training__max_steps="12")
     assert longer.from_step == 4
     found = longer.holders[0].changes(4)
-    assert found.text == "changed: training.max_steps 9 -> 12"
+    assert found.said == ["training.max_steps 9 -> 12"]
+    assert found.price(True) == "nothing is lost by this"
     longer.train()
     assert same_state(longer.state, whole(SHAPES[shape]).state)

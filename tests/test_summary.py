@@ -205,3 +205,27 @@ def test_a_run_that_went_on_says_what_it_lost() -> None:
     assert found["num_steps"] == 3 and found["wall_s"] == 50.0
     assert (found["num_resumes"], found["num_steps_done_twice"], found["goodput"]) == (1, 1, 0.4)
     assert found["num_lost_checkpoints"] == 1
+
+
+def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its_step() -> None:
+    statistics = RunStatistics(1)
+    rank_0 = {"rank": 0, "cloud": "a"}
+    step = {**rank_0, "event": "step", "step_s": 1.0, "loss": 1.0}
+    loading = {**rank_0, "event": "phase", "name": "loading"}
+    test = {**rank_0, "event": "quality", "split": "test", "step": 1, "values": {"bleu": 1.0}}
+    for event in one_timeline(
+        [
+            {**loading, "t": 1000.0},
+            {**step, "step": 1, "t": 1010.0},
+            {**test, "t": 1012.0},
+            {**loading, "t": 9000.0},
+            {**rank_0, "event": "resume", "t": 9001.0, "step": 1},
+            {**step, "step": 2, "t": 9005.0},
+        ]
+    ):
+        statistics.feed(event)
+    found = statistics.summary(name="x", status="failed", commit="c")
+
+    assert found["wall_s"] == 12.0 + 5.0
+    assert found["started_at"] == "1970-01-01T00:16:40+00:00"
+    assert found["quality_at_step"] == 1

@@ -39,7 +39,8 @@ TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
-MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
+MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations",
+          "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)

@@ -20,8 +20,9 @@ How the figures are made:
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
 - `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
-  steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
-  last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+  steps that it lost by that. `goodput`: the share of the time from the first event to the last
+  that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
+  each step as it was done last (events.one_timeline).
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
@@ -70,7 +71,7 @@ class RunStatistics:
     def __init__(self, num_ranks: int) -> None:
         self.final_loss: float | None = None
         self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
-        self._lost_s = 0.0
+        self._lost_s = self._pause_s = 0.0
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
         self._merges: Counter[str] = Counter()
@@ -94,6 +95,8 @@ class RunStatistics:
     def feed(self, event: Event) -> StepTotals | None:
         """Returns the totals of a step if this event completes it, else None."""
         if (at_s := event.get("t")) is not None:
+            if event["event"] == "phase" and event.get("name") == "loading" and event["rank"] == 0:
+                self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
             self._last_event_at_s = at_s
         if event["event"] == "skipped_update":
@@ -119,8 +122,8 @@ class RunStatistics:
         if event["event"] == "quality":
             self._quality[event["split"]] = event
         if event["event"] == "memory":
-            known = ("rank", "cloud", *MEMORY)
-            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
+            kept = {"rank", "cloud", *MEMORY} & event.keys()
+            self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)
@@ -192,6 +195,9 @@ class RunStatistics:
             summary["autopilot"] = list(self._switches)
         if cause is not None:
             summary["cause"] = cause
+        at_step = self._quality.get("test", {}).get("step", self.num_steps)
+        if at_step < self.num_steps:
+            summary["quality_at_step"] = at_step
         return summary
 
     def _count_skipped(self, event: Event) -> None:
@@ -216,14 +222,17 @@ class RunStatistics:
             return None
         return datetime.fromtimestamp(self._started_at_s, UTC).isoformat(timespec="seconds")
 
-    def _wall_s(self) -> float | None:
+    def _elapsed_s(self) -> float:
         if self._started_at_s is None or self._last_event_at_s is None:
-            return None
-        return round(self._last_event_at_s - self._started_at_s, 1)
+            return 0.0
+        return self._last_event_at_s - self._started_at_s
+
+    def _wall_s(self) -> float | None:
+        return round(self._elapsed_s() - self._pause_s, 1) if self._last_event_at_s else None
 
     def _goodput(self) -> float | None:
-        wall_s = self._wall_s()
-        return round(1 - self._lost_s / wall_s, 4) if wall_s else None
+        elapsed_s = self._elapsed_s()
+        return round(1 - self._lost_s / elapsed_s, 4) if elapsed_s else None
 
 
 def num_warmup_steps(num_steps: int) -> int:

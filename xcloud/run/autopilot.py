@@ -20,10 +20,13 @@ from xcloud.comm.border import Border
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import (
+    MEMORY,
     NoMemory,
     State,
     Stateful,
+    join_states,
     load_states,
+    split_state,
     states_of,
     whole_number,
 )
@@ -138,9 +141,12 @@ class RunPilot(Pilot):
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
-        return {"choice": self._choice} | states_of(self._stateful)
+        """With another compression or cluster it begins again with its first choice."""
+        own: State = {"choice": self._choice}
+        return join_states({MEMORY: own | states_of(self._stateful)})
 
     def load_state_dict(self, state: State) -> None:
+        state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
         load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
         shape, compression = divmod(self._choice, len(self._compression.choices))

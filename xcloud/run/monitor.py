@@ -83,6 +83,7 @@ class Monitor:
         self._shows = True
         self.finished_ranks: set[int] = set()
         self.is_stopped = False  # ended before its time, as it was asked to
+        self.trains = False  # the ranks of this attempt have what they go on from
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
@@ -100,6 +101,9 @@ class Monitor:
             experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
             experiment.max_steps, prepared_view(),
         )  # fmt: skip
+        if not is_again:  # what an earlier attempt ended with is not the end of this one
+            self.trains = False
+            (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         experiment.tracker.start(run)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
@@ -152,6 +156,10 @@ class Monitor:
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+        if event["event"] in ("resume", "phase"):
+            self.trains = event.get("name") == "training" or (
+                self.trains and event["event"] == "phase"
+            )
         totals = self._statistics.feed(event)
         if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.kept_rows import MEGABYTE, KeepingChannel, describe
-from xcloud.comm.memory import Stateful
+from xcloud.comm.memory import Stateful, states_of
+from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import BuildContext
@@ -187,6 +188,8 @@ class StageRank(Role[Experiment]):
             self.reporter.note("rows kept of frozen parts are in no checkpoint: they cross again")
         if trainer.num_updates:  # another cloud may load longer than a message may take
             self.wiring.meet()
+            if self.context.holder.places.is_merged(trainer.num_updates):
+                local.compare(trainer.num_updates)
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.wiring.expect_signs_of_life()
@@ -236,7 +239,9 @@ class StageRank(Role[Experiment]):
         if kept := [c.kept for c in channels if isinstance(c, KeepingChannel)]:
             self.reporter.note(describe(kept))
         moments = optimizer_bytes(trainer.optimizers)
-        self.reporter.event("memory", **memory.describe(stages.values(), moments))
+        copied = bytes_to_copy(lambda: states_of(parts)) if job.checkpoint.are_made else 0
+        figures = memory.describe(stages.values(), moments)
+        self.reporter.event("memory", **figures, checkpoint=copied)
         # None is recorded if the last step was made before the run went on.
         if not job.is_elastic and self.clock.recorded:  # it asks all ranks at once
             report_typical_step(self.clock, layout.num_ranks, self.reporter)

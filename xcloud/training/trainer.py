@@ -89,6 +89,7 @@ class Trainer:
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+    _modules: dict[int, TrainedModule] = field(default_factory=dict)
     _private: PrivateGradients | None = None
     _early: EarlySums | None = None
 
@@ -99,7 +100,9 @@ class Trainer:
             module.train()
             self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
-            self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+            optimizer = self.training.optimizer.build(trained) if trained else None
+            self._optimizers[stage] = optimizer
+            self._modules[stage] = TrainedModule(module, optimizer)
         if isinstance(self.privacy, SamplePrivacy):
             leads = frozenset(stage for stage, lanes in self.lanes.items() if lanes.leads)
             self._private = PrivateGradients(
@@ -220,8 +223,8 @@ class Trainer:
     @property
     def _stateful(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {"guard": self._guard}
-        for stage, optimizer in self._optimizers.items():
-            found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
+        for stage in self._optimizers:
+            found[f"stage {stage}"] = self._modules[stage]
             found[f"exchange {stage}"] = self.exchanges[stage]
         if self.tied is not None:
             found["tied"] = self.tied
