@@ -113,13 +113,13 @@ class Ends:
         """advice: what makes this rank wait longer; by default the layout's."""
         if advice is None:
             advice = self.layout.overdue_advice(self.rank, peer)
-        meter = None
-        if border != CONTROL and self.layout.wan_between(self.rank, peer) == "real":
+        meter, wan = None, self.layout.wan_between(self.rank, peer)
+        if border != CONTROL and wan == "real":
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(border, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter,
+            meter, isinstance(wan, LinkProfile),
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)

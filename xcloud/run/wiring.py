@@ -295,8 +295,9 @@ class _BorderBuilder:
             kept = wiring.ports[self.stage].kept.get(peer)
             channel_of = ReceiveChannel if kept is None else partial(KeepingChannel, kept)
             received = channel_of(
-                inlink, fields, codecs, self.clock, identity, self.device, overdue_s
-            )
+                inlink, fields, codecs, self.clock, identity, self.device, overdue_s,
+                self.border.max_rows_per_sample,
+            )  # fmt: skip
             ins[peer] = wiring.channels[str(identity)] = received
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)
