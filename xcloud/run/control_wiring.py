@@ -10,12 +10,12 @@ from functools import partial
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 
 
-def join_control(ends: Ends, layout: ClusterLayout, on_report: Callable[[Frame], None]) -> Control:
+def join_control(ends: Ends, layout: ClusterLayout, on_report: OnReport) -> Control:
     """Between rank 0 and each other rank. on_report: see wire."""
     rank, everyone = ends.rank, range(layout.num_ranks)
     ends.line("control", everyone)
@@ -31,13 +31,15 @@ def join_control_of(
     control: Control,
     ends: Ends,
     layout: ClusterLayout,
-    on_report: Callable[[Frame], None],
+    on_report: OnReport,
     peer: int,
 ) -> None:
     """The link to one peer, also again to one that has come back."""
     rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     handlers: dict[Kind, Callable[[Frame], None]] = (
-        {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
+        {Kind.REPORT: partial(on_report, peer)}
+        if rank == 0
+        else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
     window = ends.window(_CONTROL_AHEAD, capacity)
     handlers[Kind.CHECKPOINT] = partial(control.hear, peer)

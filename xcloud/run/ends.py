@@ -25,6 +25,9 @@ from xcloud.parallel.rank_group import RankGroup
 
 FRAME_SLACK_BYTES = 4096
 
+OnReport = Callable[[int, Frame], None]
+"""Takes another rank's report, with the rank by whose link it came."""
+
 
 class Ends:
     """Every rank makes its ends at the same time, from the same layout.

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
 from xcloud.cluster.link_end import ReceivingEnd
@@ -49,7 +48,7 @@ from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.control_wiring import join_control, join_control_of, join_sums
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
@@ -150,7 +149,7 @@ def wire(
     device: torch.device,
     clock: StepClock,
     run_dir: Path,
-    on_report: Callable[[Frame], None],
+    on_report: OnReport,
     schedule: Schedule,
     defences: Defences | None = None,
     *,

@@ -28,7 +28,7 @@ from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.run.checkpointing import News
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
 _REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
@@ -45,8 +45,6 @@ _CARRIES = {
 }
 
 _OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE, Kind.CHECKPOINT)
-
-OnReport = Callable[[Frame], None]
 
 
 @dataclass
@@ -297,7 +295,8 @@ class OneWayWirer:
             window = self._window(capacity)
             for peer in range(1, self.layout.num_consumers):
                 heard: dict[Kind, Callable[[Frame], None]] = {
-                    Kind.REPORT: on_report, Kind.CHECKPOINT: partial(_news, wiring, peer)
+                    Kind.REPORT: partial(on_report, peer),
+                    Kind.CHECKPOINT: partial(_news, wiring, peer)
                 }  # fmt: skip
                 end = self._ends.incoming("inside", peer, capacity, window, heard)
                 wiring.peers_in.append(end)
@@ -342,7 +341,7 @@ def _arrived(
     elif kind is Kind.READY:
         wiring.inbox.set_ready(source)
     elif kind is Kind.REPORT:
-        on_report(frame)
+        on_report(wiring.rank_of[source], frame)
     elif kind is Kind.CHECKPOINT:
         _news(wiring, wiring.rank_of[source], frame)
     if record is not None:
