@@ -58,11 +58,11 @@ def join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control)
     for number, leaders in stars.items():
         if len(leaders) > 1:
             ends.line(f"norms.{number}", leaders)
-    rank, leaders = ends.rank, layout.leaders(replica)
+    rank, leader_of, leaders = ends.rank, layout.leader_of(replica), layout.leaders(replica)
     if replica not in stars:
-        return StageSums(rank, leaders, control.out, control.incoming, control.overdue_s)
+        return StageSums(rank, leader_of, control.out, control.incoming, control.overdue_s)
     if rank not in leaders:
-        return StageSums(rank, leaders)
+        return StageSums(rank, leader_of)
     peers = leaders[1:] if rank == leaders[0] else leaders[:1]
     line, window = f"norms.{replica}", ends.window(_CONTROL_AHEAD, FRAME_SLACK_BYTES)
     out = {peer: ends.out(line, peer, FRAME_SLACK_BYTES, window) for peer in peers}
@@ -73,4 +73,4 @@ def join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control)
         for peer in peers
     }
     overdue_s = max((layout.overdue_s(rank, peer, 1024) for peer in peers), default=0.0)
-    return StageSums(rank, leaders, out, incoming, overdue_s)
+    return StageSums(rank, leader_of, out, incoming, overdue_s)

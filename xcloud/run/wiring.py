@@ -172,7 +172,7 @@ def wire(
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
-    sums = StageSums(ends.rank, layout.leaders(replica))
+    sums = StageSums(ends.rank, layout.leader_of(replica))
     wiring = Wiring(ends, sums, is_elastic=is_elastic)
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
