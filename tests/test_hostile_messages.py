@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.memory_group import MemoryGroup
+from tests.peak_bytes import PeakBytes
 from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import GlooInLink
 from xcloud.cluster.link import InProcessLink
@@ -87,6 +88,18 @@ def test_rows_beyond_what_the_border_promises_are_refused_before_anything_is_all
 
     with pytest.raises(FrameError, match=r"from rank 3: 'counts' from .*, allowed are 0 to 6"):
         received(compressor, counts, (torch.zeros(rows, dtype=torch.int16), *parts))
+
+
+def test_refusing_a_message_of_many_rows_allocates_nothing_for_them() -> None:
+    """Attack by counts: 1.5 MB became 584 MB."""
+    compressor, num_rows = Svd(0.1), 60_000
+    spec = TensorSpec((num_rows, D), torch.float32)
+    parts = [torch.zeros(s.shape, dtype=s.dtype) for s in compressor.wire_specs(spec)]
+    places = torch.zeros(num_rows, dtype=torch.int16)
+    sent = sum(part.nbytes for part in parts) + places.nbytes
+    with PeakBytes() as peak, pytest.raises(FrameError):
+        received(compressor, [30_000, 30_000], (places, *parts))
+    assert peak.peak < 3 * sent + 4096  # two copies of the frame; with the rows 9 times as much
 
 
 @pytest.mark.parametrize("place", [-1, MOST_ROWS])

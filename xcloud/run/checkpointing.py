@@ -27,12 +27,13 @@ from typing import Any, Protocol
 
 from xcloud.comm.memory import State, Stateful, states_of
 from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
-from xcloud.errors import LinkError
+from xcloud.errors import FrameError, LinkError
 from xcloud.parallel.control import Word
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Checkpoints
 
+_MOST_OPEN = 16  # checkpoints of which a rank may tell before all have
 _NICENESS = 10  # of the thread that writes
 
 
@@ -306,6 +307,8 @@ class Checkpointer:
         if news is News.STOP:
             self._stop = True
         elif news is News.AGREED:
+            if self.rank == 0:
+                raise FrameError(f"rank {peer} tells rank 0 that all have checkpoint {step}")
             self._jobs.put(lambda: self._agree(step))
         elif self._is_whole(peer, step, news):
             held_by = frozenset(self._expected)
@@ -321,6 +324,8 @@ class Checkpointer:
         with self._lock:
             heard = self._heard.setdefault(step, {})
             heard[peer] = news
+            if sum(peer in who for who in self._heard.values()) > _MOST_OPEN:
+                raise FrameError(f"rank {peer} tells of more than {_MOST_OPEN} open checkpoints")
             if self._pending != step or not self._expected <= heard.keys():
                 return False
             self._heard = {later: who for later, who in self._heard.items() if later > step}

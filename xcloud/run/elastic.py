@@ -173,6 +173,7 @@ def make_end(
     links: ReplicaLinks,
     tell: Teller,
     watch: Watch | None,
+    most_weight: Callable[[int], float],
 ) -> tuple[Hub | Member, int]:
     """Of a cloud's first rank, and the bytes of its longest message."""
     trained = list(parameters.values())
@@ -185,7 +186,7 @@ def make_end(
         return Member(ends), longest
     hub = Hub(
         ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
-        tell.merge, tell.absence, watch, list(shapes),
+        tell.merge, tell.absence, watch, list(shapes), most_weight,
     )  # fmt: skip
     return hub, longest
 
