@@ -118,8 +118,12 @@ class Member:
         key = key._replace(micro_batch=_ANSWERS)
         self._number += 1
         head, *rest = _checked(ends.links.recv(HUB, key, None, HUB_WAIT_S), _SPECS[1], "the hub")
+        if not bool(head.isfinite().all()):
+            raise FrameError(f"the hub sent {head.tolist()} for steps and flags")
         hub_step, self.known, is_taken, has_values = map(int, head.tolist())
         if has_values:
+            if len(rest) != 2:
+                raise FrameError(f"the hub sent {len(rest)} tensors for values and velocity")
             for own, told in zip((ends.values.anchor, ends.values.velocity), rest, strict=True):
                 _fill(own, told)
         else:
