@@ -4,7 +4,7 @@ and what each may hold. Another cloud's reports are checked against this table (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xcloud.record.events import MEMORY, TIMES, Event
@@ -13,14 +13,6 @@ Check = Callable[[Any], bool]
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values", "counts")
 """Fields of a step that only the rank tells that knows the loss. Elsewhere "tokens" is 0."""
-
-
-class EventKind(NamedTuple):
-    """of_rank_0: only rank 0 tells it, of all."""
-
-    needs: Mapping[str, Check]
-    may: Mapping[str, Check] = {}
-    of_rank_0: bool = False
 
 
 def _number(value: Any) -> bool:
@@ -42,7 +34,7 @@ def _whole(value: Any) -> bool:
 
 
 def _moment(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 63
+    return value is None or (type(value) is int and abs(value) < 1 << 63)
 
 
 def _text(value: Any) -> bool:
@@ -50,11 +42,11 @@ def _text(value: Any) -> bool:
     return type(value) is str and len(value) <= 4000 and value.isprintable()
 
 
-def _each(check: Check, most: int = 256) -> Check:
+def _each(check: Check) -> Check:
     """By name."""
     return lambda value: (
         type(value) is dict
-        and len(value) <= most
+        and len(value) <= 256
         and all(_text(name) and check(one) for name, one in value.items())
     )
 
@@ -71,82 +63,76 @@ def _rows(*columns: Check) -> Check:
     )
 
 
-def _or_none(value: Any) -> bool:
-    return value is None or _moment(value)
-
-
-_STEP = {"step": _whole}
-_TIMES = dict.fromkeys(TIMES, _number)
-_I = _moment
-
-EVENT_KINDS: dict[str, EventKind] = {
-    "note": EventKind({"text": _text}),
-    "phase": EventKind({"name": _text}),
-    "step": EventKind(
-        {**_STEP, "step_s": _number},
-        {
-            **_TIMES, "loss": _figure, "learning_rate": _number, "grad_norm": _number,
-            "samples": _whole, "tokens": _number, "sent": _each(_number), "raw": _each(_number),
-            "link_busy_s": _each(_number), "values": _each(_figure), "counts": _each(_number),
-            "taken": _each(_whole), "skipped": _each(_whole), "fed_bytes": _each(_whole),
-            "line_s": _each(_number),
-        },
-    ),
-    "skipped_update": EventKind(_STEP),
-    "lost_file": EventKind({"name": _text}),
-    "memory": EventKind({}, dict.fromkeys(MEMORY, _whole)),
-    "timeline": EventKind({
-        **_STEP, "machine": _text, "started_us": _I, "unix_us": _I, "step_us": _I,
-        "spans": _rows(_text, _text, _I, _I, _I, _I),
-        "sent": _rows(_I, _I, _I, _text, _I, _I, _I, _I, _or_none),
-        "received": _rows(_I, _I, _I, _I),
-    }),
-    "quality": EventKind(
-        {
-            **_STEP, "split": lambda value: value in ("dev", "test"),
-            "values": _each(_score), "signature": _each(_text), "evaluation_s": _number,
-        }
-    ),
-    "fed": EventKind(
-        {"num_batches": _whole, "samples": _whole, "tokens": _whole, **_TIMES}, {"loss": _figure}
-    ),
-    "checkpoint": EventKind(
-        {**_STEP, "num_bytes": _whole, "pause_s": _number, "write_s": _number}
-    ),
-    "lost_checkpoint": EventKind({**_STEP, "reason": _text}),
-    "finish": EventKind({}, {"num_steps": _whole}),
-    "stop": EventKind({}, _STEP),
-    **{
-        name: EventKind(dict.fromkeys(fields.split(), lambda value: True), of_rank_0=True)
-        for name, fields in {
-            "resume": "step changed",
-            "autopilot": "step choice before reason predicted_s",
-            "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate "
-            "num_updates",
-            "producer": "producer state step",
-            "merge": "step weights",
-            "partial_merge": "step weights",
-            "absence": "absent ranks what step",
-            "refused_reports": "sender num reason",
-        }.items()
-    },
+_I, _T = _moment, _text
+_CHECKS: dict[str, Check] = {
+    "number": _number, "figure": _figure, "whole": _whole, "moment": _moment, "text": _text,
+    "numbers": _each(_number), "figures": _each(_figure), "scores": _each(_score),
+    "texts": _each(_text), "split": lambda value: value in ("dev", "test"),
+    "spans": _rows(_T, _T, _I, _I, _I, _I), "received": _rows(_I, _I, _I, _I),
+    "flights": _rows(_I, _I, _I, _T, _I, _I, _I, _I, _I),
 }  # fmt: skip
+
+_TIMES = " ".join(f"{name}:number" for name in TIMES)
+_TABLE = {
+    "note": "text:text",
+    "phase": "name:text",
+    "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:number sent:numbers "
+    "raw:numbers link_busy_s:numbers loss:figure learning_rate:number grad_norm:number "
+    "values:figures counts:numbers taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",
+    "skipped_update": "step:whole",
+    "lost_file": "name:text",
+    "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),
+    "timeline": "step:whole machine:text started_us:moment unix_us:moment step_us:moment "
+    "spans:spans sent:flights received:received",
+    "quality": "step:whole split:split values:scores signature:texts evaluation_s:number",
+    "fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure",
+    "checkpoint": "step:whole num_bytes:whole pause_s:number write_s:number",
+    "lost_checkpoint": "step:whole reason:text",
+    "finish": "| num_steps:whole",
+    "stop": "| step:whole",
+}
+OF_RANK_0 = {
+    "resume": "step changed",
+    "autopilot": "step choice before reason predicted_s",
+    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
+    "producer": "producer state step",
+    "merge": "step weights",
+    "partial_merge": "step weights",
+    "absence": "absent ranks what step",
+    "refused_reports": "sender num reason",
+}
+"""Fields of what nobody but rank 0 tells, of all."""
+
+
+class EventKind(NamedTuple):
+    needs: dict[str, Check]
+    may: dict[str, Check]
+
+    @classmethod
+    def of(cls, line: str) -> EventKind:
+        """line: "needed:check … | optional:check …"."""
+        both = [dict(each.split(":") for each in part.split()) for part in f"{line} |".split("|")]
+        return cls(*({name: _CHECKS[of] for name, of in part.items()} for part in both[:2]))
+
+
+EVENT_KINDS = {name: EventKind.of(line) for name, line in _TABLE.items()}
 
 
 def misfit(event: Event, max_steps: int) -> str:
     """Why another rank's event is not accepted, "" if it is. Its rank, cloud and time are not
     looked at. max_steps: of the run."""
-    kind = EVENT_KINDS.get(event["event"]) if type(event["event"]) is str else None
-    if kind is None or kind.of_rank_0:
-        return f"{event['event']!r:.60} is no event that another rank reports"
-    for name in kind.needs.keys() - event.keys():
-        return f"{event['event']} without {name!r}"
-    checks = {**kind.may, **kind.needs}
-    for name, value in event.items():
-        if name in ("event", "rank", "cloud", "t"):
+    name = event["event"]
+    if type(name) is not str or name not in EVENT_KINDS:
+        return f"{name!r:.60} is no event that another rank reports"
+    needs, may = EVENT_KINDS[name]
+    for field in needs.keys() - event.keys():
+        return f"{name} without {field!r}"
+    for field, value in event.items():
+        if field in ("event", "rank", "cloud", "t"):
             continue
-        if name not in checks or not checks[name](value):
-            return f"{event['event']} with {name!r:.60} = {value!r:.60}"
-    if event["event"] != "skipped_update" and event.get("step", 0) > max_steps:
-        return f"{event['event']} of step {event['step']}, beyond the last one ({max_steps})"
+        check = needs.get(field) or may.get(field)
+        if check is None or not check(value):
+            return f"{name} with {field!r:.60} = {value!r:.60}"
+    if name != "skipped_update" and event.get("step", 0) > max_steps:
+        return f"{name} of step {event['step']}, beyond the last one ({max_steps})"
     return ""
