@@ -114,8 +114,8 @@ class StageSums:
         collected = dict(values)
         told = {} if measured is None else {first: measured}
         for leader in others:
-            parts = self.incoming[leader].recv(key, self.overdue_s)
-            norms, *more = check_norms(parts, num_stages, measured, leader)
+            told_norms = self.incoming[leader].recv(key, self.overdue_s)
+            norms, *more = check_norms(told_norms, num_stages, measured, leader)
             if more:
                 told[leader] = more[0]
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
