@@ -21,7 +21,7 @@ from tests.codecs import ERRORS
 from tests.elastic_replicas import Diary, end_of
 from tests.local_replicas import MEAN, Post
 from tests.peak_bytes import PeakBytes
-from tests.test_intake import DEEP, STEP, Desk
+from tests.report_desk import DEEP, STEP, Desk
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.border import BorderField

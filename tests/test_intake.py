@@ -4,57 +4,28 @@ else."""
 import ast
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.report_desk import DEEP, MAX_STEPS, STEP, Desk
 from tests.toy import toy_config
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.errors import FrameError
 from xcloud.job import config as configs
 from xcloud.record.event_kinds import EVENT_KINDS, OF_RANK_0
-from xcloud.record.events import EVENTS_FILE, EventReader
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, Intake
-from xcloud.record.reporter import EventFile, Reporter
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S
+from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.run import monitor as monitors
 from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
 
 XCLOUD = Path(monitors.__file__).parents[1]
-SCORERS = {"loss": frozenset({2}), "quality": frozenset({2})}
-MAX_STEPS = 20
-DEEP = b"[" * 120_000
-STEP = {"event": "step", "step": 3, "step_s": 0.5, "sent": {"forward": 10}, "samples": 8}
-
-
-class Desk:
-    """Rank 0's intake of a job in which rank 2 scores, and what it wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        self.now_s = 0.0
-        self.path = folder / EVENTS_FILE
-        self.file = EventFile(self.path)
-        self.intake = Intake(self.file, "aabb".__getitem__, MAX_STEPS, SCORERS, lambda: self.now_s)
-
-    def take(self, peer: int, *lines: bytes | Mapping[str, object]) -> None:
-        data = b"".join(
-            (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n"
-            for line in lines
-        )
-        part = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.intake.take(peer, Frame(MessageKey(Kind.REPORT), (part,), 0, 0.0, len(data)))
-
-    def written(self, *kinds: str) -> list[dict[str, Any]]:
-        return [e for e in EventReader(self.path) if not kinds or e["event"] in kinds]
-
-    @property
-    def num_refused(self) -> dict[int, int]:
-        return dict(self.intake.num_refused)
 
 
 @pytest.fixture
