@@ -56,8 +56,9 @@ class Pair:
         self.link = TapedLink()
         self.sender = SendChannel(self.link, FIELDS, new_codecs, StepClock(), identity)
         self.receiver = ReceiveChannel(
-            self.link, FIELDS, new_codecs, StepClock(), identity, torch.device("cpu"), 5.0
-        )
+            self.link, FIELDS, new_codecs, StepClock(), identity, torch.device("cpu"), 5.0,
+            ROWS_PER_SAMPLE,
+        )  # fmt: skip
 
     def pass_on(self, number: int, kind: Kind = Kind.ACTIVATION) -> list[Tensor]:
         """Message `number`, in step number; returns its parts on the wire, then what arrived."""

@@ -264,7 +264,7 @@ def test_a_tensor_of_fixed_rows_crosses_without_sample_ids(memory: Memory) -> No
 
     sender = SendChannel(link, fields, codecs, StepClock(), IDENTITY)
     receiver = ReceiveChannel(
-        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0
+        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0, 1
     )
     value = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     mean = torch.zeros(3, 8)

@@ -35,7 +35,7 @@ from xcloud.training.settings import Checkpoints
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
-    book = OrderBook()
+    book, other = OrderBook(num_consumers=2), OrderBook(num_consumers=2)
     rows = torch.tensor([[1, 0, 9], [2, 1, 9]], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
     assert book.next(may_drop=True) == Ordered(1, 0, 9)
@@ -45,8 +45,9 @@ def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> N
     assert book.next(may_drop=False) == Ordered(3, NOBODY, 9)
     assert book.next(may_drop=False) is None
 
-    book.take_orders(frame(Kind.ORDER, rows))
-    assert book.next(may_drop=True) is None
+    other.take_orders(frame(Kind.ORDER, rows))
+    other.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
+    assert other.next(may_drop=True) is None
 
 
 def frame(kind: Kind, *parts: torch.Tensor) -> Frame:

@@ -142,7 +142,8 @@ def ends(
 ) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
     group: Any = MemoryGroup()
     out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock, window))
-    return group, out, GlooInLink(group, 0, InSettings("the sender", 1000, window=window))
+    settings = InSettings("the sender", 1000, window=window, is_emulated=clock is not None)
+    return group, out, GlooInLink(group, 0, settings)
 
 
 def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(

@@ -30,7 +30,7 @@ from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import StepReport, Trainer, Work
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -88,6 +88,7 @@ def ranks(
             partial(layout.stage_cloud, 0),
             layout.ranks_in,
             Reporter(held.rank, cloud, told.append),
+            Work(training.batch_size, 1e6),
         )
         trainer = Trainer(
             rank=held.rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -173,6 +173,13 @@ class Experiment(Job):
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
             return super().essential_ranks
         return self.saving_ranks
+
+    @property
+    def may_report(self) -> Mapping[str, frozenset[int]]:
+        """Only who holds the end of a pipeline knows how good it is."""
+        ends = self.cluster.replicas_of(self.cluster.num_stages - 1)
+        leads = [ranks[0] for ranks in ends]
+        return {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
 
     @property
     def saving_ranks(self) -> frozenset[int]:

@@ -146,6 +146,11 @@ class Job(ABC):
         return frozenset(range(self.cluster.num_ranks))
 
     @property
+    def may_report(self) -> Mapping[str, frozenset[int]]:
+        """Ranks besides 0 that may report a kind of event, or the "loss"; by default any rank."""
+        return {}
+
+    @property
     def is_elastic(self) -> bool:
         """Whether ranks may begin at any time, also again."""
         return False

@@ -6,7 +6,6 @@ Shapes: R replicas.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +72,7 @@ class _UnderWay:
     weight: float
     own: list[Tensor]
     sent: dict[str, Parts]
+    num_steps: int = 0  # since the one before it
     received: dict[int, Contribution] = field(default_factory=dict)
     results: dict[int, list[Tensor]] = field(default_factory=dict)
 
@@ -80,10 +80,12 @@ class _UnderWay:
 class _Averager(ABC):
     """What both kinds share: contributions to steps under way, sent, received and restored.
 
-    watch: if set, told of each contribution that comes.
+    watch: if set, told of each contribution that comes. most_weight: that a replica can have for
+    what it did in so many steps.
     """
 
     watch: Watch | None = None
+    most_weight: Callable[[int], float] = float
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class _Averager(ABC):
         for codec in codecs.values():
             codec.of_replica(self._mail.replica)
         self._steps: dict[int, _UnderWay] = {}
+        self._last_step = 0
 
     @property
     def max_bytes(self) -> int:
@@ -106,6 +109,7 @@ class _Averager(ABC):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         self._steps[step] = self._encoded(tensors, weight)
+        self._steps[step].num_steps, self._last_step = step - self._last_step, step
         self._send(step)
 
     def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
@@ -147,8 +151,9 @@ class _Averager(ABC):
             }
             (weight,) = sent.pop("weight")
             sent = {name: tuple(part.to(device) for part in own) for name, own in sent.items()}
-            self._steps[int(number)] = _UnderWay(float(weight), self._own_of(sent), sent)
-            self._send(int(number))
+            own, step = self._own_of(sent), int(number)
+            self._steps[step] = _UnderWay(float(weight), own, sent, step)
+            self._send(step)
 
     @abstractmethod
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...
@@ -187,9 +192,8 @@ class _Averager(ABC):
         self, replica: int, key: MessageKey, codec: TensorCodec, wait_s: float | None
     ) -> Contribution:
         weight, *parts = self._mail.recv(replica, key, wait_s)
-        if not 0 <= float(weight) < math.inf:
-            raise FrameError(f"replica {replica} sent a weight of {float(weight)}")
-        return Contribution(codec.decode(tuple(parts)), float(weight))
+        most = self.most_weight(self._steps[key.step].num_steps)
+        return contribution_of(replica, float(weight), most, codec, parts)
 
     def _contribution(self, replica: int, step: int, wait_s: float | None = None) -> Contribution:
         under_way = self._steps[step]
@@ -325,6 +329,18 @@ def averager_for(
     if links.num_replicas == 2:
         return AllToAll(links, new_codec(shapes), merge, channel)
     return Aggregators(links, shapes, new_codec, merge, channel)
+
+
+def contribution_of(
+    replica: int, weight: float, most: float, codec: TensorCodec, parts: Sequence[Tensor]
+) -> Contribution:
+    """A replica's message, decoded. most: its weight. Raises FrameError, naming the replica."""
+    if not 0 <= weight <= most:
+        raise FrameError(f"replica {replica} sent a weight of {weight}; its steps allow {most}")
+    try:
+        return Contribution(codec.decode(tuple(parts)), weight)
+    except FrameError as error:
+        raise FrameError(f"replica {replica}: {error}") from error
 
 
 def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:

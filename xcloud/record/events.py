@@ -2,12 +2,9 @@
 summary.py.
 
 `events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
-object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, autopilot, lost_file, memory, privacy, timeline, quality,
-finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a
-cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks
-(reporter.py), the parent follows. A step is complete when every rank has reported it, but those of
-clouds that are gone.
+object per line; all have "event", "rank", "cloud", "t" and what event_kinds.py says. Rank 0 writes
+it for all ranks (reporter.py, intake.py), the parent follows. A step is complete when every rank
+has reported it, but those of clouds that are gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
 before of later steps is superseded (`Attempts.one_timeline`).
@@ -42,6 +39,9 @@ AVERAGING = "averaging"
 MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations",
           "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
+
+MAX_TIME_S = 1e11  # of a clock: beyond it there is no date
+MAX_DEPTH = 8  # of the lists and objects in a line
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What feeding an event may raise that is from another cloud, or partly lost."""
@@ -98,13 +98,22 @@ class EventReader:
     def _parse(self, line: bytes) -> Event | None:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
-        if not isinstance(event, dict) or "event" not in event:
+        deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(event)
+        if not isinstance(event, dict) or "event" not in event or deep:
             if self._warn:
                 log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
+
+
+def is_too_deep(value: object, left: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return not left or any(is_too_deep(one, left - 1) for one in inside)
 
 
 class Attempts:
@@ -177,12 +186,12 @@ def recorded_timeline(path: Path) -> Iterator[Event]:
 def _step(event: Event) -> int:
     """0 for an event of no step, and for one that is malformed."""
     step = event.get("step")
-    return step if isinstance(step, int) else 0
+    return step if isinstance(step, int) and abs(step) < 1 << 62 else 0
 
 
 def _at_s(event: Event) -> float:
     at_s = event.get("t")
-    return at_s if isinstance(at_s, int | float) else 0.0
+    return at_s if isinstance(at_s, int | float) and abs(at_s) < MAX_TIME_S else 0.0
 
 
 def _is_superseded(event: Event, step: float) -> bool:
@@ -237,7 +246,7 @@ class StepTotals:
             add_to(self.line_busy_s.setdefault(kind, {}), lines)
         self.samples += report.get("samples", 0)
         if report.get("loss") is not None:
-            self._count_loss(report["loss"], report.get("tokens", 0))
+            self._count_loss(float(report["loss"]), report.get("tokens", 0))
         self.tokens += report.get("tokens", 0)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):

@@ -31,6 +31,7 @@ How the figures are made:
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
 - `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
   traffic / time in steps; null where no line is emulated.
+- `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
 """
 
 import json
@@ -47,6 +48,7 @@ from typing import Any
 from xcloud import __version__
 from xcloud.project import commit as project_commit
 from xcloud.record.events import (
+    MAX_TIME_S,
     MEMORY,
     TENSORS,
     TIMES,
@@ -81,9 +83,11 @@ class RunStatistics:
         # The number of warm-up steps is known only at the end: keep the first three apart.
         self._first: list[_Sums] = []
         self._rest = _Sums()
-        self._quality: dict[str, Event] = {}  # the latest of each split
+        # The latest of each split: scores, and how they were made.
+        self._quality: dict[str, tuple[dict[str, float | None], dict[str, str], int]] = {}
         self._privacy: dict[str, Any] | None = None
         self._memory: dict[int, dict[str, Any]] = {}  # by rank
+        self._refused: dict[str, int] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
@@ -94,7 +98,7 @@ class RunStatistics:
 
     def feed(self, event: Event) -> StepTotals | None:
         """Returns the totals of a step if this event completes it, else None."""
-        if (at_s := event.get("t")) is not None:
+        if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
             if event["event"] == "phase" and event.get("name") == "loading" and event["rank"] == 0:
                 self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
@@ -119,8 +123,11 @@ class RunStatistics:
             self.num_resumes += 1
             self.num_steps_done_twice += event.get("steps_again", 0)
             self._lost_s += event.get("lost_s", 0.0)
+        if event["event"] == "refused_reports":
+            self._refused[str(event["sender"])] = int(event["num"])
         if event["event"] == "quality":
-            self._quality[event["split"]] = event
+            signature, step = dict(event.get("signature") or {}), int(event["step"])
+            self._quality[event["split"]] = _scores(event["values"]), signature, step
         if event["event"] == "memory":
             kept = {"rank", "cloud", *MEMORY} & event.keys()
             self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
@@ -141,6 +148,8 @@ class RunStatistics:
     ) -> Summary:
         """status: "finished", "failed" or "stopped"; commit: None asks git now."""
         num_left_out = num_warmup_steps(self.num_steps)
+        none: tuple[dict[str, float | None], dict[str, str], int] = {}, {}, self.num_steps
+        test, signatures, at_step = self._quality.get("test", none)
         timed = _Sums.of([*self._first[num_left_out:], self._rest])
         every = _Sums.of([*self._first[:num_left_out], timed])
         step_s = sorted(self._step_s[num_left_out:])
@@ -154,7 +163,7 @@ class RunStatistics:
             "commit": project_commit() if commit is None else commit,
             "profile": profile,
             "final_loss": _rounded(self.final_loss, 6),
-            "quality": self._quality_of("test"),
+            "quality": test,
             "step_time_s": {
                 "median": _rounded(statistics.median(step_s), 6) if step_s else None,
                 "p90": _rounded(_percentile(step_s, 0.9), 6),
@@ -171,14 +180,14 @@ class RunStatistics:
             "sync_s": timed.mean_s("sync_s"),
             "link_utilisation": timed.link_utilisation(),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
-            "dev_quality": self._quality_of("dev"),
+            "dev_quality": self._quality.get("dev", none)[0],
             "num_resumes": self.num_resumes,
             "num_steps_done_twice": self.num_steps_done_twice,
             "goodput": self._goodput(),
             "num_lost_checkpoints": len(self._lost_checkpoints),
             "privacy": self._privacy,
             "lost_files": list(self.lost_files),
-            "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
+            "signatures": signatures,
             "started_at": self._started_at(),
             "wall_s": self._wall_s(),
             "xcloud_version": __version__,
@@ -193,9 +202,10 @@ class RunStatistics:
             }
         if self._switches:
             summary["autopilot"] = list(self._switches)
+        if self._refused:
+            summary["refused_reports"] = dict(self._refused)
         if cause is not None:
             summary["cause"] = cause
-        at_step = self._quality.get("test", {}).get("step", self.num_steps)
         if at_step < self.num_steps:
             summary["quality_at_step"] = at_step
         return summary
@@ -213,10 +223,6 @@ class RunStatistics:
             self._rest.count(totals)
         self._step_s.append(totals.step_s)
 
-    def _quality_of(self, split: str) -> dict[str, float | None]:
-        values = self._quality.get(split, {}).get("values", {})
-        return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
-
     def _started_at(self) -> str | None:
         if self._started_at_s is None:
             return None
@@ -233,6 +239,10 @@ class RunStatistics:
     def _goodput(self) -> float | None:
         elapsed_s = self._elapsed_s()
         return round(1 - self._lost_s / elapsed_s, 4) if elapsed_s else None
+
+
+def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
 
 
 def num_warmup_steps(num_steps: int) -> int:

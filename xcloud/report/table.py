@@ -134,6 +134,9 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "updates skipped", str(num_skipped), "loss or gradient not finite"
     if lost := summary.get("lost_event_lines"):
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if refused := summary.get("refused_reports"):
+        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
+        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
     if merges := summary.get("merges"):

@@ -31,12 +31,13 @@ from typing import Any, Protocol
 
 from xcloud.comm.memory import State, Stateful, states_of
 from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
-from xcloud.errors import LinkError
+from xcloud.errors import FrameError, LinkError
 from xcloud.parallel.control import Word
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Checkpoints
 
+_MOST_OPEN = 16  # checkpoints of which a rank may tell before all have
 _NICENESS = 10  # of the thread that writes
 
 
@@ -346,6 +347,8 @@ class Checkpointer:
         news = News(code)
         if news is News.STOP:
             self._stop = True
+        elif self.rank == 0 and news in (News.EVERY, News.AGREED, News.LOST):
+            raise FrameError(f"rank {peer} tells rank 0 what rank 0 decides of checkpoint {step}")
         elif news is News.EVERY:
             self._every = step
         elif news is News.AGREED:
@@ -369,6 +372,8 @@ class Checkpointer:
         with self._lock:
             heard = self._heard.setdefault(step, {})
             heard[peer] = news
+            if sum(peer in who for who in self._heard.values()) > _MOST_OPEN:
+                raise FrameError(f"rank {peer} tells of more than {_MOST_OPEN} open checkpoints")
             if not self._expected.get(step, frozenset({-1})) <= heard.keys():
                 return {}
             # Every rank tells of its steps in their order: of earlier ones nothing more will come.

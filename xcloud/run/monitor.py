@@ -307,10 +307,21 @@ def main(words: Sequence[str] | None = None) -> int:
         monitor = monitor_of(arguments.run_dir, arguments.experiment)
     except XcloudError as error:
         sys.exit(f"xcloud: {error}")
-    monitor.start(arguments.again)
-    essential = monitor.experiment.essential_ranks
-    record = arguments.run_dir / "rank0.wire.json"  # its last file, when all its links have closed
-    while os.getppid() == arguments.parent and not record.exists():
+    try:
+        return _follow(monitor, arguments.parent, arguments.again)
+    except Exception as error:  # without a summary the run would seem to go on
+        log.exception("the monitor of %s has failed", arguments.run_dir)
+        failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
+        cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
+        write_summary(arguments.run_dir / SUMMARY_FILE, {**failed, "cause": cause})
+        return 1
+
+
+def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
+    monitor.start(is_again)
+    essential, run_dir = monitor.experiment.essential_ranks, monitor.run_dir
+    record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
+    while os.getppid() == parent and not record.exists():
         if not essential - monitor.finished_ranks:
             break
         monitor.poll()
@@ -318,16 +329,16 @@ def main(words: Sequence[str] | None = None) -> int:
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
-    while os.getppid() == arguments.parent and not record.exists():
+    while os.getppid() == parent and not record.exists():
         if time.monotonic() > give_up_at_s:
             break
         time.sleep(0.1)
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
-    cause = first_failure(arguments.run_dir, lost[0]) if lost else None
+    cause = first_failure(run_dir, lost[0]) if lost else None
     if monitor.is_stopped and cause is None:
         cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C); the same command goes on"
     monitor.finish(cause, monitor.is_stopped and not lost)
-    print(arguments.run_dir / SUMMARY_FILE)
+    print(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
@@ -22,6 +21,7 @@ from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
 from xcloud.run.changes import Changes
 from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.run.ends import OnReport
 from xcloud.run.resume import Holder
 from xcloud.run.turns import Turns
 from xcloud.training.settings import Checkpoints
@@ -47,7 +47,7 @@ class RankContext(Generic[JobT]):
     run_dir: Path
     device: torch.device
     reporter: Reporter
-    on_report: Callable[[Frame], None]
+    on_report: OnReport
     verdict: Verdict
     holder: Holder
     asked: StopSignal

@@ -46,7 +46,7 @@ from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.privacy import CloudPrivacy
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
-from xcloud.training.trainer import Trainer
+from xcloud.training.trainer import Trainer, Work
 
 
 class StageRank(Role[Experiment]):
@@ -143,8 +143,9 @@ class StageRank(Role[Experiment]):
         for stage, dealer in self._dealers.items():
             dealer.rest(stages[stage])
         local = LocalTraining(
-            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter
-        )
+            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter,
+            Work(job.training.batch_size, 2.0 * job.training.batch_size * job.task.max_length),
+        )  # fmt: skip
         guard = AveragingGuard(
             privacy if isinstance(privacy, CloudPrivacy) else None,
             averaged.received if averaged is not None else None,

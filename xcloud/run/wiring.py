@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
 from xcloud.cluster.link_end import ReceivingEnd
@@ -56,7 +55,7 @@ from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.control_wiring import join_control, join_control_of, join_sums
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
@@ -158,7 +157,7 @@ def wire(
     device: torch.device,
     clock: StepClock,
     run_dir: Path,
-    on_report: Callable[[Frame], None],
+    on_report: OnReport,
     schedule: Schedule,
     defences: Defences | None = None,
     *,
@@ -181,7 +180,7 @@ def wire(
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
-    sums = StageSums(ends.rank, layout.leaders(replica))
+    sums = StageSums(ends.rank, layout.leader_of(replica))
     wiring = Wiring(ends, sums, is_elastic=is_elastic)
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
@@ -303,8 +302,9 @@ class _BorderBuilder:
             kept = wiring.ports[self.stage].kept.get(peer)
             channel_of = ReceiveChannel if kept is None else partial(KeepingChannel, kept)
             received = channel_of(
-                inlink, fields, codecs, self.clock, identity, self.device, overdue_s
-            )
+                inlink, fields, codecs, self.clock, identity, self.device, overdue_s,
+                self.border.max_rows_per_sample,
+            )  # fmt: skip
             ins[peer] = wiring.channels[str(identity)] = received
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)

@@ -41,6 +41,7 @@ from xcloud.job.config import (
 )
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.intake import Intake
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
@@ -82,13 +83,14 @@ def live(
     cloud = layout.cloud_of(rank)
     is_resumed = has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
+    intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.
     reporter = Reporter(
         rank, cloud, events.append if events else lambda lines: role.report(lines), state
     )
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
-        events.append_frame if events else lambda frame: None, agreed.verdict,
+        intake.take if intake else lambda peer, frame: None, agreed.verdict,
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
@@ -131,7 +133,8 @@ def live(
         raise
     finally:
         context.turns.close()
-        if events is not None:
+        if events is not None and intake is not None:
+            intake.close()
             events.close()
         write_audit()
 
