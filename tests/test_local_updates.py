@@ -1,6 +1,7 @@
 """Local updates against the published algorithms, written out; and going on from a state."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from tests.local_replicas import (
     reference,
     run_together,
 )
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
 from xcloud.comm.quantize import BlockInt
 from xcloud.errors import ConfigError
@@ -30,6 +34,8 @@ from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.pace import Pace
+from xcloud.run.ends import Ends
+from xcloud.run.replica_wiring import ReplicaEnds
 
 
 def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
@@ -352,3 +358,45 @@ def test_bad_settings_are_named(settings: Any, message: str) -> None:
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"outer\.nesterov needs a momentum"):
         OuterOptimizer(1.0, 0.0)
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(5, 0), (5, 1), (5, 4), (4, 4), (2, 5)])
+def test_no_more_fragments_are_under_way_than_links_have_room_for(
+    fragments: int, overlap: int
+) -> None:
+    """At the last step too, at which all of them are merged: a replica that sent them all before
+    it read one would wait for room on the link, and so would its peer."""
+    settings = LocalUpdates(6, DILOCO, fragments=fragments, overlap=overlap)
+    job = replicas(settings, 19)
+    most = 0
+    for replica in job:
+        start = replica.rounds._start
+
+        def counted(fragment: Any, step: int, own: Replica = replica, start: Any = start) -> None:
+            nonlocal most
+            start(fragment, step)
+            most = max(most, len(own.rounds._under_way))
+
+        replica.rounds._start = counted  # type: ignore[method-assign]
+    run_together(job, 19)
+
+    assert most == settings.most_under_way
+    assert equal(job[0].values, job[1].values)
+
+
+def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
+    """With 13 overlapping fragments each replica sends 13 before it reads the first."""
+    settings = LocalUpdates(14, MEAN, fragments=14, overlap=13)
+    clouds = {"a": Cloud(1, (0,), replica=0), "b": Cloud(1, (0,), replica=1)}
+    layout = ClusterLayout(clouds, "free", link_budget_bytes=1)
+    world, part = MemoryWorld(), torch.zeros(100_000, dtype=torch.uint8)
+    links = [
+        ReplicaEnds(Ends(world.transport(rank), layout, tmp_path), layout, torch.device("cpu"))
+        for rank in range(2)
+    ]
+    for own in links:
+        own.open(100_100, under_way=settings.most_under_way)
+    room = links[1]._in[0]._settings.window.max_queued_bytes
+
+    links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)
+    assert room >= 13 * links[0]._out[1].stats.num_bytes[Kind.AVERAGING]

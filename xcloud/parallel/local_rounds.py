@@ -161,9 +161,9 @@ class LocalRounds:
         for fragment in self._fragments:
             if is_last or (step % settings.every == fragment.offset):
                 self._start(fragment, step)
-        if is_last or not settings.overlap:
-            for fragment in self._under_way:
-                self._finish(fragment, 0.0 if is_last else settings.mix)
+                # One after the other: links have room for those of `overlap`, not for all.
+                if is_last or not settings.overlap:
+                    self._finish(fragment, 0.0 if is_last else settings.mix)
         self._pace.end_step(step)
         if is_last:
             self._after_last(step)

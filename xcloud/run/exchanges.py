@@ -98,7 +98,7 @@ def _join_averaging(
         if is_dealt
         else AcrossClouds(trained, lanes, replicas.num_shares, *others)
     )
-    replicas.open(across.max_bytes)
+    replicas.open(across.max_bytes, under_way=1 + settings.delay)
     check.compare(0)
     return across.exchanges
 

@@ -108,7 +108,7 @@ def join_local_updates(
             check.compare,
         )  # fmt: skip
         longest = max((averager.max_bytes for averager in averagers), default=0)
-        replicas.open(longest, settings.wait_s)
+        replicas.open(longest, settings.wait_s, settings.most_under_way)
         check.compare(0)
     inside = {stage: AllReduce(lanes) for stage in stages}
     training.is_idle = rounds.is_idle
