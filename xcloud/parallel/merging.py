@@ -145,11 +145,16 @@ def check_robust(merge: object) -> None:
 
 def check_merge(merge: Merge, num_replicas: int) -> None:
     """Raise ConfigError if so few replicas cannot outvote a bad one."""
-    if isinstance(merge, Robust) and num_replicas < merge.needs:
+    if isinstance(merge, Robust) and not can_merge(merge, num_replicas):
         raise ConfigError(
             f"{merge} needs {merge.needs} replicas or more to bear a bad one, got {num_replicas}: "
             "of two that differ nobody can tell which is bad. Use the mean, or more clouds"
         )
+
+
+def can_merge(merge: Merge, num_contributions: int) -> bool:
+    """Whether so many can outvote a bad one, where that is asked for."""
+    return not isinstance(merge, Robust) or num_contributions >= merge.needs
 
 
 def _sum(contributions: Sequence[Contribution], weights: Sequence[float]) -> list[Tensor]:

@@ -105,7 +105,7 @@ def join_local_updates(
 
         rounds = LocalRounds(
             settings, trained, lanes, replicas.num_shares, averager, last_step, samples, pace,
-            check.compare,
+            check.compare, training.reporter.note,
         )  # fmt: skip
         longest = max((averager.max_bytes for averager in averagers), default=0)
         replicas.open(longest, settings.wait_s, settings.most_under_way)
