@@ -127,7 +127,7 @@ class StepClock:
 
     def _add(self, span: Span) -> None:
         name = SUM_OF[span.what]
-        setattr(self, name, getattr(self, name) + span.ended_at_s - span.started_at_s)
+        setattr(self, name, getattr(self, name) + (span.ended_at_s - span.started_at_s))
         if self._spans is not None:
             self._spans.append(span)
 
