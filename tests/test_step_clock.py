@@ -28,7 +28,7 @@ def test_every_span_is_counted_in_its_sum_and_nowhere_else() -> None:
     for name in ("compute_s", "codec_s", "waiting_s", "sync_s"):
         spans = [span for span in recorded.spans if SUM_OF[span.what] == name]
         seconds = sum(span.ended_at_s - span.started_at_s for span in spans)
-        assert getattr(clock, name) == pytest.approx(seconds, abs=1e-12) and seconds > 0
+        assert getattr(clock, name) == seconds > 0
     assert step_s == recorded.ended_at_s - recorded.started_at_s
 
 
