@@ -134,8 +134,8 @@ class StepClock:
 
 def _event() -> Any:
     """On the current stream: when all work given to it before is done."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
     return event
 
 
