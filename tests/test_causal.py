@@ -35,6 +35,7 @@ from xcloud.models.split_point import Split
 from xcloud.parallel.sharding import whole
 from xcloud.run.export import export_stage, fill
 from xcloud.training.memory_meter import SavedTensors
+from xcloud.training.settings import autocast_for
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
 PACKED = [[words(5, 4), words(4, 5)], [words(2, 6), words(1, 7), words(3, 8)]]
@@ -164,6 +165,18 @@ def test_tied_words_at_two_ends_are_refused_where_they_would_be_trained_apart_un
     assert untied[0].network.model.embed_tokens.weight.requires_grad
     assert untied[1].network.lm_head.weight.requires_grad
     assert untied[1].architecture["config"]["tie_word_embeddings"] is False
+
+
+def test_blocks_are_computed_again_in_bf16_too(tmp_path: Path) -> None:
+    """Whose attention on CPUs is not that of float32, in the backward no more than before."""
+    saved("llama", tmp_path)
+    model = trained(tmp_path, activation_checkpointing=True)
+    stages = [stage.train() for stage in build(model, 2, where(tmp_path))]
+    for samples in (UNEVEN, PACKED):
+        with autocast_for("bf16", torch.device("cpu"))():
+            loss = loss_of(stages, batch_of(*samples))
+        loss.backward()
+    assert any(p.grad is not None for stage in stages for p in stage.parameters())
 
 
 def test_one_stage_trains_tied_words_as_one(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.errors import ConfigError
 from xcloud.models.checkpoint import fetch, quiet
@@ -222,6 +224,13 @@ def block_number(config: Any, name: str) -> int | None:
     kind = KINDS[config.model_type]
     found = re.search(rf"{kind.base}\.{kind.blocks}\.(\d+)\.", name)
     return int(found[1]) if found else None
+
+
+def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For what is computed again in the backward: by the kernel of the forward, which the trainer
+    chooses for its precision."""
+    is_fused = torch.backends.cuda.flash_sdp_enabled()  # of CPUs too
+    return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
 
 
 def packed_places(types_BS: Tensor) -> Tensor:
