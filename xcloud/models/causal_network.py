@@ -229,7 +229,8 @@ def block_number(config: Any, name: str) -> int | None:
 def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """For what is computed again in the backward: by the kernel of the forward, which the trainer
     chooses for its precision."""
-    is_fused = torch.backends.cuda.flash_sdp_enabled()  # of CPUs too
+    # The switch is that of CPUs too.
+    is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
 
 
