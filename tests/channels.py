@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import BorderField, Message
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor

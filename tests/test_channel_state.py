@@ -21,10 +21,10 @@ from tests.channels import (
     stored,
 )
 from tests.codecs import COMPRESSORS
+from tests.in_process_link import InProcessLink
 from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel

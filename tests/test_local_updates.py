@@ -427,7 +427,7 @@ def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> No
 def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
     """Of a sum that overflowed, or of a peer that sends nonsense."""
     parameter = nn.Parameter(torch.ones(2))
-    values = Anchored([parameter], [[0]], RankGroup.alone(), DILOCO)
+    values = Anchored({"w": parameter}, [[0]], RankGroup.alone(), DILOCO)
     values.drop()
     values.move([torch.tensor([1.0, math.inf])])
     values.take()

@@ -124,8 +124,8 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
     event = {
-        "event": "step", "rank": 0, "cloud": "d", "step": 1, "step_s": 2.0, "taken": {"a": 1},
-        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
+        "event": "step", "rank": 0, "cloud": "d", "t": 9.0, "step": 1, "step_s": 2.0,
+        "taken": {"a": 1},        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
     }  # fmt: skip
     line.show(event)
     line.show(event | {"rank": 1, "line_s": {"b": 0.9}})

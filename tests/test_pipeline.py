@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from tests.in_process_link import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel

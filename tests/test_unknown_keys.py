@@ -22,6 +22,11 @@ def test_the_nearest_key_and_all_beside_it_are_named() -> None:
     assert hint("model.splot.rank=3").startswith("unknown setting 'model.splot'; did you mean")
 
 
+def test_a_key_that_has_no_value_yet_is_known() -> None:
+    wrong = hints(["model=transformer", "name=t", "task.num_train=200"], CONF)
+    assert [line.split("'")[1] for line in wrong] == ["task.num_train"]
+
+
 def test_each_wrong_key_has_a_line() -> None:
     wrong = hints(["+exp=abnet_iwslt", "trainin.batch_size=3", "model.spit=3"], CONF)
     assert [line.split("'")[1] for line in wrong] == ["trainin", "model.spit"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Rank:
     wiring: Wiring
     reporter: Reporter
     told: list[bytes]
+    strategy: Strategy = field(default_factory=Strategy)
 
     def state_dict(self) -> State:
         return states_of({"trainer": self.trainer, "channels": self.wiring})
@@ -109,7 +110,7 @@ def ranks(
             tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),
         )
         local.work = lambda: trainer.work
-        return Rank(trainer, wiring, local.reporter, told)
+        return Rank(trainer, wiring, local.reporter, told, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}

@@ -181,18 +181,6 @@ class ClusterLayout(Layout[Cloud]):
         stages = range(self.num_stages)
         return tuple(sorted({self.ranks_of(stage, replica)[0] for stage in stages}))
 
-    @property
-    def num_averaging_lines(self) -> int:
-        """Directions between two clouds in which replicas average a stage."""
-        together = {
-            (self.stage_cloud(stage, one), self.stage_cloud(stage, other))
-            for stage in range(self.num_stages)
-            for one in range(self.num_replicas)
-            for other in range(self.num_replicas)
-            if one != other
-        }
-        return len(together)
-
     def min_micro_batches(self) -> int:
         """Fewer micro-batches than this leave a rank without work."""
         return max(

@@ -8,7 +8,9 @@ read once a step: to wait for the device after each span would cost what it meas
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -56,8 +58,8 @@ class StepClock:
     """Seconds of one rank in one step, by kind of work.
 
     record_from: from this step on, spans are kept in `recorded` and messages in `messages`; meant
-    for the last few steps of a run, as nothing is ever dropped. None records nothing. What happens
-    between steps (evaluation) is never recorded.
+    for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
+    begins where the one before ended, but for what was `paused` (an evaluation).
     slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
     end (emulates a slow device; a GPU is waited for then).
     device: where this rank computes.
@@ -72,6 +74,7 @@ class StepClock:
         self.slowdown = slowdown
         self._gpu = device if device.type == "cuda" else None
         self._began: Any = None  # the event at the beginning of a step; None: host times
+        self._began_at_s = 0.0
         self._unread: list[tuple[What, Any, Any, Place]] = []
         self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
         self.place = NOWHERE  # set by the pipeline before each action
@@ -79,22 +82,23 @@ class StepClock:
         self.messages = MessageLog(record_from) if record_from is not None else None
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
+        self._ended_at_s: float | None = None  # the step before, and what was paused since
 
     def begin_step(self, step: int) -> None:
-        self._step, self._started_at_s = step, time.monotonic()
+        self._step, self._started_at_s = step, self._ended_at_s or time.monotonic()
         self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
             self._spans = []
         if self._gpu is not None and self.slowdown == 1:
-            self._began = _event()
+            self._began, self._began_at_s = _event(), time.monotonic()
 
     def settle(self) -> None:
         """Count the spans so far. Waits for a GPU."""
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
         for what, *ends, place in self._unread:
-            start, end = (self._started_at_s + self._began.elapsed_time(e) / 1e3 for e in ends)
+            start, end = (self._began_at_s + self._began.elapsed_time(e) / 1e3 for e in ends)
             self._add(Span(what, start, end, place))
         self._unread.clear()
 
@@ -102,13 +106,23 @@ class StepClock:
         """Returns the step's seconds."""
         self.settle()
         self._began = None
-        ended_at_s = time.monotonic()
+        self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
                 RecordedStep(self._step, self._started_at_s, ended_at_s, self._spans)
             )
             self._spans = None
         return ended_at_s - self._started_at_s
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps: the block's time belongs to neither."""
+        started_at_s = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._ended_at_s is not None:
+                self._ended_at_s += time.monotonic() - started_at_s
 
     def during(self, what: What) -> _During:
         """`with clock.during("forward"):` counts the block's time. Blocks do not nest: a moment is

@@ -155,6 +155,11 @@ class Job(ABC):
         """Seconds after which lost ranks that the run can do without begin again; None: never."""
         return None
 
+    def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
+        """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
+        ranks hold; None for a kind of job that has no such names."""
+        return None
+
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Ranks that must leave before the start so that the run can do without `ranks`, which
         they include; empty if it cannot."""

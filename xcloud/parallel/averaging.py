@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.memory import State, Stateful, load_states, split_state, states_of
+from xcloud.comm.memory import MEMORY, State, Stateful, load_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError
 from xcloud.parallel.mailbox import Mailbox
@@ -32,6 +32,7 @@ MakeCodec = Callable[[Mapping[str, torch.Size]], TensorCodec]
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Told of a contribution of another replica: step, replica, its decoded tensors by name."""
 _WEIGHT = TensorSpec((1,), torch.float64)
+_UNDER_WAY = f"{MEMORY}.under_way"
 _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
@@ -114,7 +115,7 @@ class _Averager(ABC):
             weight = torch.tensor([under_way.weight], dtype=torch.float64)
             sent = {"weight": (weight,), **under_way.sent}
             state |= {
-                f"under_way.{step}.{name}.{i}": part
+                f"{_UNDER_WAY}.{step}.{name}.{i}": part
                 for name, parts in sent.items()
                 for i, part in enumerate(parts)
             }
@@ -122,10 +123,10 @@ class _Averager(ABC):
 
     def load_state_dict(self, state: State) -> None:
         """Restores, and sends again what was under way."""
-        under_way = {n: value for n, value in state.items() if n.startswith("under_way.")}
+        under_way = {n: value for n, value in state.items() if n.startswith(_UNDER_WAY)}
+        steps = {n.removeprefix(f"{_UNDER_WAY}."): value for n, value in under_way.items()}
         load_states(self._codecs, state, "an averager", own=under_way)
         self._steps = {}
-        steps = split_state(under_way, ("under_way",), "an averager")["under_way"]
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
         numbers = sorted({name.partition(".")[0] for name in steps}, key=int)
         for number, parts in split_state(steps, numbers, "messages under way").items():

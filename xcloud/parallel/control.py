@@ -33,7 +33,7 @@ _NORMS = (
 )
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
-_CHECKPOINT = ("how far a rank is with its part of a checkpoint uint8",)
+_CHECKPOINT = ("how far a rank is with its part of a checkpoint, or how often to save uint8",)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 

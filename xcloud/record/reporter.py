@@ -142,7 +142,7 @@ class Reporter:
             "event": event,
             "rank": self._rank,
             "cloud": self._cloud,
-            "t": round(time.time(), 3),
+            "t": round(time.time(), 6),
         }
         self.contents.setdefault(event, set()).update(head, fields)
         if self._state is not None:

@@ -172,11 +172,10 @@ def make_end(
     watch: Watch | None,
 ) -> tuple[Hub | Member, int]:
     """Of a cloud's first rank, and the bytes of its longest message."""
-    trained = list(parameters.values())
     shapes = {name: p.shape for name, p in parameters.items()}
-    values = Anchored(trained, [range(len(trained))], RankGroup.alone(), settings.outer)
+    values = Anchored(parameters, [range(len(shapes))], RankGroup.alone(), settings.outer)
     ends = Ends(values, new_codec(shapes, "change"), new_codec(shapes, "merged"), links)
-    num_bytes = sum(p.numel() * p.element_size() for p in trained)
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
     longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes, ends.codec.max_bytes)
     if links.replica != HUB:
         return Member(ends), longest

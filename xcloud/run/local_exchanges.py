@@ -35,6 +35,7 @@ class LocalTraining:
         update that was made last. is_idle: whether this rank's replica leaves out a step.
     rejoin: in a cloud that begins in a run that goes on, takes the values of the first one and
         returns the step at which that is. welcome: in the first one, after that step, gives them.
+    compare: raises ReplicasDiffer, after a step that leaves all replicas equal.
     """
 
     last_step: int
@@ -45,6 +46,7 @@ class LocalTraining:
     is_idle: Callable[[int], bool] = lambda step: False
     rejoin: Callable[[], int] = lambda: 0
     welcome: Callable[[int], None] = lambda step: None
+    compare: Callable[[int], None] = lambda step: None
 
 
 def join_local_updates(
@@ -110,6 +112,7 @@ def join_local_updates(
         longest = max((averager.max_bytes for averager in averagers), default=0)
         replicas.open(longest, settings.wait_s, settings.most_under_way)
         check.compare(0)
+        training.compare = check.compare
     inside = {stage: AllReduce(lanes) for stage in stages}
     training.is_idle = rounds.is_idle
     return local_exchanges(inside, rounds)

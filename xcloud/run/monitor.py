@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
@@ -55,19 +55,18 @@ log = logging.getLogger(__name__)
 
 
 def statistics_of(job: Job) -> RunStatistics | OneWayStatistics:
-    bandwidth = job.cluster.bandwidth_bits_per_s
     if not isinstance(job, OneWayExperiment):
-        return RunStatistics(job.cluster.num_ranks, bandwidth)
+        return RunStatistics(job.cluster.num_ranks)
     layout = job.cluster
     num_consumers = 1 if layout.form == "local" else layout.num_consumers
     shares = dict(zip(layout.producers, layout.shares, strict=True))
     lanes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-    return OneWayStatistics(num_consumers, shares, lanes, bandwidth)
+    return OneWayStatistics(num_consumers, shares, lanes)
 
 
 def progress_of(job: Job) -> ProgressLine:
     line = OneWayProgressLine if isinstance(job, OneWayExperiment) else ProgressLine
-    return line(job.max_steps, job.cluster.bandwidth_bits_per_s)
+    return line(job.max_steps)
 
 
 class Monitor:
@@ -84,6 +83,7 @@ class Monitor:
         self._shows = True
         self.finished_ranks: set[int] = set()
         self.is_stopped = False  # ended before its time, as it was asked to
+        self.trains = False  # the ranks of this attempt have what they go on from
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
@@ -101,6 +101,9 @@ class Monitor:
             experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
             experiment.max_steps, prepared_view(),
         )  # fmt: skip
+        if not is_again:  # what an earlier attempt ended with is not the end of this one
+            self.trains = False
+            (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         experiment.tracker.start(run)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
@@ -153,6 +156,10 @@ class Monitor:
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+        if event["event"] in ("resume", "phase"):
+            self.trains = event.get("name") == "training" or (
+                self.trains and event["event"] == "phase"
+            )
         totals = self._statistics.feed(event)
         if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])
@@ -274,7 +281,7 @@ class Monitor:
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
     config = read_config(file)
-    return Monitor(job_from_config(config), flatten(config), run_dir)
+    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
 
 
 def first_failure(run_dir: Path, rank: int) -> str:

@@ -37,7 +37,14 @@ from xcloud.comm.channel import (
 )
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.kept_rows import KeepingChannel, KeptSamples
-from xcloud.comm.memory import State, join_states, split_state
+from xcloud.comm.memory import (
+    MEMORY,
+    State,
+    join_states,
+    load_states,
+    split_state,
+    states_of,
+)
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
@@ -88,6 +95,7 @@ class Wiring:
 
     @property
     def wan_stats(self) -> list[LinkStats]:
+        """Of the links in the order of `wan_records`."""
         return [link.stats for link in self.ends.wan_outs]
 
     @property
@@ -101,12 +109,12 @@ class Wiring:
 
     def state_dict(self) -> State:
         """What the channels carry from step to step; links and counters begin anew."""
-        return join_states({name: end.state_dict() for name, end in self.channels.items()})
+        return join_states({MEMORY: states_of(self.channels)})
 
     def load_state_dict(self, state: State) -> None:
         """The state of the same rank in the same experiment; ValueError otherwise."""
-        for name, part in split_state(state, self.channels, "a rank's channels").items():
-            self.channels[name].load_state_dict(part)
+        own = split_state(state, (MEMORY,), "a rank's channels")[MEMORY]
+        load_states(self.channels, own, "a rank's channels")
 
     def alive(self) -> AbstractContextManager[object]:
         """While the block lasts the other ranks are told that this one lives."""

@@ -26,12 +26,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
+from xcloud.job.config import (
+    EXPERIMENT_FILE,
+    job_from_config,
+    plain_settings,
+    read_config,
+    shared_job,
+)
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import RankState
@@ -159,13 +166,10 @@ def _join(job: Job, rank: int, run_dir: Path, lifeline: Lifeline | None) -> None
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
     elif num_ranks > 1:
-        meeting_point = f"file://{run_dir.resolve() / 'rendezvous'}"
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
         dist.init_process_group(
-            "gloo",
-            init_method=meeting_point,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=_SETUP_TIMEOUT,
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
         )
 
 
@@ -258,10 +262,12 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         _set_threads()
         config = read_config(file)
-        job = job_from_config(config)
+        # The launcher of this machine has composed or checked what it gives its ranks.
+        job = shared_job(config, run_dir) if under_torchrun else job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
+        held = holder.table()  # reads whole files: before the others wait for this rank
         if under_torchrun:
             lifeline = Lifeline(
                 rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
@@ -269,11 +275,10 @@ def main(words: Sequence[str] | None = None) -> None:
                 partial(is_needed, job, rank) if job.is_elastic else bool,
             )  # fmt: skip
         if job.is_elastic:
-            table = holder.table()
-            transport, agreed = elastic.join(job, settings, rank, run_dir, table, lifeline)
+            transport, agreed = elastic.join(job, settings, rank, run_dir, held, lifeline)
         else:
             _join(job, rank, run_dir, lifeline)
-            agreed = agree(job, settings, rank, holder.table())
+            agreed = agree(job, settings, rank, held)
         if under_torchrun:
             _check_started(job)
             _check_unfinished(job, run_dir)

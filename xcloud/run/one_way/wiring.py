@@ -139,7 +139,7 @@ class ConsumerWiring:
         if self.peers_out:
             send_news(self.peers_out[0], step, code)
         elif peer < self.cloud.num_lanes:
-            self.agreed_step = step
+            self.agreed_step = step if code == News.AGREED else self.agreed_step
         else:
             (source,) = (source for source, rank in self.rank_of.items() if rank == peer)
             send_news(self.out[source], step, code)
