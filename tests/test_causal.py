@@ -4,6 +4,7 @@ gradients only where they are needed."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,17 @@ from tests.causal_models import (
     where,
     words,
 )
+from tests.peak_bytes import PeakBytes
 from xcloud.errors import ConfigError, DataError
 from xcloud.models import causal_weights
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere
+from xcloud.models.causal_network import Elsewhere, attention_masks, words_of
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
+from xcloud.parallel.sharding import whole
+from xcloud.run.export import export_stage, fill
 from xcloud.training.memory_meter import SavedTensors
+from xcloud.training.settings import autocast_for
 
 UNEVEN = [[words(9, 1)], [words(4, 2)], [words(1, 3)]]
 PACKED = [[words(5, 4), words(4, 5)], [words(2, 6), words(1, 7), words(3, 8)]]
@@ -162,12 +167,52 @@ def test_tied_words_at_two_ends_are_refused_where_they_would_be_trained_apart_un
     assert untied[1].architecture["config"]["tie_word_embeddings"] is False
 
 
+def test_blocks_are_computed_again_in_bf16_too(tmp_path: Path) -> None:
+    """Whose attention on CPUs is not that of float32, in the backward no more than before."""
+    saved("llama", tmp_path)
+    model = trained(tmp_path, activation_checkpointing=True)
+    stages = [stage.train() for stage in build(model, 2, where(tmp_path))]
+    for samples in (UNEVEN, PACKED):
+        with autocast_for("bf16", torch.device("cpu"))():
+            loss = loss_of(stages, batch_of(*samples))
+        loss.backward()
+    assert any(p.grad is not None for stage in stages for p in stage.parameters())
+
+
 def test_one_stage_trains_tied_words_as_one(tmp_path: Path) -> None:
     saved("llama", tmp_path, tie_word_embeddings=True)
     [stage] = build(trained(tmp_path, lora=None), 1, where(tmp_path))
     assert stage.network.model.embed_tokens.weight is stage.network.lm_head.weight
     [untied] = build(trained(tmp_path, lora=None, embeddings="untie"), 1, where(tmp_path))
     assert untied.network.model.embed_tokens.weight is not untied.network.lm_head.weight
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind: str) -> None:
+    saved(kind, tmp_path, tie_word_embeddings=True)
+    [stage], [other] = (
+        build(trained(tmp_path, lora=None), 1, where(tmp_path / name)) for name in ("a", "b")
+    )
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(1.0)
+    no_tokenizers = SimpleNamespace(save_tokenizers=lambda folder: None)
+    path = export_stage(tmp_path, 0, stage, whole(stage.exported(), True), no_tokenizers)
+    fill(other, path)
+
+    assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))
+    assert words_of(other.network) is other.network.lm_head.weight
+
+
+def test_the_mask_of_a_long_text_is_none_or_its_float32_and_little_more(tmp_path: Path) -> None:
+    network = saved("llama", tmp_path)
+    network.config._attn_implementation = "sdpa"
+    alone, packed = torch.arange(1024)[None], torch.arange(512).repeat(2)[None]
+    assert attention_masks(network.config, alone) is None
+    with PeakBytes() as bytes_:
+        mask = attention_masks(network.config, packed)
+    assert isinstance(mask, torch.Tensor) and mask.nbytes == 4 * 1024**2
+    assert bytes_.peak < 5.5 * 1024**2  # one byte a pair, while it is made
 
 
 @pytest.mark.parametrize(

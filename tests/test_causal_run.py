@@ -26,6 +26,7 @@ SMALL = [
     "task.tokenizer.vocab_size=400", "task.max_length=64", "model.own.hidden=32",
     "model.own.num_texts=200", "model.own.feed_forward=64", "model.own.pretraining.steps=30",
     "model.lora.dropout=0.1", "training.optimizer.warmup_steps=1",
+    "training.precision=fp32",  # as the bounds; auto may be bf16
 ]  # fmt: skip
 PROMPTS = ["Ana", "The doctor has"]
 

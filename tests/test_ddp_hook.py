@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
 from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging
 from xcloud.parallel.merging import Median
@@ -122,6 +124,27 @@ def test_without_compression_it_is_the_mean_and_equal_in_all_ranks() -> None:
     robust = Job(3, Nothing(), merge=Median()).step(1, FIRST)
     medians = [torch.stack([gradient(1, r, n) for r in range(3)]).median(0) for n in range(4)]
     assert same_bits([robust[0], [m.values for m in medians]])
+
+
+def test_a_mean_holds_one_decoded_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 ranks all of them would be 64 gradients."""
+    monkeypatch.setattr("xcloud.parallel.ddp_hook.dist", Ranks(64))
+    alive, most = weakref.WeakSet[Tensor](), list[int]()
+
+    def decode(codec: TensorCodec, parts: Any, plain: Any = TensorCodec.decode) -> list[Tensor]:
+        found = [tensor.clone() for tensor in plain(codec, parts)]
+        for tensor in found:
+            alive.add(tensor)
+        most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(TensorCodec, "decode", decode)
+    found = Job(64, Nothing()).step(1, [[3, 2, 1, 0]])
+    mean = [torch.stack([gradient(1, r, n) for r in range(64)]).mean(0) for n in range(4)]
+
+    assert len(most) == 64 * 64 and max(most) <= 2 * len(SHAPES)
+    for merged, expected in zip(found[0], mean, strict=True):
+        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("ranks")

@@ -100,6 +100,15 @@ def test_the_gradient_goes_through_the_clip() -> None:
     torch.testing.assert_close(rows.grad, torch.zeros(1, 2), atol=1e-6, rtol=0)
 
 
+def test_what_no_clip_touches_has_the_gradient_of_what_was_sent() -> None:
+    """The longest row too, whose norm is the default clip itself."""
+    rows, passed = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+    sent = GaussianNoise(1.0, 0.0).protect(rows, None, None, chance())
+    sent.backward(passed)
+
+    assert torch.equal(sent, rows) and torch.equal(rows.grad, passed)
+
+
 def test_max_norm_gives_every_sample_the_longest_norm_in_the_mean_and_keeps_its_line() -> None:
     rows = torch.randn(10, 6, generator=drawn(1))
     rows[3] = 0  # the sample of one row has no direction

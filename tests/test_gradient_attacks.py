@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.gradient_leaks.gradient_matching import (
+    gradient_distance,
+    improve_by_swaps,
+    match_gradients,
+    nearest_words,
+    soft_word_gradients,
+)
 from tests.causal_models import WIDTH, WORDS, words
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
@@ -20,13 +27,6 @@ from xcloud.security.gradient_attacks import (
     f1_of_sets,
     raised_words,
     rouge,
-)
-from xcloud.security.gradient_matching import (
-    gradient_distance,
-    improve_by_swaps,
-    match_gradients,
-    nearest_words,
-    soft_word_gradients,
 )
 
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it

@@ -1,6 +1,8 @@
 """Local updates against the published algorithms, written out; and going on from a state."""
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +25,20 @@ from tests.local_replicas import (
     reference,
     run_together,
 )
+from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
 from xcloud.comm.quantize import BlockInt
 from xcloud.errors import ConfigError
+from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.pace import Pace
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.ends import Ends
+from xcloud.run.replica_wiring import ReplicaEnds
 
 
 def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
@@ -352,3 +361,76 @@ def test_bad_settings_are_named(settings: Any, message: str) -> None:
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"outer\.nesterov needs a momentum"):
         OuterOptimizer(1.0, 0.0)
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(5, 0), (5, 1), (5, 4), (4, 4), (2, 5)])
+def test_no_more_fragments_are_under_way_than_links_have_room_for(
+    fragments: int, overlap: int
+) -> None:
+    """At the last step too, at which all of them are merged: a replica that sent them all before
+    it read one would wait for room on the link, and so would its peer."""
+    settings = LocalUpdates(6, DILOCO, fragments=fragments, overlap=overlap)
+    job = replicas(settings, 19)
+    most = 0
+    for replica in job:
+        start = replica.rounds._start
+
+        def counted(fragment: Any, step: int, own: Replica = replica, start: Any = start) -> None:
+            nonlocal most
+            start(fragment, step)
+            most = max(most, len(own.rounds._under_way))
+
+        replica.rounds._start = counted  # type: ignore[method-assign]
+    run_together(job, 19)
+
+    assert most == settings.most_under_way
+    assert equal(job[0].values, job[1].values)
+
+
+def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
+    """With 13 overlapping fragments each replica sends 13 before it reads the first."""
+    settings = LocalUpdates(14, MEAN, fragments=14, overlap=13)
+    clouds = {"a": Cloud(1, (0,), replica=0), "b": Cloud(1, (0,), replica=1)}
+    layout = ClusterLayout(clouds, "free", link_budget_bytes=1)
+    world, part = MemoryWorld(), torch.zeros(100_000, dtype=torch.uint8)
+    links = [
+        ReplicaEnds(Ends(world.transport(rank), layout, tmp_path), layout, torch.device("cpu"))
+        for rank in range(2)
+    ]
+    for own in links:
+        own.open(100_100, under_way=settings.most_under_way)
+    room = links[1]._in[0]._settings.window.max_queued_bytes
+
+    links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)
+    assert room >= 13 * links[0]._out[1].stats.num_bytes[Kind.AVERAGING]
+
+
+def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> None:
+    """The others' merge is as if it had done nothing, and it takes that."""
+    post, notes = Post(2), list[str]()
+    job = [Replica(r, post.links(r), LocalUpdates(3, MEAN), 6) for r in range(2)]
+    job[1].rounds._note = notes.append
+    run_together(job, 2)
+    with torch.no_grad():
+        next(job[1].module.parameters()).view(-1)[0] = math.nan
+    run_together(job, 3, 3)
+
+    expected = reference(1, [range(1, 4)], (1.0, 0.0, False), [1.0])
+    assert furthest(job[0].values, expected) < 1e-6
+    assert equal(job[0].values, job[1].values)
+    assert notes == [
+        "parameters were not finite at the merge of step 3: this replica goes back to the values "
+        "of the merge before and counts for nothing in this one"
+    ]
+
+
+def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
+    """Of a sum that overflowed, or of a peer that sends nonsense."""
+    parameter = nn.Parameter(torch.ones(2))
+    values = Anchored({"w": parameter}, [[0]], RankGroup.alone(), DILOCO)
+    values.drop()
+    values.move([torch.tensor([1.0, math.inf])])
+    values.take()
+
+    assert parameter.tolist() == [1.0, 1.0]
+    assert values.velocity[0].tolist() == [0.0, 0.0]

@@ -15,8 +15,9 @@ from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
+from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.phases import Compression
-from xcloud.comm.sparsify import TopK
+from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
@@ -85,6 +86,17 @@ def test_a_lossy_compressor_leaves_both_ends_equal_and_its_bytes_are_counted() -
         assert not torch.equal(found[0], ends(trained(LAYOUTS[name]))[0])
         links = [rank.wiring.tied for rank in job if rank.wiring.tied is not None]
         assert [link.raw_bytes for link in links] == [3 * 4 * D * D] * 2
+
+
+def test_the_tied_matrix_gets_the_compressor_of_embeddings() -> None:
+    chosen = PerTensor(TopK(0.5), embeddings=TopRows(0.2))
+    job = ranks(LAYOUTS["three clouds"], CLIPPED, Compression(averaging=chosen), toy=TiedToy)
+    codecs = [
+        rank.trainer.tied.averager._codecs["all"]  # type: ignore[union-attr]
+        for rank in job
+        if rank.wiring.tied is not None
+    ]
+    assert ["toprows(0.2)" in " ".join(codec.carries) for codec in codecs] == [True, True]
 
 
 def test_a_gradient_that_is_not_finite_at_one_end_is_skipped_at_both() -> None:

@@ -213,7 +213,6 @@ def test_an_emulated_link_delivers_a_window_in_each_round_trip(
 
     # One way, and two round trips more. Never early; how late is a matter of the machine's load.
     assert took_s[0] >= 0.05 and took_s[1] >= 0.25
-    assert took_s[0] < took_s[1]
 
 
 def test_a_link_whose_sending_thread_fails_says_so_to_whoever_sends(

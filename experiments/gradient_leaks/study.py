@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradient_matching import (
+    gradient_distance,
+    improve_by_swaps,
+    match_gradients,
+    nearest_words,
+    soft_word_gradients,
+)
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,13 +33,6 @@ from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network
 from xcloud.run.loading import load
 from xcloud.security.gradient_attacks import attack_layers, changed_rows, f1_of_sets, rouge
-from xcloud.security.gradient_matching import (
-    gradient_distance,
-    improve_by_swaps,
-    match_gradients,
-    nearest_words,
-    soft_word_gradients,
-)
 from xcloud.security.privacy import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"

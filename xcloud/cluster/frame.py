@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import FrameError
+from xcloud.errors import ConfigError, FrameError
 
 MAGIC = b"XCLD"
 VERSION = 1
+_MOST = 2**32 - 1  # of one axis, by the layout above
 _HEADER = struct.Struct("<4sBBBBIIIIQd")
 _CRC_OFFSET = 20
 _DELIVER_OFFSET = 32
@@ -110,7 +111,15 @@ class Frame(NamedTuple):
 
 
 def frame_bytes(specs: tuple[TensorSpec, ...]) -> int:
-    """Bytes of a frame that carries these parts, header included."""
+    """Bytes of a frame that carries these parts, header included. Raises ConfigError for parts
+    whose sizes it cannot tell."""
+    longest = max((size for spec in specs for size in spec.shape), default=0)
+    if longest > _MOST:
+        raise ConfigError(
+            f"a message would carry {longest:,} values in one part; the most is {_MOST:,}. Spread "
+            "them over more ranks of a cloud (cluster.clouds.NAME.num_ranks), or merge in parts "
+            "(strategy=streaming strategy.averaging.fragments=N)"
+        )
     descriptors = sum(2 + 4 * len(spec.shape) for spec in specs)
     return _HEADER.size + descriptors + sum(spec.num_bytes for spec in specs)
 

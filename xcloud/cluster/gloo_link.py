@@ -3,7 +3,8 @@
 Measured facts this file rests on (gloo, torch 2.13): a message leaves only when the peer has
 posted its receive, so receives are posted ahead (`window.py`); a receive may be longer than the
 message, so one buffer size serves all; a group per direction keeps the link full duplex. A buffer
-takes memory only as far as a message has ever filled it.
+takes memory only as far as a message has ever filled it; a long one is dropped after each message,
+so that averaging links, which are idle for most of a step, hold none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from xcloud.cluster.link_end import (
 from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 
 _TAGS = 1 << 30
+_REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
 _OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
@@ -133,6 +135,7 @@ class GlooOutLink(SendingEnd):
                 # It has taken it, or only its machine has: no word of a peer that gives its own.
                 if not settings.life.beats:
                     settings.life.note(slot.deliver_at_s if slot is not None else None)
+                del item, frame  # not held until the next message
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
         except Exception as error:  # a thread that dies in silence loses what is sent
@@ -181,7 +184,9 @@ class GlooInLink(ReceivingEnd):
                 buffer, work = posted.popleft()
                 work.wait()
                 frame = self._open(buffer)
-                spare.append(buffer)
+                if buffer.numel() <= _REUSED_BYTES:
+                    spare.append(buffer)
+                del buffer, work
                 if frame.key.kind is Kind.GOODBYE:
                     for _, rest in posted:  # as many goodbyes are sent as receives are posted
                         rest.wait()
@@ -189,6 +194,7 @@ class GlooInLink(ReceivingEnd):
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
                 self._deliver(frame)
+                del frame  # not held until the next message
         except LinkError as error:
             self._end(error)
         except RuntimeError as error:

@@ -11,6 +11,7 @@ from xcloud.errors import ConfigError
 _EMBEDDING = re.compile(
     r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"
 )
+_ROWS = re.compile(r"\[\d+:\d+\]$")
 
 
 class PerTensor:
@@ -47,7 +48,9 @@ class PerTensor:
                 ) from error
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """name: of the parameter, its module's name before it."""
+        """name: of the parameter, its module's name before it; rows of it that an average cuts
+        out, such as "…weight[0:64]", are called as the whole."""
+        name = _ROWS.sub("", name)
         for pattern, compressor in self.names.items():
             if re.search(pattern, name):
                 return compressor

@@ -1,7 +1,9 @@
 """How one rank's main thread spent a step: seconds by kind and, on request, span by span.
 Not a profiler: a span is one action of the pipeline's loop, never a kernel.
 
-All moments are time.monotonic(), which every process on a machine shares.
+All moments are time.monotonic(), which every process on a machine shares. On a GPU, whose work
+goes on after the call that began it has returned, a span's ends are events on its stream, and are
+read once a step: to wait for the device after each span would cost what it measures.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
 
 from xcloud.cluster.message_log import MessageLog
 
@@ -57,11 +61,21 @@ class StepClock:
     for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
     begins where the one before ended, but for what was `paused` (an evaluation).
     slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
-    end (emulates a slow device).
+    end (emulates a slow device; a GPU is waited for then).
+    device: where this rank computes.
     """
 
-    def __init__(self, record_from: int | None = None, slowdown: float = 1.0) -> None:
+    def __init__(
+        self,
+        record_from: int | None = None,
+        slowdown: float = 1.0,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self.slowdown = slowdown
+        self._gpu = device if device.type == "cuda" else None
+        self._began: Any = None  # the event at the beginning of a step; None: host times
+        self._began_at_s = 0.0
+        self._unread: list[tuple[What, Any, Any, Place]] = []
         self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
         self.place = NOWHERE  # set by the pipeline before each action
         self.recorded: list[RecordedStep] = []
@@ -76,9 +90,22 @@ class StepClock:
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
             self._spans = []
+        if self._gpu is not None and self.slowdown == 1:
+            self._began, self._began_at_s = _event(), time.monotonic()
+
+    def settle(self) -> None:
+        """Count the spans so far. Waits for a GPU."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        for what, *ends, place in self._unread:
+            start, end = (self._began_at_s + self._began.elapsed_time(e) / 1e3 for e in ends)
+            self._add(Span(what, start, end, place))
+        self._unread.clear()
 
     def end_step(self) -> float:
         """Returns the step's seconds."""
+        self.settle()
+        self._began = None
         self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
@@ -102,27 +129,44 @@ class StepClock:
         counted once."""
         return _During(self, what)
 
-    def count(self, what: What, started_at_s: float, ended_at_s: float) -> None:
-        name = SUM_OF[what]
-        setattr(self, name, getattr(self, name) + ended_at_s - started_at_s)
+    def now(self) -> Any:
+        """This moment, for `count`."""
+        return time.monotonic() if self._began is None else _event()
+
+    def count(self, what: What, started_at: Any, ended_at: Any) -> None:
+        if self._began is None:
+            self._add(Span(what, started_at, ended_at, self.place))
+        else:
+            self._unread.append((what, started_at, ended_at, self.place))
+
+    def _add(self, span: Span) -> None:
+        name = SUM_OF[span.what]
+        setattr(self, name, getattr(self, name) + (span.ended_at_s - span.started_at_s))
         if self._spans is not None:
-            self._spans.append(Span(what, started_at_s, ended_at_s, self.place))
+            self._spans.append(span)
+
+
+def _event() -> Any:
+    """On the current stream: when all work given to it before is done."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class _During:
     """A class, because a @contextmanager generator takes twice as long."""
 
-    __slots__ = ("_clock", "_started_at_s", "_what")
+    __slots__ = ("_clock", "_started_at", "_what")
 
     def __init__(self, clock: StepClock, what: What) -> None:
         self._clock, self._what = clock, what
 
     def __enter__(self) -> None:
-        self._started_at_s = time.monotonic()
+        self._started_at = self._clock.now()
 
     def __exit__(self, *_: object) -> None:
-        clock, ended_at_s = self._clock, time.monotonic()
+        clock = self._clock
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
-            time.sleep((clock.slowdown - 1) * (ended_at_s - self._started_at_s))
-            ended_at_s = time.monotonic()
-        clock.count(self._what, self._started_at_s, ended_at_s)
+            clock.settle()
+            time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))
+        clock.count(self._what, self._started_at, clock.now())

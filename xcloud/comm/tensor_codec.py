@@ -41,14 +41,14 @@ class _Coded:
         matrix = tensor.detach().reshape(self.spec.shape)
         # One bad update is skipped by every replica; it must not spoil those after it.
         keeps = self.residual is not None and _is_bounded(matrix)
-        # In place here and below: for large tensors memory takes longer than arithmetic.
-        meant = self.residual.add_(matrix) if self.residual is not None and keeps else matrix
+        # What was kept before stays as it is, for `undo`.
+        meant = self.residual + matrix if self.residual is not None and keeps else matrix
         parts = self.compressor.compress(meant)
         if keeps:
             parts = tuple(_apart(part, meant) for part in parts)
         seen = _apart(self.compressor.decompress(parts, self.spec), meant)
         if keeps:
-            meant.sub_(seen)
+            self.residual = meant.sub_(seen)
         return parts, seen.view(self.shape)
 
     def state_dict(self) -> State:
@@ -198,11 +198,20 @@ class TensorCodec:
             decoded.append(coded.compressor.decompress(own, coded.spec).view(coded.shape))
         return decoded
 
-    def take_back(self, seen: Sequence[Tensor]) -> None:
-        """A message was not used: with feedback, the next one tells it too."""
-        for coded, tensor in zip(self._coded, seen, strict=True):
-            if coded.residual is not None and _is_bounded(tensor):
-                coded.residual.add_(tensor.view(coded.spec.shape))
+    @property
+    def residuals(self) -> list[Tensor | None]:
+        """Of all tensors, as they are: `encode` makes new ones."""
+        return [coded.residual for coded in self._coded]
+
+    def undo(
+        self, before: Sequence[Tensor | None], after: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """As if a message had never been encoded. before, after: the residuals then; after: None
+        where no other message was encoded since."""
+        for i, (coded, old) in enumerate(zip(self._coded, before, strict=True)):
+            new = None if after is None else after[i]
+            if coded.residual is not None and old is not None:
+                coded.residual = old if new is None else coded.residual + (old - new)
 
     def state_of(self, name: str) -> State:
         """What is kept for one tensor."""

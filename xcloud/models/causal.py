@@ -36,6 +36,7 @@ from xcloud.models.causal_network import (
     laid_out,
     network_of,
     read_config,
+    same_attention,
     ties_words,
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
@@ -259,7 +260,9 @@ class CausalLM:
                 getattr(base, name).requires_grad_(False)
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
-            network.activation_checkpointing_enable({"use_reentrant": False})
+            network.activation_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": same_attention}
+            )
         frozen = part.is_first and self._freezes(0)
         tied = self.embeddings == "tie" and part.is_first != part.is_last
         return CausalStage(

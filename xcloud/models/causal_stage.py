@@ -24,6 +24,7 @@ from xcloud.models.causal_network import (
     Past,
     packed_places,
     run,
+    ties_words,
     words_of,
 )
 from xcloud.models.chunked_loss import chunked_cross_entropy
@@ -85,7 +86,10 @@ class CausalStage(Stage):
         cut = {} if self.cut is None else self.cut.state_dict(prefix="cut.")
         if self.architecture["lora"]:
             return dict(adapter_tensors(self.network)) | cut
-        return self.network.state_dict() | cut
+        state = self.network.state_dict()
+        if self._part.is_first and self._part.is_last and ties_words(self.network.config):
+            del state[f"{HEAD}.weight"]  # it is that of the embeddings
+        return state | cut
 
     def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
         own = self.exported()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import OUTER, State
 from xcloud.comm.snapshot import copy_of
+from xcloud.parallel.norm import are_finite
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup
 
@@ -43,13 +44,19 @@ class Anchored:
         momentum = self._outer.momentum
         self.velocity = [torch.zeros_like(a) if momentum else a.new_empty(0) for a in self.anchor]
 
+    @property
+    def are_finite(self) -> bool:
+        """The parameters of now, those of other shares too: the same in all ranks of `inside`."""
+        return are_finite(p.detach() for share in self._shares for p in share)
+
     def gradient(self) -> list[Tensor]:
         """How far this replica has moved away from the anchor: anchor - values."""
         return [a - p.detach() for a, p in zip(self.anchor, self._mine, strict=True)]
 
     def move(self, gradients: Sequence[Tensor]) -> None:
-        """The outer optimizer's step; the parameters stay."""
-        self._outer.step(self.anchor, self.velocity, gradients)
+        """The outer optimizer's step, unless a gradient is not finite; the parameters stay."""
+        if are_finite(gradients):
+            self._outer.step(self.anchor, self.velocity, gradients)
 
     def take(self, mix: float = 0.0) -> None:
         """Parameters become mix * own + (1 - mix) * anchor."""

@@ -6,7 +6,6 @@ Shapes: R replicas.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,10 @@ from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.memory import MEMORY, State, Stateful, load_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import FrameError, LinkClosed, LinkTimeout
+from xcloud.errors import FrameError
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
+from xcloud.parallel.norm import are_finite
 from xcloud.parallel.pieces import dealt, joined
 from xcloud.parallel.replica_links import ReplicaLinks
 
@@ -50,15 +50,10 @@ class Averager(Stateful, Protocol):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
 
-    def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
-        """The replicas whose contributions to `step` are here, this one's included, when all have
-        come or `wait_s` seconds have passed."""
+    def finish(self, step: int) -> list[Tensor]:
+        """Receive and merge what was started as `step`: the same bits in every replica. If one of
+        them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
-    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
-        """Receive and merge what was started as `step`: the same bits in every replica.
-
-        replicas: whose contributions count, ascending, the same in all; None for all. What a
-        replica that is left out had to tell is part of its next message, if it has feedback.
         Raises LinkTimeout or LinkClosed for one that is late or gone; may be called again.
         """
 
@@ -67,7 +62,9 @@ class Averager(Stateful, Protocol):
 class _UnderWay:
     """A step between `start` and `finish`. own: this replica's contribution as it is merged here.
     sent: what `own` and all messages can be made of again, by the name of the codec or "own".
-    results: of aggregators."""
+    results: of aggregators. before: the residuals of codecs before they encoded for this step, to
+    which they go back if the result is not finite: nobody uses it. None is known after a restart.
+    """
 
     weight: float
     own: list[Tensor]
@@ -75,6 +72,7 @@ class _UnderWay:
     num_steps: int = 0  # since the one before it
     received: dict[int, Contribution] = field(default_factory=dict)
     results: dict[int, list[Tensor]] = field(default_factory=dict)
+    before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
 class _Averager(ABC):
@@ -108,20 +106,12 @@ class _Averager(ABC):
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
+        before = {name: codec.residuals for name, codec in self._codecs.items()}
         self._steps[step] = self._encoded(tensors, weight)
-        self._steps[step].num_steps, self._last_step = step - self._last_step, step
+        under_way = self._steps[step]
+        under_way.num_steps, self._last_step = step - self._last_step, step
+        under_way.before |= {name: before[name] for name in before if name in under_way.sent}
         self._send(step)
-
-    def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
-        until_s = time.monotonic() + wait_s
-        found = [self._mail.replica]
-        for replica in self._mail.others:
-            try:
-                self._contribution(replica, step, max(0.0, until_s - time.monotonic()))
-            except (LinkTimeout, LinkClosed):
-                continue
-            found.append(replica)
-        return tuple(sorted(found))
 
     def state_dict(self) -> State:
         state = states_of(self._codecs)
@@ -188,28 +178,35 @@ class _Averager(ABC):
         carries = ("weight of this replica", *codec.carries)
         self._mail.send(replica, key, message, carries, codec.raw_bytes, _specs(answer))
 
-    def _hear(
-        self, replica: int, key: MessageKey, codec: TensorCodec, wait_s: float | None
-    ) -> Contribution:
-        weight, *parts = self._mail.recv(replica, key, wait_s)
+    def _hear(self, replica: int, key: MessageKey, codec: TensorCodec) -> Contribution:
+        weight, *parts = self._mail.recv(replica, key)
         most = self.most_weight(self._steps[key.step].num_steps)
         return contribution_of(replica, float(weight), most, codec, parts)
 
-    def _contribution(self, replica: int, step: int, wait_s: float | None = None) -> Contribution:
+    def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
         if replica == self._mail.replica:
             return Contribution(under_way.own, under_way.weight)
         if replica not in under_way.received:
             codec = self._codecs[self._codec_to(self._mail.replica)]
-            found = self._hear(replica, self._key(step), codec, wait_s)
+            found = self._hear(replica, self._key(step), codec)
             under_way.received[replica] = found
             if self.watch is not None:
                 self.watch(step, replica, dict(zip(codec.names, found.tensors, strict=True)))
         return under_way.received[replica]
 
-    def _merged(self, step: int, replicas: Sequence[int] | None) -> list[Tensor]:
-        chosen = range(self._mail.num_replicas) if replicas is None else replicas
-        return self._merge([self._contribution(replica, step) for replica in chosen])
+    def _merged(self, step: int) -> list[Tensor]:
+        replicas = range(self._mail.num_replicas)
+        return self._merge([self._contribution(replica, step) for replica in replicas])
+
+    def _end(self, step: int, merged: Sequence[Tensor]) -> None:
+        """It is under way no more. If the result is not finite, codecs forget what they sent."""
+        ended = self._steps.pop(step)
+        later = next(iter(self._steps.values()), None)  # encoded with what this one had left
+        for name, before in () if are_finite(merged) else ended.before.items():
+            self._codecs[name].undo(before, later.before.get(name) if later else None)
+            if later is not None:
+                later.before[name] = before
 
     def _key(self, step: int, more: int = 0) -> MessageKey:
         return MessageKey(Kind.AVERAGING, step, self._channel + more)
@@ -231,14 +228,9 @@ class AllToAll(_Averager):
     ) -> None:
         super().__init__(links, {"all": codec}, merge, channel)
 
-    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
-        merged = self._merged(step, replicas)
-        under_way = self._steps.pop(step)
-        for replica in self._mail.others:
-            if replica not in under_way.received:
-                self._mail.drop(replica, self._key(step))
-        if replicas is not None and self._mail.replica not in replicas:
-            self._codecs["all"].take_back(under_way.own)
+    def finish(self, step: int) -> list[Tensor]:
+        merged = self._merged(step)
+        self._end(step, merged)
         return merged
 
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
@@ -259,8 +251,7 @@ class Aggregators(_Averager):
     2 (R - 1) / R messages' worth each way instead of R - 1, and two latencies: cheaper from R = 3
     on. Errors are made twice, and both sides keep what they lost: a contributor of what it sent,
     an aggregator of what it handed back. All replicas use what was handed back.
-    Large tensors are cut between rows. A robust merge sees the part, not the whole. Every replica
-    is needed in every merge: an average without its aggregator would have a hole.
+    Large tensors are cut between rows. A robust merge sees the part, not the whole.
 
     new_codec: of these tensors, the same in all replicas.
     """
@@ -280,24 +271,20 @@ class Aggregators(_Averager):
         codecs["handed_back"] = new_codec(by_name[links.replica])
         super().__init__(links, codecs, merge, channel)
 
-    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
-        everybody = list(range(self._mail.num_replicas))
-        if replicas is not None and list(replicas) != everybody:
-            raise ValueError(
-                f"aggregators need all replicas in every merge, got {list(replicas)} of "
-                f"{len(everybody)}; merges without some need all-to-all averaging"
-            )
+    def finish(self, step: int) -> list[Tensor]:
+        everybody = range(self._mail.num_replicas)
         key, results = self._key(step, _HANDED_BACK), self._steps[step].results
         if self._mail.replica not in results:
             codec = self._codecs["handed_back"]
-            parts, results[self._mail.replica] = codec.encode(self._merged(step, None))
+            self._steps[step].before["handed_back"] = codec.residuals
+            parts, results[self._mail.replica] = codec.encode(self._merged(step))
             for replica in self._mail.others:
                 self._tell(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
         for replica in self._mail.others:
             if replica not in results:
                 codec = self._codecs[str(replica)]
-                results[replica] = self._hear(replica, key, codec, None).tensors
-        del self._steps[step]
+                results[replica] = self._hear(replica, key, codec).tensors
+        self._end(step, [tensor for r in everybody for tensor in results[r]])
         found = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
         return joined(found, self._shapes)
 

@@ -75,11 +75,8 @@ class PrivateAverager:
             weight,
         )
 
-    def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
-        return self._averager.arrived(step, wait_s)
-
-    def finish(self, step: int, replicas: Sequence[int] | None = None) -> list[Tensor]:
-        return self._averager.finish(step, replicas)
+    def finish(self, step: int) -> list[Tensor]:
+        return self._averager.finish(step)
 
     def state_dict(self) -> State:
         return self._averager.state_dict()

@@ -21,7 +21,7 @@ from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError
-from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_mean
+from xcloud.parallel.merging import Contribution, Merge, check_merge, mean_of, weighted_mean
 
 _ALIGNED = 16
 """Parts begin at multiples of so many bytes in a message, so that any dtype can be viewed."""
@@ -148,8 +148,11 @@ def compressed_averaging(
 
     def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
         specs = codec.wire_specs
-        found = [Contribution(codec.decode(_split(each, specs)), 1.0) for each in messages]
-        for gradient, tensor in zip(gradients, state.merge(found), strict=True):
+        found = (Contribution(codec.decode(_split(each, specs)), 1.0) for each in messages)
+        # A mean needs one at a time: of many ranks all would not fit.
+        is_mean = state.merge is weighted_mean
+        whole = mean_of(found, num_ranks) if is_mean else state.merge(list(found))
+        for gradient, tensor in zip(gradients, whole, strict=True):
             gradient.copy_(tensor)
         return buffer
 

@@ -93,15 +93,18 @@ class ElasticRounds:
         """Of this cloud's first rank: the step at which the hub is, and whether what this replica
         did counts now."""
         weight = self._settings.weight_of(self._weight)
-        end, taken = self._end, True
-        hub_step = step
+        end, hub_step, taken = self._end, step, False
+        if end is None:
+            return hub_step, taken
+        if not end.ends.values.are_finite:
+            end.ends.values.take()  # a merge bears no such change: it is lost
+            weight = 0.0
         if isinstance(end, Hub):
-            end.merge(step, weight)
-        elif end is not None:
-            if step > end.known:
-                hub_step, taken = end.merge(step, weight)
-            if end.known >= self._last_step:
-                end.ends.values.take()  # nothing can count any more: replicas end equal
+            taken = end.merge(step, weight)
+        elif step > end.known:
+            hub_step, taken = end.merge(step, weight)
+        if end.known >= self._last_step:
+            end.ends.values.take()  # nothing can count any more: replicas end equal
         return hub_step, taken
 
     def _tell(self, hub_step: int, is_taken: bool) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import State, Stateful, split_state
 from xcloud.parallel.dealt import local_part, with_part
-from xcloud.parallel.norm import squared_norm
+from xcloud.parallel.norm import are_finite, squared_norm
 from xcloud.parallel.rank_group import RankGroup
 
 
@@ -76,8 +76,7 @@ class FlatBuffer:
 
     def is_finite(self) -> bool:
         """Of all gradients and the loss."""
-        low, high = torch.aminmax(self.flat)  # one pass; NaN anywhere makes both NaN
-        return bool(low.isfinite() & high.isfinite())
+        return are_finite([self.flat])
 
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""

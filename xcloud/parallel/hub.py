@@ -23,7 +23,8 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Watch, contribution_of
-from xcloud.parallel.merging import Contribution, Merge
+from xcloud.parallel.merging import Contribution, Merge, can_merge
+from xcloud.parallel.norm import are_finite
 from xcloud.parallel.replica_links import ReplicaLinks
 
 HUB = 0
@@ -41,7 +42,7 @@ _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 class Told(NamedTuple):
     """A merge: at which step, the step of the one before, how much each replica counted (0: left
-    out), and the merged change as it was sent."""
+    out), and the merged change as it was sent: nothing where the merge was left out."""
 
     step: int
     before: int
@@ -97,15 +98,14 @@ class Member:
     def merge(self, step: int, weight: float) -> tuple[int, bool]:
         """Returns the step at which the hub is, and whether this replica's change was merged."""
         ends = self.ends
-        gradient = ends.values.gradient()
-        parts, seen = ends.codec.encode(gradient)
+        gradient, before = ends.values.gradient(), ends.codec.residuals
+        parts, _ = ends.codec.encode(gradient)
         hub_step, is_taken = self._ask(step, weight, parts)
         if is_taken:
             ends.values.take()
         else:
             ends.values.keep(gradient)
-            # As if it had never been encoded: it is in the values again.
-            ends.codec.take_back([s - g for s, g in zip(seen, gradient, strict=True)])
+            ends.codec.undo(before)  # it is in the values again
         return hub_step, is_taken
 
     def _ask(self, step: int, weight: float, parts: Parts) -> tuple[int, bool]:
@@ -174,8 +174,10 @@ class Hub:
         others = range(self.ends.links.num_replicas)
         self._peers = {replica: _Peer() for replica in others if replica != HUB}
 
-    def merge(self, step: int, weight: float) -> None:
-        """Of what has come from now until wait_s later at the latest."""
+    def merge(self, step: int, weight: float) -> bool:
+        """Of what has come from now until wait_s later at the latest. Returns False for a merge
+        that is left out: too few have come to outvote a bad one, or the result is not finite. All
+        replicas keep what they did then."""
         deadline_s = time.monotonic() + self.wait_s
         found = {HUB: Contribution(self.ends.values.gradient(), weight)}
         asked: dict[int, _Asked] = {}
@@ -185,12 +187,18 @@ class Hub:
                 asked[replica] = message
                 if message.contribution is not None and message.known == self.known:
                     found[replica] = message.contribution
-                    self._peers[replica].merged_at = step
-        parts, seen = self.ends.merged.encode(
-            self.merge_rule([found[replica] for replica in sorted(found)])
-        )
-        self.ends.values.move(seen)
-        self.ends.values.take()
+        parts: Parts = ()
+        num_counted = sum(contribution.weight > 0 for contribution in found.values())
+        if can_merge(self.merge_rule, num_counted) and are_finite(
+            merged := self.merge_rule([found[replica] for replica in sorted(found)])
+        ):
+            parts, seen = self.ends.merged.encode(merged)
+            self.ends.values.move(seen)
+            self.ends.values.take()
+            for replica in found.keys() & self._peers.keys():
+                self._peers[replica].merged_at = step
+        else:
+            found = {}
         weights = tuple(
             found[replica].weight if replica in found else 0.0
             for replica in range(self.ends.links.num_replicas)
@@ -201,6 +209,7 @@ class Hub:
         self.on_merge(told)
         for replica, message in asked.items():
             self._answer(replica, message.known, step, replica in found)
+        return bool(found)
 
     def answer_absent(self, step: int) -> None:
         """Take back those that have come by now. Call it after a merge at this step."""
@@ -282,7 +291,8 @@ class Hub:
         head = torch.tensor([step, self.known, is_taken, not is_known], dtype=torch.float64)
         if is_known:
             parts = tuple(part for told in missed for part in told.parts)
-            carries, raw = ends.merged.carries * len(missed), ends.merged.raw_bytes * len(missed)
+            num_merged = sum(bool(told.parts) for told in missed)
+            carries, raw = ends.merged.carries * num_merged, ends.merged.raw_bytes * num_merged
         else:
             parts = (_flat(ends.values.anchor), _flat(ends.values.velocity))
             carries, raw = _VALUES, sum(4 * part.numel() for part in parts)

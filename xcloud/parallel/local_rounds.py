@@ -110,6 +110,7 @@ class LocalRounds:
     holds them. inside: the ranks of this replica that hold the same. num_shares: how many of them
     carry something across. make_averager: not called in the others. work: samples or tokens that
     this replica trains on in a step. after_last: called with the last step when all are equal.
+    note: told of parameters that are not finite.
     """
 
     def __init__(
@@ -123,9 +124,10 @@ class LocalRounds:
         work: Callable[[int], float],
         pace: Pace,
         after_last: Callable[[int], None] = lambda step: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._settings, self._last_step, self._work = settings, last_step, work
-        self._after_last = after_last
+        self._after_last, self._note = after_last, note
         self._pace = pace
         self._fragments: list[_Fragment] = []
         names, trained = list(parameters), list(parameters.values())
@@ -164,9 +166,9 @@ class LocalRounds:
         for fragment in self._fragments:
             if is_last or (step % settings.every == fragment.offset):
                 self._start(fragment, step)
-        if is_last or not settings.overlap:
-            for fragment in self._under_way:
-                self._finish(fragment, 0.0 if is_last else settings.mix)
+                # One after the other: links have room for those of `overlap`, not for all.
+                if is_last or not settings.overlap:
+                    self._finish(fragment, 0.0 if is_last else settings.mix)
         self._pace.end_step(step)
         if is_last:
             self._after_last(step)
@@ -180,6 +182,13 @@ class LocalRounds:
     def _start(self, fragment: _Fragment, step: int) -> None:
         # Where no replica has done anything, their mean.
         weight = max(self._settings.weight_of(fragment.weight), _NOTHING)
+        if not fragment.values.are_finite:
+            fragment.values.take()
+            weight = 0.0
+            self._note(
+                f"parameters were not finite at the merge of step {step}: this replica goes back "
+                "to the values of the merge before and counts for nothing in this one"
+            )
         if fragment.averager is not None:
             fragment.averager.start(step, fragment.values.gradient(), weight)
         fragment.under_way, fragment.weight = step, 0.0

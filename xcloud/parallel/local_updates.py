@@ -117,6 +117,11 @@ class LocalUpdates:
         """Whether a merge may be without some replica."""
         return self.late == "skip" or self.leave == "go_on"
 
+    @property
+    def most_under_way(self) -> int:
+        """Fragments that are under way at once."""
+        return max(1, -(-self.overlap * self.fragments // self.every))
+
     def weight_of(self, work: float) -> float:
         """How much a replica counts that has done so much since the last merge."""
         return float(work > 0) if self.weigh == "equal" else work

@@ -26,7 +26,6 @@ class Mailbox:
             replica: deque() for replica in others
         }
         self._kept: dict[tuple[int, MessageKey], Parts] = {}
-        self._unwanted: set[tuple[int, MessageKey]] = set()
 
     @classmethod
     def of(cls, links: ReplicaLinks | Mailbox) -> Mailbox:
@@ -57,21 +56,13 @@ class Mailbox:
         self._links.send(to_replica, key, parts, carries, raw_bytes)
         self._expected[to_replica].append((key, answer))
 
-    def recv(self, from_replica: int, key: MessageKey, wait_s: float | None = None) -> Parts:
+    def recv(self, from_replica: int, key: MessageKey) -> Parts:
         """The counterpart of what was sent there as `key`. Raises LinkTimeout, LinkClosed or
         FrameError as the link does; after a LinkTimeout it may be asked for again."""
         expected = self._expected[from_replica]
         while (from_replica, key) not in self._kept:
             next_key, specs = expected[0]
-            parts = self._links.recv(from_replica, next_key, specs, wait_s)
+            parts = self._links.recv(from_replica, next_key, specs)
             expected.popleft()
-            if (from_replica, next_key) in self._unwanted:
-                self._unwanted.remove((from_replica, next_key))
-            else:
-                self._kept[from_replica, next_key] = parts
+            self._kept[from_replica, next_key] = parts
         return self._kept.pop((from_replica, key))
-
-    def drop(self, from_replica: int, key: MessageKey) -> None:
-        """It was not waited for: forget it when it comes."""
-        if self._kept.pop((from_replica, key), None) is None:
-            self._unwanted.add((from_replica, key))

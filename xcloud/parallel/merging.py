@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,11 @@ def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
     weights = [c.weight for c in contributions]
     total = sum(weights) or math.nan
     return _sum(contributions, [weight / total for weight in weights])
+
+
+def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
+    """weighted_mean of so many that count alike and may be made one after the other."""
+    return _sum(contributions, [1.0 / count] * count)
 
 
 class Robust(ABC):
@@ -145,21 +150,28 @@ def check_robust(merge: object) -> None:
 
 def check_merge(merge: Merge, num_replicas: int) -> None:
     """Raise ConfigError if so few replicas cannot outvote a bad one."""
-    if isinstance(merge, Robust) and num_replicas < merge.needs:
+    if isinstance(merge, Robust) and not can_merge(merge, num_replicas):
         raise ConfigError(
             f"{merge} needs {merge.needs} replicas or more to bear a bad one, got {num_replicas}: "
             "of two that differ nobody can tell which is bad. Use the mean, or more clouds"
         )
 
 
-def _sum(contributions: Sequence[Contribution], weights: Sequence[float]) -> list[Tensor]:
-    merged = []
-    for tensors in zip(*(c.tensors for c in contributions), strict=True):
-        total = tensors[0] * weights[0]
-        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+def can_merge(merge: Merge, num_contributions: int) -> bool:
+    """Whether so many can outvote a bad one, where that is asked for."""
+    return not isinstance(merge, Robust) or num_contributions >= merge.needs
+
+
+def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
+    """Adds up one contribution after the other; none of them need be there at once."""
+    merged: list[Tensor] = []
+    for contribution, weight in zip(contributions, weights, strict=True):
+        if not merged:
+            merged = [tensor * weight for tensor in contribution.tensors]
+            continue
+        for total, tensor in zip(merged, contribution.tensors, strict=True):
             # Not add(alpha=): a fused multiply-add rounds once, and not all processors have one.
             total += tensor if weight == 1.0 else tensor * weight
-        merged.append(total)
     return merged
 
 

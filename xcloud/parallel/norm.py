@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 _PIECE = 1 << 16
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Of all their values."""
+    # One pass of each; NaN anywhere makes both NaN.
+    ends = (end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor))
+    return all(bool(end.isfinite()) for end in ends)
 
 
 def squared_norm(values: Tensor) -> float:

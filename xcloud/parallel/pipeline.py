@@ -150,7 +150,6 @@ class Pipeline:
             else:
                 with self.clock.during("weights"):
                     deferred.pop(place).compute()
-                    self._wait_for_device()
             is_done = action.kind != "forward" and place not in deferred
             if is_done and self.on_backward is not None:
                 self.on_backward(action.stage)
@@ -245,7 +244,6 @@ class Pipeline:
         if work.loss is not None:
             with self.clock.during("backward"):
                 work.backward([work.loss / weight], None)
-                self._wait_for_device()
         elif not self._receive_gradient(action, work, now):
             return
         if work.received is not None:
@@ -278,7 +276,6 @@ class Pipeline:
                 torch.cuda.manual_seed(seed)
             with self.autocast(), weights or nullcontext():
                 output: StageOutput = self.stages[action.stage](received, batch)
-            self._wait_for_device()
         return output
 
     def _receive_gradient(self, action: Action, work: _InFlight, now: Pass) -> bool:
@@ -295,7 +292,6 @@ class Pipeline:
             needed = [pair for pair in pairs if pair[0].requires_grad]
             if needed:
                 work.backward([p[0] for p in needed], [p[1] for p in needed])
-            self._wait_for_device()
         return True
 
     def _send_gradient(self, action: Action, received: Message, batch: Batch, now: Pass) -> None:
@@ -309,11 +305,6 @@ class Pipeline:
             message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
         peer = self.owner(action.stage - 1, action.micro_batch)
         port.backward_out[peer].send(now.key(action), message, batch)
-
-    def _wait_for_device(self) -> None:
-        """Computing is counted where it happens, not where its result is first looked at."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _integers(message: Message) -> Message:

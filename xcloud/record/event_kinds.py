@@ -67,7 +67,8 @@ _I, _T = _moment, _text
 _CHECKS: dict[str, Check] = {
     "number": _number, "figure": _figure, "whole": _whole, "moment": _moment, "text": _text,
     "numbers": _each(_number), "figures": _each(_figure), "scores": _each(_score),
-    "lines": _each(_each(_number)), "texts": _each(_text), "split": lambda value: value in ("dev", "test"),
+    "lines": _each(_each(_number)), "texts": _each(_text),
+    "split": lambda value: value in ("dev", "test"),
     "spans": _rows(_T, _T, _I, _I, _I, _I), "received": _rows(_I, _I, _I, _I),
     "flights": _rows(_I, _I, _I, _T, _I, _I, _I, _I, _I),
 }  # fmt: skip

@@ -94,6 +94,7 @@ class RunPilot(Pilot):
 
     def measured(self, step: int) -> Tensor | None:
         clock = self._clock
+        clock.settle()
         self._compute_s += clock.compute_s
         self._busy_s += clock.compute_s + clock.codec_s + clock.waiting_s + clock.sync_s
         if not self._is_look(step):

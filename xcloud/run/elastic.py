@@ -200,11 +200,19 @@ class Teller:
         ranks_in: Callable[[str], Sequence[int]],
     ) -> None:
         self._reporter, self._cloud_of, self._ranks_in = reporter, cloud_of, ranks_in
+        self._left_out = False  # the last merge
 
     def merge(self, told: Told) -> None:
         weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
         kind = "partial_merge" if told.is_partial else "merge"
         self._reporter.event(kind, step=told.step, weights=weights)
+        left_out = not any(told.weights)
+        if left_out and not self._left_out:
+            self._reporter.note(
+                f"the merge of step {told.step} is left out, and those after it until enough "
+                "clouds with finite changes are there; each goes on by itself"
+            )
+        self._left_out = left_out
 
     def absence(self, absence: Absence) -> None:
         cloud, step = self._cloud_of(absence.replica), absence.step

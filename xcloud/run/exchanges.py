@@ -27,6 +27,8 @@ from xcloud.run.local_exchanges import LocalTraining, join_local_updates
 from xcloud.run.replica_wiring import ReplicaEnds
 from xcloud.run.wiring import Wiring
 
+TIED = "embeddings.weight"
+"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
 _OPEN = AveragingGuard()  # no noise, no notes
 
 
@@ -98,7 +100,7 @@ def _join_averaging(
         if is_dealt
         else AcrossClouds(trained, lanes, replicas.num_shares, *others)
     )
-    replicas.open(across.max_bytes)
+    replicas.open(across.max_bytes, under_way=1 + settings.delay)
     check.compare(0)
     training.compare = check.compare
     return across.exchanges
@@ -116,7 +118,7 @@ def join_tied(
         (parameter,) = held.values()
         within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
         codec = TensorCodec(
-            {"tied": parameter.shape},
+            {TIED: parameter.shape},
             lambda name, shape: Nothing() if within else choose(name, shape),
             seed_from(seed, "tied"),
             True,

@@ -117,10 +117,10 @@ def join_local_updates(
 
         rounds = LocalRounds(
             settings, trained, lanes, replicas.num_shares, averager, last_step, samples, pace,
-            check.compare,
+            check.compare, training.reporter.note,
         )  # fmt: skip
         longest = max((averager.max_bytes for averager in averagers), default=0)
-        replicas.open(longest, settings.wait_s)
+        replicas.open(longest, settings.wait_s, settings.most_under_way)
         check.compare(0)
         training.compare = check.compare
     inside = {stage: AllReduce(lanes) for stage in stages}

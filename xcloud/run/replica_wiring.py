@@ -15,7 +15,7 @@ from xcloud.errors import FrameError, LinkClosed
 from xcloud.parallel.hub import HUB
 from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
 
-_AHEAD = 4  # messages under way on a link
+_AHEAD = 3  # messages on a link beside those of steps under way: handed back, of the next step
 
 
 class PeerEnds:
@@ -39,17 +39,19 @@ class PeerEnds:
         self._in: dict[int, InLink] = {}
         self._overdue_s: dict[int, float] = {}
 
-    def open(self, capacity_bytes: int, wait_s: float = 0.0) -> None:
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
         """Make the ends. capacity_bytes: of the longest message, frame included; the same in all
-        replicas. wait_s: how long another replica may take, if that is longer than its link."""
+        replicas. wait_s: how long another replica may take, if that is longer than its link.
+        under_way: exchanges that begin before an earlier one ends."""
         self._capacity, self._wait_s = capacity_bytes + FRAME_SLACK_BYTES, wait_s
+        self._ahead = under_way + _AHEAD
         for replica in range(len(self.peers)):
             if replica != self.replica:
                 self._open(replica)
 
     def _open(self, replica: int) -> None:
         peer, capacity = self.peers[replica], self._capacity
-        window = self._ends.window(_AHEAD, capacity)
+        window = self._ends.window(self._ahead, capacity)
         ways = ("up", "down") if self.replica < replica else ("down", "up")
         out, incoming = (f"{self._name}.{way}" for way in ways)
         rank, layout = self._ends.rank, self._layout

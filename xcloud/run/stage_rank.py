@@ -59,6 +59,7 @@ class StageRank(Role[Experiment]):
         self.clock = StepClock(
             record_from=max(1, job.max_steps - KEEP_STEPS + 1),
             slowdown=layout.clouds[self.placement.cloud].slowdown,
+            device=context.device,
         )
         self.wiring = wire(
             context.transport or GlooTransport(self.rank, context.device), layout, job.borders,

@@ -83,8 +83,10 @@ class GaussianNoise:
         if not tensor.numel():
             return tensor
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
-        clip = self.clip * (float(norms.max()) if self.unit == "largest" else 1.0)
-        scale = (clip / norms).clamp(max=1.0).view(-1, *[1] * (tensor.dim() - 1))
+        clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
+        # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
+        scale = torch.where(norms > clip, clip / norms, 1.0)
+        scale = scale.view(-1, *[1] * (tensor.dim() - 1))
         noised: Tensor = tensor * scale + self.sigma * clip * _normal(tensor, chance)
         return noised
 

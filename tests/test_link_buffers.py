@@ -1,0 +1,86 @@
+"""What the ends of a link keep in memory between two messages."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.replicas import connected
+from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
+from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
+from xcloud.cluster.link_end import InSettings, OutSettings
+from xcloud.comm.cast import Nothing
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.errors import ConfigError
+from xcloud.parallel.averaging import averager_for
+
+
+class Done:
+    def wait(self) -> None: ...
+
+
+@dataclass
+class Received:
+    """Of one posted receive: waits for a message, as gloo's work does."""
+
+    pair: Pair
+    buffer: Tensor
+
+    def wait(self) -> None:
+        frame = self.pair.sent.get(timeout=20)
+        self.buffer[: len(frame)] = frame
+        self.pair.filled.append(weakref.ref(self.buffer))
+
+
+@dataclass
+class Pair:
+    """A PairOfRanks in one process. filled, frames: whatever once held a message."""
+
+    sent: queue.Queue[Tensor] = field(default_factory=queue.Queue)
+    filled: list[weakref.ref[Tensor]] = field(default_factory=list)
+    frames: list[weakref.ref[Tensor]] = field(default_factory=list)
+    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def isend(self, frame: Tensor, tag: int) -> Any:
+        self.frames.append(weakref.ref(frame))
+        self.sent.put(frame.clone())
+        return Done()
+
+    def irecv(self, buffer: Tensor, tag: int) -> Any:
+        self.taken.release()
+        return Received(self, buffer)
+
+
+def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
+    pair, part = Pair(), torch.zeros(_REUSED_BYTES, dtype=torch.uint8)
+    capacity = part.numel() + 4096
+    out = GlooOutLink(pair, 1, OutSettings("rank 1", capacity))
+    incoming = GlooInLink(pair, 0, InSettings("rank 0", capacity))
+    for number in range(5):
+        key = MessageKey(Kind.AVERAGING, 1, number)
+        out.send(key, (part,))
+        incoming.recv(key, 20)
+    for _ in range(3 + 5):  # receives are posted again once a message's buffer is done with
+        assert pair.taken.acquire(timeout=20)
+    out.close(20)
+    incoming.close(20)
+
+    assert len(pair.filled) >= 5 and len(pair.frames) >= 5
+    assert not any(ref() is not None and ref().numel() > 4096 for ref in pair.frames)  # type: ignore[union-attr]
+    assert not any(ref() is not None for ref in pair.filled[:5])
+
+
+def test_a_message_of_too_many_values_is_refused_before_the_run_with_the_number() -> None:
+    shapes = {"w": torch.Size([2**16, 2**16])}
+    links = connected(2)[0]
+    made = averager_for(links, shapes, lambda s: TensorCodec(s, lambda *_: Nothing(), 1, True))
+    with pytest.raises(ConfigError, match=r"4,294,967,296 values in one part; the most is 4,294"):
+        _ = made.max_bytes
+    assert frame_bytes(())
