@@ -126,7 +126,7 @@ def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
 def _rest(run_dir: Path) -> str:
     agreed = CheckpointFolder(run_dir).agreed_steps()
     if not agreed:
-        return "it was too short for a checkpoint"
+        return "it has no checkpoint; a backbone that was being pretrained goes on from the cache"
     return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
 
 
@@ -159,7 +159,7 @@ class StopSignals:
             raise KeyboardInterrupt
         self._was_asked = True
         self.came_late = self._writes_record
-        doing = "writing the record of the run" if self.came_late else "finishing this step"
+        doing = "writing the record of the run" if self.came_late else "saving what there is"
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())
         self._on_first()
