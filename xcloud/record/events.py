@@ -3,11 +3,11 @@ summary.py.
 
 `events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
 object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, step, skipped_update, autopilot, lost_file, memory, privacy, timeline, quality,
-finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer; where a
-cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all ranks
-(reporter.py), the parent follows. A step is complete when every rank has reported it, but those of
-clouds that are gone.
+start, note, phase, cut, step, skipped_update, autopilot, lost_file, memory, privacy, timeline,
+quality, finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer;
+where a cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all
+ranks (reporter.py), the parent follows. A step is complete when every rank has reported it, but
+those of clouds that are gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
 before of later steps is superseded (`Attempts.one_timeline`).

@@ -20,6 +20,7 @@ How the figures are made:
 - `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
   steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
   last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+- `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
@@ -70,6 +71,7 @@ class RunStatistics:
         self.final_loss: float | None = None
         self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
         self._lost_s = 0.0
+        self._num_cut: dict[str, int] = {}
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
         self._merges: Counter[str] = Counter()
@@ -107,6 +109,8 @@ class RunStatistics:
             self._switches.append({name: event[name] for name in ("step", "choice", "before")})
         if event["event"] == "absence":
             self._merges[event["what"]] += 1
+        if event["event"] == "cut":
+            self._num_cut[str(event["field"])] = int(event["num"])
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
         if event["event"] == "lost_checkpoint":
@@ -173,6 +177,7 @@ class RunStatistics:
             "goodput": self._goodput(),
             "num_lost_checkpoints": len(self._lost_checkpoints),
             "privacy": self._privacy,
+            "num_cut": dict(self._num_cut),
             "lost_files": list(self.lost_files),
             "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
             "started_at": self._started_at(),
