@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from xcloud.errors import ConfigError, RunFailed
@@ -48,6 +49,7 @@ def run(
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: python run.py resume={run_dir}"
         )
+    _check_devices(experiment)
     if resumes:
         check_can_go_on(experiment, run_dir, configs.plain_settings(config))
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,6 +106,15 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
     if read_summary(run_dir).get("status") == "finished":
         return config, job.max_steps > configs.read_job(file).max_steps
     return config, True
+
+
+def _check_devices(job: Job) -> None:
+    asking = [name for name, cloud in job.cluster.clouds.items() if cloud.device == "cuda"]
+    if asking and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.clouds.{asking[0]}.device is cuda, but torch finds no GPU on this machine; "
+            "auto takes one where there is one"
+        )
 
 
 def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
