@@ -103,7 +103,7 @@ def _elsewhere(config: DictConfig, key: str) -> list[str]:
 
 
 def _names(node: DictConfig, path: str) -> Iterator[str]:
-    for name in node:
+    for name in map(str, node):
         yield f"{path}{name}"
         if isinstance(below := node._get_node(name), DictConfig) and not below._is_none():
             yield from _names(below, f"{path}{name}.")

@@ -94,7 +94,7 @@ class _Best(nn.Module):
         self.num_worse = nn.Buffer(torch.tensor(0))
 
     def take(self, encoder: Encoder, loss: float) -> None:
-        self.num_worse += 1
+        self.num_worse.add_(1)
         if loss < self.loss:
             self.loss.fill_(loss)
             self.num_worse.zero_()
