@@ -6,6 +6,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
+from tests.configs import composed
+from xcloud.errors import ConfigError
+from xcloud.job import config as configs
 from xcloud.job.hints import explained, hints
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -41,6 +44,15 @@ def test_optional_keys_are_listed_with_their_plus() -> None:
     said = hint("cluster.clouds.owner.slowdown=3")
     assert said.endswith("write +cluster.clouds.owner.slowdown=VALUE")
     assert "+slowdown" in hint("cluster.clouds.owner.slowdwn=3")
+
+
+def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) -> None:
+    configs.write(composed("+exp=abnet_iwslt"), tmp_path / "experiment.yaml")
+    slower = "cluster.clouds.cloud_b.slowdown=2.0"
+    with pytest.raises(ConfigError, match=r"optional and not set yet: write \+cluster\.clouds"):
+        configs.with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
+    config = configs.with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
+    assert configs.built(config, "cluster").clouds["cloud_b"].slowdown == 2.0
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,10 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
                 if loader.get_group_options(override.key_or_group):
                     chosen = compose("config", overrides=[str(override.input_line)])
                     value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif OmegaConf.select(config, key, default=_lines) is _lines:
+                elif (
+                    not override.is_add()
+                    and OmegaConf.select(config, key, default=_lines) is _lines
+                ):
                     raise ConfigError(next(hint(config, key)))
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
