@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parent / "conf"
-RESUME = "resume="
+RESUME, ANEW = "resume=", "resume_anew=true"
 composed = False
 
 
@@ -74,20 +74,20 @@ def go_on(words: list[str]) -> None:
         from xcloud.run.local import resumed, run
 
         asked = [word for word in words if word.startswith(RESUME)]
-        overrides = [word for word in words if word not in asked]
+        overrides = [word for word in words if word not in (*asked, ANEW)]
         if len(asked) > 1 or any(word.startswith("-") for word in overrides):
             raise ConfigError("to go on with a run: python run.py resume=FOLDER [key=value ...]")
         run_dir = Path(asked[0].removeprefix(RESUME))
         config, has_more = resumed(run_dir, overrides, CONF)
-        following = compose_follow_up(config, CONF, run_dir)
+        following = compose_follow_up(config, CONF, run_dir, own=False)
         if not has_more and following is None:
             raise ConfigError(
                 f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"
             )
         if has_more:
-            run(config, run_dir, resumes=True, more_follows=following is not None)
+            run(config, run_dir, True, following is not None, ANEW in words)
         if following is not None:
-            run(following, run_dir / "follow_up", resumes=True)
+            run(following, run_dir / "follow_up", resumes=True, anew=ANEW in words)
 
 
 if __name__ == "__main__":

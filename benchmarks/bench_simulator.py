@@ -24,13 +24,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from benchmarks.machine import say_where
+from benchmarks.paper_step import UniformCosts, simulate
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.job.config import EXPERIMENT_FILE, read_job
+from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
-from xcloud.plan.costs import Costs, TableCosts, UniformCosts
+from xcloud.plan.costs import Costs, TableCosts
 from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
@@ -38,7 +39,7 @@ from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile, Way
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
-from xcloud.plan.simulator import Simulator, simulate
+from xcloud.plan.simulator import Simulator
 from xcloud.run.local import run
 
 FREE_LINE = ("free", 1e10, 0.0)
@@ -99,7 +100,7 @@ def measure(
         run_dir = Path(folder) / "run"
         run(OmegaConf.create(config), run_dir)
         timeline = read_timeline(run_dir)
-        experiment = read_job(run_dir / EXPERIMENT_FILE)
+        experiment = job_from_config(read_config(run_dir / EXPERIMENT_FILE))
     costs = measured_costs(timeline)
     found = {
         "step_s": 1e-6 * max(lane.until_us - lane.from_us for lane in timeline.lanes),

@@ -43,6 +43,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 def prepare_to_fork() -> None:
     """Import what the children need; no thread may run when they fork."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["XCLOUD_POLICY"] = str(ROOT / "tests" / "policy.yaml")  # the toys
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
@@ -236,7 +237,7 @@ def _launch(run_dir: Path, config: dict[str, Any]) -> int:
         if (run_dir / EVENTS_FILE).exists():
             found, has_more = local.resumed(run_dir, [], ROOT / "conf")
             if has_more:
-                local.run(found, run_dir, resumes=True)
+                local.run(found, run_dir, resumes=True, anew=True)
         else:
             local.run(OmegaConf.create(config), run_dir)
     except XcloudError as error:

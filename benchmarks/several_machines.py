@@ -42,7 +42,10 @@ def run_on_two_machines(
                 "--master-addr", ADDRESSES[0], "--master-port", "29500",
                 "-m", "xcloud", "worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),
             ]  # fmt: skip
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+            environment = {
+                **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+                "XCLOUD_POLICY": str(ROOT / "tests" / "policy.yaml"),
+            }  # fmt: skip
             with open(run_dir / "machine.log", "w") as log:
                 machines.append(
                     subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

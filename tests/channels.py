@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import BorderField, Message
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
@@ -56,8 +56,9 @@ class Pair:
         self.link = TapedLink()
         self.sender = SendChannel(self.link, FIELDS, new_codecs, StepClock(), identity)
         self.receiver = ReceiveChannel(
-            self.link, FIELDS, new_codecs, StepClock(), identity, torch.device("cpu"), 5.0
-        )
+            self.link, FIELDS, new_codecs, StepClock(), identity, torch.device("cpu"), 5.0,
+            ROWS_PER_SAMPLE,
+        )  # fmt: skip
 
     def pass_on(self, number: int, kind: Kind = Kind.ACTIVATION) -> list[Tensor]:
         """Message `number`, in step number; returns its parts on the wire, then what arrived."""

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,9 @@ from xcloud.run import launch
 # tests that interrupt a command would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Toys are no constructors of xcloud; processes that the tests start inherit this.
+os.environ["XCLOUD_POLICY"] = str(Path(__file__).parent / "policy.yaml")
 
 MOST_PROCESSES = 8
 

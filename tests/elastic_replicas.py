@@ -73,7 +73,8 @@ def end_of(
 ) -> Hub | Member:
     shapes = {str(i): p.shape for i, p in enumerate(parameters)}
     codecs = [TensorCodec(shapes, lambda *_: codec(), 7 + i, feedback) for i in (0, 1)]
-    values = Anchored(parameters, [range(len(parameters))], ALONE, settings.outer)
+    named = dict(zip(shapes, parameters, strict=True))
+    values = Anchored(named, [range(len(named))], ALONE, settings.outer)
     ends = Ends(values, *codecs, links)
     if links.replica:
         return Member(ends)

@@ -148,7 +148,9 @@ def averagers(
 ) -> MakeAverager:
     def make(shapes: Mapping[str, torch.Size], number: int) -> Averager:
         codec = TensorCodec(shapes, lambda *_: compressor or Chain(), 7 + number, feedback)
-        return AllToAll(links, codec, weighted_mean, number)
+        made = AllToAll(links, codec, weighted_mean, number)
+        made.most_weight = lambda num_steps: 100.0 * num_steps
+        return made
 
     return make
 

@@ -92,7 +92,7 @@ def wired(
     max_samples: int = 100,
     record_from: int | None = None,
     seed: int = 7,
-    on_report: Callable[[Frame], None] = lambda frame: None,
+    on_report: Callable[[int, Frame], None] = lambda peer, frame: None,
     run_dir: Path = Path("no file is written"),
     ties_ends: bool = False,
     kept_bytes: int = 0,

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests import warm_ranks
+from xcloud.record.events import EVENTS_FILE
 from xcloud.run.local import run
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,9 @@ def layout(**clouds: dict[str, object]) -> dict[str, object]:
 
 
 def start(run_dir: Path, config: dict[str, object]) -> dict[str, Any]:
-    return run(OmegaConf.create(config), run_dir)
+    summary = run(OmegaConf.create(config), run_dir)
+    assert "refused_reports" not in summary, read(run_dir / EVENTS_FILE)
+    return summary
 
 
 def completed(words: list[str], log: Path) -> subprocess.CompletedProcess[str]:

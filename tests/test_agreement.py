@@ -15,9 +15,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.in_process_link import InProcessLink
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from xcloud.cluster.link import InProcessLink
 from xcloud.errors import ConfigError, FrameError
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
@@ -295,7 +295,7 @@ def test_clouds_with_other_files_end_at_once_and_say_why(
 @pytest.mark.slow
 def test_clouds_with_the_same_experiment_in_other_folders_start(tmp_path: Path) -> None:
     configs = [toy_config("two_clouds", ["training.max_steps=2"]) for _ in range(2)]
-    configs[1]["cache_dir"] = str(tmp_path / "elsewhere")
+    configs[1]["cache_dir"] = str(tmp_path / "1" / "cache")  # in its run folder
     configs[1]["name"] = "other"
     configs[1]["cluster"]["clouds"]["cloud_a"]["device"] = "cpu"  # type: ignore[index]
 

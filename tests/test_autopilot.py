@@ -18,9 +18,11 @@ from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.line_meter import LineMeter
-from xcloud.cluster.link_profile import line_bytes
+from xcloud.cluster.link_profile import LinkProfile, line_bytes
+from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
-from xcloud.comm.memory import DeltaCache, State
+from xcloud.comm.memory import MEMORY, DeltaCache, State, is_marked
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.switched import Switched, Switches
@@ -29,7 +31,7 @@ from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics
-from xcloud.run.autopilot import KINDS, RunPilot
+from xcloud.run.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
 from xcloud.training.batch_plan import PinnedBatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -178,6 +180,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     train(original, 1, 4)
     for rank, (state, of_pilot) in zip(restored, states(original), strict=True):
         rank.load_state_dict(state)
+        assert all(is_marked(key, MEMORY) for key in of_pilot)  # another cluster begins again
         rank.trainer.pilot.load_state_dict(of_pilot)  # type: ignore[union-attr]
     expected = train(original, 5, 12)
 
@@ -376,3 +379,25 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], named: str) -> None:
 def test_one_way_jobs_have_nothing_to_choose() -> None:
     with pytest.raises(ConfigError, match="a one-way job has none"):
         build("+exp=electra_multilingual", "autopilot=on")
+
+
+def test_a_line_that_was_measured_takes_as_long_when_it_is_simulated() -> None:
+    """Packets have headers on it, which both count once."""
+    line = LinkProfile(1e8)
+    for num_bytes in (200, 15_000, 1_000_000):
+        found = LinkProfile(_bits_per_s(8.0 * num_bytes, 8.0, 8 * line.line_s(num_bytes)))
+        assert found.line_s(num_bytes) == pytest.approx(line.line_s(num_bytes))
+    assert _bits_per_s(8.0, 1.0, 0.0) == float("inf")
+
+
+def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = BorderField("counts", (), torch.int64)
+    border = Border((counts, BorderField("hidden", (8,), torch.float32, "counted")), 8192)
+    timed: list[TensorSpec] = []
+    monkeypatch.setattr(
+        "xcloud.run.autopilot._way", lambda codec, specs, device: timed.extend(specs) or Way(1.0)
+    )
+    assert len(list(_ways(0, border, INT4, 16, torch.device("cpu")))) == 2
+    assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2

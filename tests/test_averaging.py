@@ -190,7 +190,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'weight' has a tensor \[12, 10\].*expected none"):
         codec(Nothing()).load_state_dict(codec(Cast()).state_dict())
     with pytest.raises(ValueError, match=r"'num_calls', which belongs to none"):
-        codec(Nothing()).load_state_dict({"0.num_calls": 3})
+        codec(Nothing()).load_state_dict({"(memory).0.num_calls": 3})
 
 
 def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_messages() -> None:
@@ -214,16 +214,16 @@ def test_a_message_does_not_change_with_the_residual_and_a_state_not_with_later_
 
 def test_feedback_is_kept_where_it_does_good_and_demanded_where_it_must_be() -> None:
     for compressor in (TopK(0.1), RandomK(0.1), Svd(0.1), PowerSgd(), BlockInt(1), BlockInt(2)):
-        assert "0.residual" in codec(compressor).state_dict()
+        assert "(memory).0.residual" in codec(compressor).state_dict()
         with pytest.raises(ConfigError, match=r"chosen for 'weight', leaves out the same part"):
             codec(compressor, feedback=False)
     for compressor in (Cast(), BlockInt(4), BlockInt(8, stochastic=True)):
-        assert "0.residual" in codec(compressor).state_dict()
-        assert "0.residual" not in codec(compressor, feedback=False).state_dict()
+        assert "(memory).0.residual" in codec(compressor).state_dict()
+        assert "(memory).0.residual" not in codec(compressor, feedback=False).state_dict()
     for compressor in (Nothing(), RandomK(0.1, unbiased=True), BlockInt(1, stochastic=True)):
-        assert "0.residual" not in codec(compressor).state_dict()
+        assert "(memory).0.residual" not in codec(compressor).state_dict()
     unbiased = Chain(randomk=RandomK(0.1, unbiased=True), fp16=Cast())
-    assert "0.residual" not in codec(unbiased).state_dict()
+    assert "(memory).0.residual" not in codec(unbiased).state_dict()
 
 
 def test_replicas_draw_the_same_positions_and_round_independently() -> None:

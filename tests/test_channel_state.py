@@ -21,10 +21,10 @@ from tests.channels import (
     stored,
 )
 from tests.codecs import COMPRESSORS
+from tests.in_process_link import InProcessLink
 from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.border import Border, BorderField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
@@ -264,7 +264,7 @@ def test_a_tensor_of_fixed_rows_crosses_without_sample_ids(memory: Memory) -> No
 
     sender = SendChannel(link, fields, codecs, StepClock(), IDENTITY)
     receiver = ReceiveChannel(
-        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0
+        link, fields, codecs, StepClock(), IDENTITY, torch.device("cpu"), 5.0, 1
     )
     value = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     mean = torch.zeros(3, 8)

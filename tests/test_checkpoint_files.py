@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def test_every_flipped_bit_and_every_cut_is_found(name: str, tmp_path: Path) -> 
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=name.replace(".", r"\.")):
             parts.check(5, 0)
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        parts.read(5, 0)
     path.write_bytes(whole[:-1])
     with pytest.raises(DataError, match=name.replace(".", r"\.")):
         parts.check(5, 0)
@@ -81,8 +84,7 @@ def test_a_part_is_there_with_its_last_file_only(
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         parts.write(5, 0, STATE, {})
-    assert parts.steps() == [5] and parts.ranks(5) == []
-    assert not list(parts.step_dir(5).glob(".*"))
+    assert parts.steps() == [5] and not list(parts.step_dir(5).iterdir())
 
 
 def test_the_newest_agreed_ones_are_kept_and_what_lies_between(tmp_path: Path) -> None:
@@ -114,3 +116,37 @@ def test_what_is_told_of_an_agreement_is_found_again(tmp_path: Path) -> None:
     assert parts.agreed(1) == facts
     (parts.step_dir(1) / "AGREED").write_text(json.dumps([1])[:-1])
     assert parts.agreed(1) == {} and parts.is_agreed(1)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (1, 0, 1)], ids=repr)
+def test_in_a_shared_folder_what_rank_0_tells_of_an_agreement_stays(
+    ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    parts = folder(tmp_path, 1, ranks=2, agree=False)
+    for rank in ranks:
+        parts.mark_agreed(1, rank, {"held_by": [0, 1]} if rank == 0 else {})
+        assert parts.is_agreed(1)
+    assert parts.agreed(1) == {"held_by": [0, 1]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what a descriptor stands for")
+def test_every_name_on_the_way_to_a_part_is_on_the_disk_before_the_part_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(opened: int) -> None:
+        sync(opened)
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{opened}')).relative_to(tmp_path)}")
+
+    def rename(source: Path, target: Path) -> None:
+        replace(source, target)
+        done.append(f"rename to {target.name}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    CheckpointFolder(tmp_path).write(5, 0, STATE, {})
+    counts = done.index("rename to rank-0.json")
+    assert {"sync .", "sync checkpoints", "sync checkpoints/step-000005"} <= {*done[:counts]}
+    assert done[counts + 1 :] == ["sync checkpoints/step-000005"]

@@ -310,7 +310,7 @@ def test_an_experiment_file_gives_the_same_experiment(tmp_path: Path) -> None:
 def test_a_file_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
 
-    for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no experiment file")):
+    for name, said in (("x.yaml", "no _target_"), ("y.yaml", "no file")):
         with pytest.raises(ConfigError, match=said):
             configs.read_job(tmp_path / name)
 

@@ -2,18 +2,21 @@
 
 import json
 import logging
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.event_lines import append_event
-from xcloud.record.events import EventReader, StepCollector, one_timeline
+from xcloud.record.events import EventReader, StepCollector, StepTotals, one_timeline, update_s
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:
     cloud = "source" if rank == 0 else "target"
-    return {"event": "step", "rank": rank, "cloud": cloud, "t": 0.0, "step": step, **fields}
+    ended_s = fields.get("step_s", 0.0)  # all begin at once
+    return {"event": "step", "rank": rank, "cloud": cloud, "t": ended_s, "step": step, **fields}
 
 
 def test_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
@@ -67,6 +70,49 @@ def test_step_is_complete_when_every_rank_has_reported_it() -> None:
     assert (totals.step, totals.step_s, totals.samples, totals.loss) == (1, 0.7, 4, 2.5)
     assert totals.mean_s("compute_s") == {"source": 0.2, "target": 0.3}
     assert totals.sent == {"backward": 10, "other": 1}
+
+
+def taken_s(moments: Sequence[Sequence[float]], ahead_s: float = 0.0) -> list[float]:
+    """moments: by rank, when it ended each update; the first is its start. ahead_s: how far the
+    last rank's clock is ahead."""
+    clocks = [0.0] * (len(moments) - 1) + [ahead_s]
+    return [
+        StepTotals.of(
+            step,
+            {
+                rank: step_event(rank, step, t=own[step] + clock, step_s=own[step] - own[step - 1])
+                for rank, (own, clock) in enumerate(zip(moments, clocks, strict=True))
+            },
+        ).step_s
+        for step in range(1, len(moments[0]))
+    ]
+
+
+def test_ranks_that_are_ahead_in_turns_make_no_step_longer_than_it_was() -> None:
+    """Two replicas that wait for each other: 0.13 and 0.32 s in turns, and an update each
+    0.225 s."""
+    a, b = [0.0], [0.095]
+    for _ in range(9):
+        a, b = [*a, b[-1] + 0.225], [*b, a[-1] + 0.225]
+    own = [round(later - earlier, 3) for earlier, later in pairwise(a)]
+
+    assert own[:2] == [0.32, 0.13], "of one rank"
+    assert taken_s([a, b]) == pytest.approx([0.225] * 9)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -0.05, 0.0, 0.05, 3600.0])
+def test_times_of_updates_add_up_to_what_a_clock_on_the_wall_shows(ahead_s: float) -> None:
+    """One cloud makes its updates faster, and waits for the other at the end."""
+    fast, slow = [0.0, 0.1, 0.2, 0.3, 0.4, 1.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    taken = taken_s([fast, slow], ahead_s)
+
+    assert sum(taken) == pytest.approx(1.0)
+    if not ahead_s:
+        assert taken == pytest.approx([0.2] * 5)
+
+
+def test_one_ranks_update_takes_what_its_own_clock_says() -> None:
+    assert update_s([(1.7e9, 0.1)]) == 0.1
 
 
 def test_seconds_are_means_over_the_ranks_of_a_cloud() -> None:

@@ -87,7 +87,9 @@ class RingRank(Role[RingJob]):
         self.before = ends.incoming("ring", ranks[self.rank - 1], size, window)
         if self.rank == 0:
             for peer in ranks[1:]:
-                ends.incoming("reports", peer, size, window, {Kind.REPORT: context.on_report})
+                ends.incoming(
+                    "reports", peer, size, window, {Kind.REPORT: partial(context.on_report, peer)}
+                )
         else:
             self.to_recorder = ends.out("reports", 0, size, window)
         self.value = torch.tensor([float(self.rank)])

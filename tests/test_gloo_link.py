@@ -80,7 +80,7 @@ def test_an_emulated_link_takes_as_long_as_its_profile_says(tmp_path: Path) -> N
         mine, theirs = (group, back) if rank == 0 else (back, group)
         clock = LinkClock(profile, folder / f"{rank}.clock")
         out = GlooOutLink(mine, peer, OutSettings(name, 400_000, clock))
-        incoming = GlooInLink(theirs, peer, InSettings(name, 400_000))
+        incoming = GlooInLink(theirs, peer, InSettings(name, 400_000, is_emulated=True))
         dist.barrier()
         started = time.perf_counter()
         for i in range(3):
@@ -233,7 +233,9 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
             except LinkTimeout as error:
                 print(error)
         else:
-            incoming = GlooInLink(group, peer, InSettings(name, 100_000, life=life()))
+            incoming = GlooInLink(
+                group, peer, InSettings(name, 100_000, life=life(), is_emulated=True)
+            )
             for i in range(20):
                 incoming.recv(key(i), 20)
             incoming.close(1.0)

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -195,3 +197,28 @@ def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
         assert parent.stdout.read(2) == b"up"
         parent.kill()
         assert parent.stdout.read() == b""  # closed at both ends
+
+
+def test_a_run_starts_where_nobody_tells_which_cores_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, whose Python has no os.sched_getaffinity."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ranks = LocalRanks(tmp_path, ["a", "b"])
+    given: list[str] = []
+    monkeypatch.setattr(
+        LocalRanks, "_start", lambda self, rank: given.append(self._environment["OMP_NUM_THREADS"])
+    )
+    ranks.start()
+
+    assert given == ["4", "4"]
+
+
+def test_any_signal_that_ends_a_rank_is_named(tmp_path: Path) -> None:
+    ranks = LocalRanks(tmp_path, ["a"])
+    for number, name in ((signal.SIGRTMIN + 1, "real-time"), (signal.SIGKILL, "SIGKILL")):
+        ended: Any = SimpleNamespace(poll=lambda number=number: -number)
+        ranks.processes = [ended]
+        assert f"was ended by signal {int(number)} ({name})" in ranks._first_cause()

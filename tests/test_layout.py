@@ -110,3 +110,10 @@ def test_micro_batches_are_dealt_to_replicas_and_in_each_to_its_lanes() -> None:
 def test_every_replica_holds_every_stage_once(clouds: dict[str, Cloud], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ClusterLayout(clouds)
+
+
+@pytest.mark.parametrize("name", ["eu/west", "a\nb", "a\0b", "/"])
+def test_a_cloud_whose_name_cannot_be_part_of_a_files_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="leave out '/' and control characters"):
+        ClusterLayout({name: Cloud(), "us": Cloud()})
+    assert ClusterLayout({"zürich 1": Cloud(), "北京": Cloud()}).num_ranks == 2

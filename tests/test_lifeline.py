@@ -15,7 +15,7 @@ from tests.runs import wait_for
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
-from xcloud.errors import LinkClosed, LinkError, LinkTimeout
+from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.run import lifeline
 from xcloud.run.elastic import _life, _watch
 from xcloud.run.lifeline import Lifeline, _Line, _Word
@@ -102,6 +102,21 @@ def test_a_rank_that_falls_silent_is_named_and_one_that_has_not_come_is_waited_f
     patient.come(0)
     threading.Event().wait(1.0)
     assert not patient.lost and not patient.begun
+
+
+def test_only_rank_0_tells_that_another_rank_is_lost() -> None:
+    ranks = Ranks()
+    ranks.come(0)
+    liar = ranks.come_by_hand(1)
+    ranks.come(2)
+    wait_for(lambda: ranks.begun >= {2}, 20)
+
+    liar.receive("rank 0")
+    liar.send(_Word.ENDED, 2)
+
+    wait_for(lambda: 0 in ranks.lost, 20)
+    assert str(ranks.lost[0]) == "rank 1 calls rank 2 lost"
+    assert isinstance(ranks.lost[0], FrameError)
 
 
 def test_once_a_rank_has_left_its_end_is_no_loss() -> None:

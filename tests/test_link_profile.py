@@ -106,6 +106,8 @@ def test_a_longer_message_never_arrives_earlier(
         ({"bandwidth_bits_per_s": "fast"}, "bandwidth_bits_per_s"),
         ({"latency_s": -1}, "latency_s"),
         ({"trace": [[0, 0.0]]}, "trace"),
+        ({"trace": [[0, 1e8], [60, 0]]}, "wan.trace ends with a bandwidth of 0"),
+        ({"trace": [[0, 0.0], [6, 0]], "trace_period_s": 9}, "wan.trace ends with a bandwidth"),
         ({"trace": [[3, 1e6], [1, 1e6]]}, "order of time"),
         ({"trace": [1, 2]}, "pairs"),
         ({"trace": [[0, 1e6, -0.1]]}, "the latency of"),

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife, Silence

@@ -1,6 +1,6 @@
 """What a rank loads: nothing where it reads nothing, and all ranks the same data."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from tests.configs import build
 from xcloud.errors import ConfigError, DataError
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import compare_facts
+from xcloud.parallel.control import NOTHING, compare_facts
 from xcloud.run.loading import load
 
 
@@ -24,11 +24,14 @@ class Line:
         assert list(peers) == [1]
         self.sizes = list(sizes)
 
-    def hear_sizes(self) -> list[int]:
+    def hear_sizes(self, num_splits: int) -> list[int]:
         return self.sizes
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
+    ) -> None:
         self.facts.append(facts)
+        self.left_out = left_out
 
 
 def experiment(task: str, *overrides: str) -> Experiment:
@@ -56,7 +59,9 @@ def test_a_rank_that_reads_nothing_opens_no_file(
     assert [other.num_samples(s) for s in ("train", "dev", "test")] == line.sizes
     assert other.num_samples("train") == owner.num_samples("train") > 0
     assert "the task's data" in line.facts[0] and "the task's data" not in line.facts[1]
-    compare_facts(line.facts[0], line.facts[1], 1)
+    compare_facts(line.facts[0], line.facts[1], 1, line.left_out[1])
+    with pytest.raises(ConfigError, match=r"disagree about the task's data: .* here, nothing"):
+        compare_facts(line.facts[0], line.facts[1], 1)
 
 
 def test_other_settings_are_noticed_all_the_same() -> None:
@@ -65,7 +70,7 @@ def test_other_settings_are_noticed_all_the_same() -> None:
     load(experiment("sst2", "task.max_length=24"), 1, line)
 
     with pytest.raises(ConfigError, match="disagree about the task's settings and sizes"):
-        compare_facts(line.facts[0], line.facts[1], 1)
+        compare_facts(line.facts[0], line.facts[1], 1, line.left_out[1])
 
 
 def test_a_defence_of_two_classes_is_refused_for_labels_of_tokens(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_collectives_give_every_rank_the_same() -> None:
 
 
 def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
-    reports: list[bytes] = []
+    reports: list[tuple[int, bytes]] = []
     ranks = wired(
         TWO, {0: BORDER}, Compression(),
-        on_report=lambda frame: reports.append(bytes(frame.parts[0].tolist())),
+        on_report=lambda peer, frame: reports.append((peer, bytes(frame.parts[0].tolist()))),
     )  # fmt: skip
 
     def work(rank: int) -> None:
@@ -115,7 +115,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
 
     in_threads([lambda r=rank: work(r) for rank in range(3)])
 
-    assert sorted(reports) == [b"rank 1\n", b"rank 2\n"]
+    assert sorted(reports) == [(1, b"rank 1\n"), (2, b"rank 2\n")]
     away = ranks[2].wiring
     assert {record.to for record in away.wan_records} == {"a"}
     sent = sum(r.bytes_of[Kind.REPORT] for r in away.wan_records)
@@ -137,7 +137,7 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
     def wirer(rank: int) -> OneWayWirer:
         return OneWayWirer(world.transport(rank), layout, 100, 4, tmp_path)
 
-    consumer = wirer(0).consumer(lambda frame: None)
+    consumer = wirer(0).consumer(lambda peer, frame: None)
     producers = [wirer(rank).producer() for rank in (1, 2)]
     for producer in producers:
         producer.say_ready()

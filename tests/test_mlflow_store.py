@@ -37,9 +37,9 @@ def query(root: Path, text: str) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTracker]:
-    """A finished run in a store made for it, in a folder with a blank in its name."""
+    """A finished run in a store made for it, in a folder whose name no URL can hold as it is."""
     os.environ["MLFLOW_RUN_ID"] = "of another tool"
-    root = tmp_path_factory.mktemp("my runs") / "mlruns"
+    root = tmp_path_factory.mktemp("my runs") / "50%20 ü? #1" / "mlruns"
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "samples.txt").write_text("hola -> hello")
     tracker = MlflowTracker(root=str(root), flush_s=0.05)

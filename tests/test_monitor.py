@@ -3,25 +3,28 @@
 import json
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
+from xcloud.errors import RunFailed
 from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_summary
+from xcloud.run import local
 from xcloud.run import monitor as module
+from xcloud.run.launch import LocalRanks
 from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
-    lines = (
-        json.dumps({"event": event, "rank": rank, "cloud": "a", "t": 1.0, "num_steps": 2})
-        for event, rank in events
-    )
+    more = {"cloud": "a", "t": 1.0, "num_steps": 2, "name": "training"}
+    lines = (json.dumps({"event": event, "rank": rank, **more}) for event, rank in events)
     (run_dir / EVENTS_FILE).write_text("\n".join(lines) + "\n")
     config = OmegaConf.create(toy_config("two_clouds"))
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
@@ -46,6 +49,46 @@ def test_a_run_that_never_trained_has_no_links_to_compare_it(
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:
     monitor = monitor_after([("stop", 0), ("stop", 1)], tmp_path)
     assert monitor.finished_ranks == set() and not monitor.is_stopped
+
+
+def test_a_new_attempt_drops_the_end_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    monitor_after([("stop", 0)], tmp_path)
+    assert read_summary(tmp_path) == {}
+
+
+class FakeRanks(LocalRanks):
+    """They do what `events` say, then fail."""
+
+    events: ClassVar[list[dict[str, object]]] = []
+
+    def start(self) -> None:
+        with open(self.run_dir / EVENTS_FILE, "a") as file:
+            for event in self.events:
+                file.write(json.dumps({"rank": 0, "cloud": "a", "t": 1.0, **event}) + "\n")
+
+    def wait(self, meanwhile: Callable[[], bool]) -> None:
+        meanwhile()
+        raise RunFailed("a rank failed")
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"), [((), 8), (("loading",), 8), (("loading", "training"), 12)]
+)
+def test_the_experiment_file_is_replaced_once_the_ranks_have_taken_the_state_over(
+    phases: Sequence[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor_after([("phase", 0)], tmp_path)
+    file = tmp_path / configs.EXPERIMENT_FILE
+    resumed = [{"event": "resume", "step": 4}] * bool(phases)
+    told = [{"event": "phase", "name": name} for name in phases]
+    monkeypatch.setattr(FakeRanks, "events", resumed + told)
+    monkeypatch.setattr(local, "LocalRanks", FakeRanks)
+    longer = OmegaConf.create(toy_config("two_clouds", ["training.max_steps=12"]))
+    with pytest.raises(RunFailed):
+        local.run(longer, tmp_path, resumes=True, anew=True)
+    assert configs.read_job(file).max_steps == expected
+    assert list(tmp_path.glob("*.yaml")) == [file]
 
 
 def test_a_monitor_outlives_the_signals_that_torchrun_sends_to_rank_0_and_its_children(

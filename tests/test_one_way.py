@@ -29,7 +29,9 @@ WIDE = {"disc": cloud(2), "one": cloud(2, 1.0), "two": cloud(1, 1.0)}
 
 
 def start(run_dir: Path, clouds: dict[str, object], *form: str, **groups: dict) -> dict:
-    return run(OmegaConf.create(feed_config(clouds, *form, **groups)), run_dir)
+    summary = run(OmegaConf.create(feed_config(clouds, *form, **groups)), run_dir)
+    assert "refused_reports" not in summary, read(run_dir / "events.jsonl")
+    return summary
 
 
 def events(run_dir: Path, kind: str) -> list[dict]:

@@ -35,7 +35,7 @@ from xcloud.training.settings import Checkpoints
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
-    book = OrderBook()
+    book, other = OrderBook(num_consumers=2), OrderBook(num_consumers=2)
     rows = torch.tensor([[1, 0, 9], [2, 1, 9]], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
     assert book.next(may_drop=True) == Ordered(1, 0, 9)
@@ -45,8 +45,9 @@ def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> N
     assert book.next(may_drop=False) == Ordered(3, NOBODY, 9)
     assert book.next(may_drop=False) is None
 
-    book.take_orders(frame(Kind.ORDER, rows))
-    assert book.next(may_drop=True) is None
+    other.take_orders(frame(Kind.ORDER, rows))
+    other.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
+    assert other.next(may_drop=True) is None
 
 
 def frame(kind: Kind, *parts: torch.Tensor) -> Frame:
@@ -124,8 +125,8 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
     line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
     event = {
-        "event": "step", "rank": 0, "cloud": "d", "step": 1, "step_s": 2.0, "taken": {"a": 1},
-        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
+        "event": "step", "rank": 0, "cloud": "d", "t": 9.0, "step": 1, "step_s": 2.0,
+        "taken": {"a": 1},        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
     }  # fmt: skip
     line.show(event)
     line.show(event | {"rank": 1, "line_s": {"b": 0.9}})

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.plan.one_way import (
+from benchmarks.one_way_prediction import (
     Inside,
     SimulatedCloud,
     SimulatedJob,
     scale_consumer,
     simulate_one_way,
 )
+from xcloud.cluster.link_profile import LinkProfile
 
 FREE = LinkProfile(1e12)
 JOB = SimulatedJob(

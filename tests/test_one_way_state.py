@@ -223,7 +223,7 @@ def test_who_waits_for_batches_or_orders_says_for_which() -> None:
 
 
 def test_an_order_book_goes_on_with_the_orders_not_begun() -> None:
-    original, restored = OrderBook(), OrderBook()
+    original, restored = OrderBook(num_consumers=2), OrderBook(num_consumers=2)
     rows = torch.tensor([[1, 0, 9], [2, 1, 9], [3, 0, 8]], dtype=torch.int32)
     original.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
     assert original.next(False) == Ordered(1, 0, 9)

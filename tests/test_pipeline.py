@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from tests.in_process_link import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
@@ -185,7 +185,7 @@ def test_a_message_of_another_shape_than_promised_is_refused() -> None:
     plain = lambda: Codecs([(None, PLAIN)])  # noqa: E731
     key = MessageKey(Kind.ACTIVATION, 1, 0)
     counts = torch.tensor([1, 2], dtype=torch.int16)
-    channel = ReceiveChannel(link, BORDER.fields, plain, clock, IDENTITY, CPU, 1.0)
+    channel = ReceiveChannel(link, BORDER.fields, plain, clock, IDENTITY, CPU, 1.0, 8)
 
     link.send(key, (counts, torch.zeros(4, 8)))
     with pytest.raises(FrameError, match="'hidden'"):

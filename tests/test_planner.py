@@ -194,6 +194,29 @@ def test_averaging_costs_bytes_over_bandwidth_and_rarely_where_rarely_done() -> 
     assert priced.price(plan).bound == "averaging over link a-b"
 
 
+@pytest.mark.parametrize("num_clouds", [2, 3])
+@pytest.mark.parametrize("strategy", ["data_parallel", "hybrid"])
+def test_the_replica_with_most_micro_batches_is_the_one_that_is_waited_for(
+    num_clouds: int, strategy: str
+) -> None:
+    """Micro-batch i belongs to replica i mod R, and their number may be no multiple of R."""
+    stages = 2 if strategy == "hybrid" else 1
+    layout = ClusterLayout({f"c{i}": Cloud() for i in range(stages * num_clouds)}, "free")
+    averaging = Strategy(strategy, num_clouds if stages == 2 else None, GradientAveraging())
+    priced = pricer(layout=layout, batch_size=240, **{strategy: averaging})
+    ends = (4, 8) if stages == 2 else (8,)
+    for m in range(num_clouds, 4 * num_clouds):
+        plan = Plan(strategy, ends, m, None, NO_COMPRESSION)
+        price = priced.price(plan)
+        most = -(-m // num_clouds)  # each takes 0.03 s a sample and piece, forward and backward
+        one_s = 0.03 * 8 / stages * 240 / m
+        bubbles_s = (stages - 1) * one_s
+        assert price.step_s == priced.step_s(plan)
+        assert price.step_s == pytest.approx(most * one_s + bubbles_s, rel=0.02), m
+        assert price.compute_s == pytest.approx(0.03 * 8 * 240, rel=0.02), "all samples"
+        assert priced.bound_s(plan) <= price.step_s * (1 + 1e-9)
+
+
 def test_where_a_cloud_may_be_lost_two_clouds_ask_and_answer() -> None:
     big = {NO_COMPRESSION: CompressorCosts("none", [codec(1e6)], AveragingCodec(10**6, 0.3, 0.2))}
     elastic = LocalUpdates(every=1, leave="go_on")
@@ -339,6 +362,17 @@ def test_wrong_settings_are_named(settings: dict[str, object], said: str) -> Non
 def test_counts_go_up_to_the_batch_and_hold_the_own_one() -> None:
     assert Planning().counts(16, 5) == [1, 2, 3, 4, 5, 6, 8, 12, 16]
     assert Planning(search=["split"]).counts(16, 5) == [5]
+    assert Planning().counts(512, 256)[-2:] == [128, 256], "the job's own is never left out"
+    assert Planning(micro_batches=[256, 512]).counts(1024, 1) == [1, 256, 512]
+    with pytest.raises(ConfigError, match=r"plan\.micro_batches has 512, and a pass has 256"):
+        Planning(micro_batches=[8, 512]).counts(256, 1)
+
+
+def test_a_plan_of_256_micro_batches_has_a_price() -> None:
+    priced = pricer(batch_size=256)
+    found = search(priced, replace(space(priced, (256,)), varies=("micro_batches", "schedule")), 3)
+
+    assert found.best and all(entry.plan.micro_batches == 256 for entry in found.best)
 
 
 def test_every_size_that_a_plan_may_have_is_measured_or_they_are_evenly_spread() -> None:

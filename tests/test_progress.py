@@ -57,18 +57,20 @@ def totals(step: int, **fields: object) -> StepTotals:
 
 def test_line_shows_step_loss_times_link_use_and_time_left() -> None:
     stream = io.StringIO()
-    ProgressLine(2000, 4e6, stream=stream, clock=Clock()).update(totals(1000))
+    there, back, other = ("a", "b"), ("b", "a"), ("b", "c")
+    busy_s = {"forward": {there: 0.15, other: 0.1}, "backward": {back: 0.1}, "x": {there: 0.05}}
+    line = ProgressLine(2000, stream=stream, clock=Clock())
+    line.update(totals(1000, line_busy_s=busy_s))
 
-    # 100 kB in 0.4 s are 2 Mbit/s, half of the link, in the busier direction.
+    # The busiest line, which carries two kinds, is busy half of the time.
     assert stream.getvalue() == (
         "step 1000/2000  7 min left  loss 3.000  0.400 s/step  waits 0.100 s  link 50 %\n"
     )
 
 
-@pytest.mark.parametrize("bandwidth", [None, float("inf")])
-def test_a_link_of_unknown_bandwidth_shows_its_rate(bandwidth: float | None) -> None:
+def test_a_link_of_unknown_bandwidth_shows_its_rate() -> None:
     stream = io.StringIO()
-    ProgressLine(10, bandwidth, stream=stream).update(totals(1))
+    ProgressLine(10, stream=stream).update(totals(1))
     assert "sends 2.0 Mbit/s" in stream.getvalue()
 
 

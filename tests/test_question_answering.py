@@ -209,6 +209,11 @@ def test_the_hubs_form_in_a_folder(tmp_path: Path) -> None:
     reading = Paragraphs(HubSet(str(tmp_path))).read()
     assert [len(reading.splits[s]) for s in ("train", "dev", "test")] == [29, 1, 2]
     assert reading.splits["test"][1].questions[1].ident == "validation3"
+    unanswerable = {"text": [], "answer_start": []}
+    write(tmp_path / "train.jsonl", [{"id": "1", "context": "c", "question": "why?",
+                                      "answers": unanswerable}] * 9)  # fmt: skip
+    with pytest.raises(DataError, match=r"^[^(]*: the question 'why\?' has no answer; SQuAD 2\.0"):
+        Paragraphs(HubSet(str(tmp_path))).read()
 
 
 @pytest.mark.parametrize(

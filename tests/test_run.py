@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.figures import check_figures, read_events
 from tests.runs import cloud, layout, losses, no_workers, read, start, wait_for, weights
 from tests.toy import toy_config
 from xcloud.errors import ConfigError, RunFailed
@@ -67,9 +68,12 @@ def test_ranks_of_unequal_clouds_train_the_same_model(
 def test_one_owner_holds_both_ends_and_a_third_cloud_the_middle(tmp_path: Path) -> None:
     three = {**layout(a=cloud(1, [0, 1, 2]))}
     start(tmp_path / "one", toy_config(three))
-    start(tmp_path / "two", toy_config(layout(owner=cloud(1, [0, 2]), other=cloud(1, [1]))))
+    summary = start(
+        tmp_path / "two", toy_config(layout(owner=cloud(1, [0, 2]), other=cloud(1, [1])))
+    )
 
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    check_figures(read_events(tmp_path / "two"), summary)
 
 
 def test_accumulation_equals_the_large_batch(local: Path, tmp_path: Path) -> None:
@@ -101,6 +105,7 @@ def test_summary_counts_what_crossed(tmp_path: Path) -> None:
     assert summary["status"] == "finished"
     on_disk = json.loads((tmp_path / "summary.json").read_text())
     assert on_disk == summary
+    check_figures(read_events(tmp_path), summary)
     rows, hidden, frames = 8 * 6, 12, 4
     codes, scales = rows * hidden, frames * 3  # 2 samples a frame: 144 values, 3 blocks of 64
     floats = 2 * codes * 4
@@ -118,6 +123,7 @@ def test_evaluation_during_training_leaves_the_result_alone(local: Path, tmp_pat
 
     assert losses(tmp_path) == losses(local)
     assert "bleu" in summary["dev_quality"]
+    check_figures(read_events(tmp_path), summary)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -251,6 +257,7 @@ def test_copies_of_the_model_in_two_clouds_average_in_eight_bits(
     assert ratio["total"] == ratio["averaging"]
     assert summary["strategy"] == "data_parallel" and summary["compression"] == "averaging int8"
     assert summary["quality"] and summary["tokens_per_s"]
+    check_figures(read_events(tmp_path), summary)
     left = [m for m in json.loads((tmp_path / "wire_audit.json").read_text())["messages"]
             if m["from"] == "cloud_b"]  # fmt: skip
     gradients, digests = 8, 3

@@ -8,7 +8,8 @@ from xcloud.record.scores import score_name, score_text, shown_scores
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [("bleu", 0.4213, "0.42"), ("bleu", 41.92, "41.92"), ("accuracy", 92.231, "92.23"),
-     ("label_leak_auc", 0.57312, "0.5731"), ("something", 2.5, "2.50")],
+     ("label_leak_auc", 0.57312, "0.5731"), ("something", 2.5, "2.50"),
+     ("loss", 3.21987, "3.2199"), ("replaced_loss", 0.352846, "0.3528")],
 )  # fmt: skip
 def test_decimals_follow_the_score_not_its_value(name: str, value: float, text: str) -> None:
     assert score_text(name, value) == text

@@ -57,6 +57,23 @@ def test_what_happens_between_steps_is_not_recorded() -> None:
     assert [[s.what for s in step.spans] for step in clock.recorded] == [["backward"]] * 2
 
 
+def test_a_step_begins_where_the_one_before_ended_but_for_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [7.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    clock, took = StepClock(record_from=1), []
+    for step, paused_s in ((1, 0.0), (2, 30.0), (3, 0.0)):
+        clock.begin_step(step)
+        now_s[0] += 2.0
+        took.append(clock.end_step())
+        now_s[0] += 0.5  # tells of it
+        with clock.paused():
+            now_s[0] += paused_s
+    assert took == [2.0, 2.5, 2.5]
+    assert [one.ended_at_s - one.started_at_s for one in clock.recorded] == took
+
+
 def test_a_slow_device_stretches_computing_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -41,8 +41,9 @@ def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
         "samples": 8,
         "tokens": 100,
     }
-    statistics.feed({**common, "rank": 0, "cloud": "source", **source, **fields})
-    statistics.feed({**common, "rank": 1, "cloud": "target", **target})
+    source = {**common, "rank": 0, "cloud": "source", **source, **fields}
+    for event in (source, {**common, "rank": 1, "cloud": "target", **target}):
+        statistics.feed({**event, "t": event["t"] - 0.5 + event["step_s"]})  # both begin at once
 
 
 def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
@@ -58,7 +59,7 @@ def test_texts_that_were_cut_are_counted_by_field() -> None:
 
 
 def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors() -> None:
-    statistics = RunStatistics(num_ranks=2, bandwidth_bits_per_s=8000)
+    statistics = RunStatistics(num_ranks=2)
     sent = {"forward": 100, "averaging": 30, "votes": 2}
     feed_step(statistics, 1, sent=sent, raw={"forward": 400, "averaging": 240})
     summary = summarise(statistics)
@@ -71,7 +72,7 @@ def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors
 
 
 def test_figures_of_two_equal_steps() -> None:
-    statistics = RunStatistics(num_ranks=2, bandwidth_bits_per_s=8000)
+    statistics = RunStatistics(num_ranks=2)
     feed_step(statistics, 1)
     feed_step(statistics, 2)
     statistics.feed(
@@ -93,7 +94,7 @@ def test_figures_of_two_equal_steps() -> None:
     assert summary["wan_bytes_per_step"] == {"forward": 100, "backward": 50, "other": 10}
     assert summary["compression_ratio"] == {"forward": 4.0, "backward": 8.0, "total": 5.333}
     assert summary["samples_per_s"] == 16.0 and summary["tokens_per_s"] == 200.0
-    assert summary["link_utilisation"] == {"forward": 0.2, "backward": 0.1}  # 800 bits of 4000
+    assert summary["link_utilisation"] == {"forward": None, "backward": None}
     assert summary["final_loss"] == 3.0 and summary["num_steps"] == 2
     assert summary["quality"] == {"bleu": 41.92, "accuracy": 92.23}
     assert summary["signatures"] == {"bleu": "nrefs:1"}
@@ -154,6 +155,7 @@ def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
             "event": "step",
             "rank": 0,
             "cloud": "source",
+            "t": 1.0,
             "step": 1,
             "step_s": 1.0,
             "sent": {"forward": 100, "backward": 0, "other": 900},
@@ -164,15 +166,19 @@ def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
     assert ratio == {"forward": 4.0, "backward": None, "total": 4.0}
 
 
-def test_link_of_unknown_bandwidth_is_judged_by_the_time_it_was_busy() -> None:
+def test_a_links_use_is_that_of_the_busiest_line() -> None:
+    """Of three clouds in a row and a way back: lines do not add up, ranks and steps do."""
     statistics = RunStatistics(num_ranks=2)
-    feed_step(statistics, 1, link_busy_s={"forward": 0.4, "backward": 0.0})
-    assert summarise(statistics)["link_utilisation"] == {"forward": 0.8, "backward": 0.0}
+    for step in (1, 2):
+        there = {"forward": {"target": 0.1 * step, "third": 0.05}, "backward": {"third": 0.01}}
+        feed_step(statistics, step, line_busy_s=there)
+    found = summarise(statistics)["link_utilisation"]
+    assert found == {"forward": 0.3, "backward": 0.02}  # 0.3 s and 0.02 s of 1 s
 
 
 def test_one_way_returns_the_totals_of_a_completed_step() -> None:
     statistics = RunStatistics(num_ranks=1)
-    event = {"event": "step", "rank": 0, "cloud": "a", "step": 7, "step_s": 1.0}
+    event = {"event": "step", "rank": 0, "cloud": "a", "t": 9.0, "step": 7, "step_s": 1.0}
     totals = statistics.feed(event)
     assert totals is not None and totals.step == 7
 
@@ -207,3 +213,27 @@ def test_a_run_that_went_on_says_what_it_lost() -> None:
     assert found["num_steps"] == 3 and found["wall_s"] == 50.0
     assert (found["num_resumes"], found["num_steps_done_twice"], found["goodput"]) == (1, 1, 0.4)
     assert found["num_lost_checkpoints"] == 1
+
+
+def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its_step() -> None:
+    statistics = RunStatistics(1)
+    rank_0 = {"rank": 0, "cloud": "a"}
+    step = {**rank_0, "event": "step", "step_s": 1.0, "loss": 1.0}
+    loading = {**rank_0, "event": "phase", "name": "loading"}
+    test = {**rank_0, "event": "quality", "split": "test", "step": 1, "values": {"bleu": 1.0}}
+    for event in one_timeline(
+        [
+            {**loading, "t": 1000.0},
+            {**step, "step": 1, "t": 1010.0},
+            {**test, "t": 1012.0},
+            {**loading, "t": 9000.0},
+            {**rank_0, "event": "resume", "t": 9001.0, "step": 1},
+            {**step, "step": 2, "t": 9005.0},
+        ]
+    ):
+        statistics.feed(event)
+    found = statistics.summary(name="x", status="failed", commit="c")
+
+    assert found["wall_s"] == 12.0 + 5.0
+    assert found["started_at"] == "1970-01-01T00:16:40+00:00"
+    assert found["quality_at_step"] == 1

@@ -56,7 +56,7 @@ def test_a_run_whose_rank_and_then_launcher_is_killed_ends_as_if_they_had_not_be
     def agreed(step: int) -> bool:
         return any(found >= step for found in folder.agreed_steps())
 
-    first = command(f"resume={run_dir}")
+    first = command(f"resume={run_dir}", "resume_anew=true")
     wait_for(lambda: agreed(5))
     os.kill(pid_of(run_dir, 1), signal.SIGKILL)
     wait_for(lambda: agreed(20))

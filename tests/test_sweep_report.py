@@ -74,6 +74,30 @@ def test_rows_are_settings_over_seeds_best_first(sweep: Path) -> None:
     assert int8.parts_s("codec_s") == {"cloud_a": 0.05, "cloud_b": 0.05}
 
 
+@pytest.mark.parametrize(
+    ("score", "values", "best"),
+    [("bleu", (20.1, 20.4, 9.0), 20.4), ("perplexity", (20.4, 20.1, 900.0), 20.1),
+     ("loss", (3.2, 3.1, 7.0), 3.1), ("replaced_loss", (0.4, 0.35, 0.9), 0.35)],
+)  # fmt: skip
+def test_where_less_is_better_the_lowest_score_comes_first_everywhere(
+    score: str, values: tuple[float, ...], best: float, tmp_path: Path
+) -> None:
+    for compression, value in zip(("none", "int8", "int2"), values, strict=True):
+        config = compose([f"compression={compression}", "seed=1"])
+        write_run(tmp_path / compression, config, quality={score: value})
+    rows = rows_of(from_folder(tmp_path))
+    write_csv(tmp_path, rows, [result for row in rows for result in row.results])
+    with open(tmp_path / "table.csv", encoding="utf-8") as file:
+        first = next(csv.DictReader(file))
+
+    ordered = sorted(values, reverse=best == max(values))
+    assert [row.score.mean for row in rows if row.score] == ordered
+    assert float(first[score]) == best
+    assert view_of("s", [row.settings for row in rows], score)["orderByAsc"] == (
+        best < max(values)
+    )
+
+
 def test_the_share_is_of_the_uncompressed_runs_on_the_same_link(tmp_path: Path) -> None:
     for name, overrides, step_s in [
         ("a", "compression=none cluster/wan=line_8m", 10.0),

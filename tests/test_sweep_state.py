@@ -1,6 +1,7 @@
 """What a sweep refuses, skips, runs again and says; runs are faked, files are real."""
 
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,10 @@ from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
 from xcloud.errors import ConfigError
 from xcloud.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.sweep.children import OUTPUT_FILE, Children
 from xcloud.sweep.points import Point, name_points
 from xcloud.sweep.runner import check_settings
-from xcloud.sweep.state import SweepState, code_fingerprint
+from xcloud.sweep.state import Decision, SweepState, code_fingerprint
 
 GRID = ["seed=1", "seed=2", "seed=3"]
 
@@ -127,6 +129,59 @@ def test_points_at_once_stop_too_and_a_crowd_is_warned_of(
     said = capsys.readouterr().out
     assert "2 points at once are 4 ranks on 3 cores" in said
     assert "none s2: finished" in said and "1 not tried (stop_on_failure)" in said
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_point_whose_folder_cannot_be_made_has_failed_and_the_others_go_on(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: int,
+) -> None:
+    begin = SweepState.begin
+
+    def fail(state: SweepState, decision: Decision, at_once: int) -> Path:
+        if decision.point.name == "none s1":
+            raise OSError(28, "No space left on device")
+        return begin(state, decision, at_once)
+
+    class FakeChildren:
+        def __init__(self, *arguments: object) -> None: ...
+
+        def run(self, point: Point, run_dir: Path) -> str | None:
+            if point.name == "none s2":
+                raise OSError(5, "Input/output error")
+            write_run(run_dir, point.config)
+            return None
+
+        def end(self) -> None:
+            raise AssertionError("nothing was interrupted")
+
+    monkeypatch.setattr(SweepState, "begin", fail)
+    monkeypatch.setattr("xcloud.sweep.runner.Children", FakeChildren)
+
+    assert run_sweep(folder, GRID, FakeRuns(), parallel=parallel) == 1
+    said = capsys.readouterr().out
+    assert "none s1: FAILED" in said and "No space left on device" in said
+    assert "none s3: finished" in said
+    assert ("none s2: FAILED" in said and "Input/output error" in said) == (parallel == 2)
+
+
+def test_a_point_goes_on_when_its_output_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (point,) = points("seed=1")
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho one\necho two\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (tmp_path / OUTPUT_FILE).symlink_to("/dev/full")
+    said: list[str] = []
+
+    assert Children(1, said.append).run(point, tmp_path) is None
+    assert [line.split("] ")[1].split(":")[0] for line in said] == [
+        f"{OUTPUT_FILE} lacks lines", "one", "two"
+    ]  # fmt: skip
 
 
 def test_the_same_command_skips_what_is_finished_and_runs_what_failed(

@@ -68,7 +68,8 @@ def steps(turns: Turns, step_s: float, log: list[tuple[str, int]], who: str) -> 
         log.append((who, step))
         time.sleep(0.0005)
         log.append((who, step))
-        turns.note(step_s * (100 if step % STEPS_PER_TURN == 0 else 1))
+        own_s = step_s * (100 if step % STEPS_PER_TURN == 0 else 1)
+        turns.note(own_s, own_s)  # all ranks begin at once
     turns.take()
     turns.close()
 
@@ -109,7 +110,7 @@ def test_a_turn_in_which_ranks_were_started_again_does_not_count(
         def lose_one() -> None:
             lost = join_turns(tmp_path, 0, 1, None)
             lost.take()
-            lost.note(0.1)
+            lost.note(0.0, 0.1)
             lost.close()
             steps(join_turns(tmp_path, 0, 1, None), 0.1, [], "again")
 
@@ -144,7 +145,7 @@ class TimedRuns:
             turns.take()
             assert self.lock.acquire(blocking=False), "two points make steps at once"
             TimedRuns.moment = 1.0 + (TimedRuns.moment * 7.3) % 0.01
-            turns.note(step_s * TimedRuns.moment)
+            turns.note(0.0, step_s * TimedRuns.moment)
             self.lock.release()
             if point.experiment.seed == 2 and step == 9:
                 turns.close()
@@ -164,7 +165,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return TimedRuns(parallel, say, environment)
 
     monkeypatch.setattr("xcloud.sweep.runner.Children", children)
-    monkeypatch.setattr("xcloud.sweep.report.close_sweep", lambda folder: None)
+    monkeypatch.setattr("xcloud.sweep.report.close_sweep", lambda folder, tracker: None)
 
 
 def test_a_sweep_reports_ratios_with_intervals_of_the_points_that_came_to_their_end(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.peak_bytes import PeakBytes
 from xcloud.contracts.stage import Head
 from xcloud.models.attention import Packing
 from xcloud.models.text_head import Bottleneck, SampleHead, SpanHead, Widening, make_head, pool
@@ -75,6 +76,14 @@ def test_the_loss_of_a_span_knows_no_padding() -> None:
     torch.testing.assert_close(head.loss(scores, label, PACKING), torch.as_tensor(expected))
     gradient = torch.autograd.grad(head.loss(scores.requires_grad_(), label, PACKING), scores)[0]
     assert gradient.isfinite().all()
+
+
+def test_spans_of_a_long_batch_are_compared_sample_by_sample() -> None:
+    head, packing = SpanHead(6, 30, 1), Packing(torch.full((16,), 400))
+    label = torch.zeros(16, 3, dtype=torch.int64)
+    with PeakBytes() as memory:
+        head.predict(torch.randn(16 * 400, 2), label, packing)
+    assert memory.peak < 6 * 4 * 400**2, "a few grids of one sample, not those of 16"
 
 
 @pytest.mark.parametrize("longest", [1, 2, 30])

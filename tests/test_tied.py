@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.causal_models import batch_of, build, loss_of, saved, where, words
 from tests.configs import composed
-from tests.pipelines import D, ToyStage
+from tests.pipelines import D
+from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.phases import Compression
 from xcloud.comm.sparsify import TopK
-from xcloud.contracts.stage import Batch, Message, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
@@ -31,29 +30,6 @@ LAYOUTS = {
     "both ends in one cloud": ClusterLayout({"a": Cloud(1, [0, 2]), "b": Cloud(1, [1])}),
 }
 CLIPPED = Training(9, batch_size=8, optimizer=Optimizer(0.1, 1, clip_norm=0.5))
-
-
-class TiedToy(ToyStage):
-    """The same matrix stands before the first stage and behind the last."""
-
-    def __init__(self, stage: int, num_stages: int) -> None:
-        super().__init__(stage, num_stages)
-        draw = torch.Generator().manual_seed(9)
-        self.words = None
-        if self.is_first or self.is_last:
-            self.words = nn.Parameter(torch.randn(D, D, generator=draw) / 3)
-
-    def tied(self) -> nn.Parameter | None:
-        return self.words
-
-    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
-        if self.is_first:
-            assert self.words is not None
-            batch = {**batch, "x": batch["x"] @ self.words}
-        if self.is_last:
-            assert self.words is not None and received is not None
-            received = {**received, "hidden": received["hidden"] @ self.words.T}
-        return super().forward(received, batch)
 
 
 def ends(job: list[Rank]) -> list[torch.Tensor]:

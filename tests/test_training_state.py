@@ -1,5 +1,6 @@
 """What a trainer carries from update to update, by the names of parameters."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from tests.channels import same_state, stored
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
+from xcloud.errors import DataError
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
@@ -104,13 +106,19 @@ def test_a_state_without_the_moments_of_one_parameter_is_refused() -> None:
         trained().load_state_dict(state)
 
 
-def test_what_is_not_trained_is_kept_too_and_has_no_moments() -> None:
-    module = nn.Linear(2, 2).requires_grad_(False)
-    state = TrainedModule(module, None).state_dict()
-    assert set(state) == {"values.weight", "values.bias"}
-    other = nn.Linear(2, 2).requires_grad_(False)
-    TrainedModule(other, None).load_state_dict(state)
-    assert torch.equal(other.weight, module.weight)
+def test_what_is_frozen_is_not_kept_and_another_one_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    part = TrainedModule(module, Optimizer(0.1, 1).build(module[1].parameters()))
+    state = part.state_dict()
+    assert set(state) == {"frozen", "values.1.weight", "values.1.bias"}
+    same, other = copy.deepcopy(module), copy.deepcopy(module)
+    with torch.no_grad():
+        same[1].weight.zero_()
+        other[0].weight[0, 0] += 1
+    TrainedModule(same, None).load_state_dict(state)
+    assert torch.equal(same[1].weight, module[1].weight)
+    with pytest.raises(DataError, match="the frozen parameters are not those"):
+        TrainedModule(other, None).load_state_dict(state)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))

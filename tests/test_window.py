@@ -18,7 +18,7 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.window import BUDGET_BYTES, MIN_POSTED, LinkWindow
-from xcloud.errors import ConfigError
+from xcloud.errors import ConfigError, LinkClosed
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
 
 
@@ -142,7 +142,8 @@ def ends(
 ) -> tuple[MemoryGroup, GlooOutLink, GlooInLink]:
     group: Any = MemoryGroup()
     out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock, window))
-    return group, out, GlooInLink(group, 0, InSettings("the sender", 1000, window=window))
+    settings = InSettings("the sender", 1000, window=window, is_emulated=clock is not None)
+    return group, out, GlooInLink(group, 0, settings)
 
 
 def test_as_many_receives_are_posted_as_the_window_says_and_the_goodbye_meets_them_all(
@@ -213,3 +214,21 @@ def test_an_emulated_link_delivers_a_window_in_each_round_trip(
     # One way, and two round trips more. Never early; how late is a matter of the machine's load.
     assert took_s[0] >= 0.05 and took_s[1] >= 0.25
     assert took_s[0] < took_s[1]
+
+
+def test_a_link_whose_sending_thread_fails_says_so_to_whoever_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder that is deleted, or a disk that gives errors, under the emulated line."""
+    use_memory_groups(monkeypatch)
+    clock = LinkClock(LinkProfile(1e9), tmp_path / "clock")
+
+    def fail(*arguments: object) -> Reservation:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(clock, "reserve", fail)
+    group: Any = MemoryGroup()
+    out = GlooOutLink(group, 1, OutSettings("the receiver", 1000, clock))
+    out.send(MessageKey(Kind.ACTIVATION, 1, 0), (torch.zeros(4),))
+    with pytest.raises(LinkClosed, match=r"the link to the receiver broke: OSError\(5, 'Input"):
+        out.close(5.0)

@@ -6,15 +6,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.one_way_toy import cloud, feed_config
 from xcloud.errors import ConfigError, LinkClosed
+from xcloud.job import config as configs
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
+from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.run import worker
 from xcloud.run.agreement import Agreed, Verdict
 from xcloud.run.checkpointing import StopSignal
@@ -80,6 +83,46 @@ def test_a_rank_that_is_refused_joins_and_runs_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the parent's death")
+def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole files: disks of unequal speed may differ by more than ranks that have met wait."""
+    called: list[str] = []
+
+    def agree(*all: Any) -> Agreed:
+        raise ConfigError("enough")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
+    monkeypatch.setattr(Holder, "table", lambda self: called.append("table") or {})
+    monkeypatch.setattr(worker, "_join", lambda *all: called.append("join"))
+    monkeypatch.setattr(worker, "agree", agree)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    configs.write(CONFIG, tmp_path / configs.EXPERIMENT_FILE)
+    with pytest.raises(SystemExit):
+        worker.main([str(tmp_path), "--rank", "0"])
+    assert called == ["table", "join"]
+
+
+@pytest.mark.parametrize(("from_step", "left"), [(0, [9, 5]), (5, [5])])
+def test_a_run_that_begins_anew_deletes_no_complete_part(
+    from_step: int, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Going(Noting):
+        called = []  # noqa: RUF012
+
+        def run(self) -> None:
+            self.checkpoints({}, None, {}).close()
+
+    monkeypatch.setattr(worker, "role_of", lambda job, rank: Going)
+    job = job_from_config(CONFIG)
+    folder, about = CheckpointFolder(tmp_path), Holder.of(job, 0, tmp_path, {}).about(7)
+    for step in (5, 9):
+        folder.write(step, 0, {}, {**about, "facts": {}})
+    live(job, tmp_path, Agreed(Verdict(from_step=from_step)))
+    assert folder.steps() == left
+
+
 def test_a_stopped_rank_ends_with_its_launcher() -> None:
     read_end, write_end = os.pipe()
     launcher = os.fork()
@@ -103,3 +146,21 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
             os.kill(rank, signal.SIGKILL)
             pytest.fail("the rank outlives its launcher")
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["try #2", "why?", "50%20 ü"])
+def test_ranks_meet_in_their_run_folder_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    job = cast(Job, SimpleNamespace(cluster=SimpleNamespace(num_ranks=2)))
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        worker.dist, "init_process_group", lambda backend, **rest: given.update(rest)
+    )
+    worker._join(job, 0, run_dir, None)
+    given["store"].set("here", "yes")
+
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert "rendezvous" in {path.name for path in run_dir.iterdir()}

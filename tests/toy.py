@@ -198,13 +198,14 @@ def toy_config(
     from tests.configs import composed
 
     arguments = ["name=toy", "tracker=none", "cluster/wan=free", "training.max_steps=8",
-                 "training.batch_size=8", "model=abnet", *(overrides or [])]  # fmt: skip
+                 "training.batch_size=8", "training.precision=fp32", "model=abnet",
+                 *(overrides or [])]  # fmt: skip
     if isinstance(cluster, str):
         arguments.append(f"cluster={cluster}")
     if cluster in ("local", "one_cloud"):
         arguments.remove("cluster/wan=free")
     config = composed(*arguments)
-    plain = OmegaConf.to_container(config)
+    plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     plain["task"] = {"_target_": "tests.toy.ToyTask"}
     plain["model"] = {"_target_": "tests.toy.ToyModel"}

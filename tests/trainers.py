@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import StepReport, Trainer, Work
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -49,6 +49,7 @@ class Rank:
     wiring: Wiring
     reporter: Reporter
     told: list[bytes]
+    strategy: Strategy = field(default_factory=Strategy)
 
     def state_dict(self) -> State:
         return states_of({"trainer": self.trainer, "channels": self.wiring})
@@ -87,6 +88,7 @@ def ranks(
             partial(layout.stage_cloud, 0),
             layout.ranks_in,
             Reporter(held.rank, cloud, told.append),
+            Work(training.batch_size, 1e6),
         )
         trainer = Trainer(
             rank=held.rank,
@@ -109,7 +111,7 @@ def ranks(
             tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),
         )
         local.work = lambda: trainer.work
-        return Rank(trainer, wiring, local.reporter, told)
+        return Rank(trainer, wiring, local.reporter, told, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}

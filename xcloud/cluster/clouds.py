@@ -72,6 +72,11 @@ class Layout(Generic[CloudT]):
                 raise ConfigError(
                     f"cluster.clouds.{name} must be a {kind.__name__}, got {cloud!r}"
                 )
+            if "/" in str(name) or not str(name).isprintable():
+                raise ConfigError(
+                    f"cluster.clouds: files are named after a cloud, and {name!r} cannot be in "
+                    "their names; leave out '/' and control characters"
+                )
 
     def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
         """pairs: of clouds between which there is a link."""
@@ -134,12 +139,6 @@ class Layout(Generic[CloudT]):
         if here == there or not self.crosses_clouds:
             return None
         return self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
-
-    @property
-    def bandwidth_bits_per_s(self) -> float | None:
-        """Of the emulated link; None where there is none."""
-        emulated = self.crosses_clouds and isinstance(self.wan, LinkProfile)
-        return self.wan.bandwidth_bits_per_s if emulated else None  # type: ignore[union-attr]
 
     def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
         """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""

@@ -10,6 +10,7 @@ The checksum covers the whole frame, with the crc field set to zero.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from enum import IntEnum
@@ -181,6 +182,8 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
         end = offset + payload
         if end > len(view) or payload != sum(spec.num_bytes for spec in specs):
             raise FrameError(f"a frame from {sender} promises {payload} bytes and holds others")
+        if not math.isfinite(deliver_at):
+            raise ValueError(f"its time is {deliver_at}")
         key = MessageKey(Kind(kind), step, micro_batch)
     except (struct.error, IndexError, ValueError) as error:
         raise FrameError(f"the header of a frame from {sender} is damaged: {error}") from error

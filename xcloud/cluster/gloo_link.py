@@ -135,6 +135,8 @@ class GlooOutLink(SendingEnd):
                     settings.life.note(slot.deliver_at_s if slot is not None else None)
         except RuntimeError as error:
             self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
+        except Exception as error:  # a thread that dies in silence loses what is sent
+            self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
 
     def _take_line(self, item: Outgoing) -> Reservation | None:
         """The message's time on the emulated line; None without one. Waits until the receive for

@@ -175,23 +175,14 @@ class ClusterLayout(Layout[Cloud]):
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
+    def leader_of(self, replica: int = 0) -> tuple[int, ...]:
+        """Lane 0 of every stage of a replica, by stage."""
+        return tuple(self.ranks_of(stage, replica)[0] for stage in range(self.num_stages))
+
     def leaders(self, replica: int = 0) -> tuple[int, ...]:
         """Lane 0 of every stage of a replica: the ranks that speak for their stages across clouds.
         The first of them is that of the replica's first cloud."""
-        stages = range(self.num_stages)
-        return tuple(sorted({self.ranks_of(stage, replica)[0] for stage in stages}))
-
-    @property
-    def num_averaging_lines(self) -> int:
-        """Directions between two clouds in which replicas average a stage."""
-        together = {
-            (self.stage_cloud(stage, one), self.stage_cloud(stage, other))
-            for stage in range(self.num_stages)
-            for one in range(self.num_replicas)
-            for other in range(self.num_replicas)
-            if one != other
-        }
-        return len(together)
+        return tuple(sorted({*self.leader_of(replica)}))
 
     def min_micro_batches(self) -> int:
         """Fewer micro-batches than this leave a rank without work."""

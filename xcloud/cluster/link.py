@@ -1,11 +1,10 @@
-"""One direction between two ranks: what a link promises, and one inside a process.
+"""One direction between two ranks: what a link promises.
 
 Links move frames and count bytes; they never look into a tensor.
 """
 
 from __future__ import annotations
 
-import queue
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
-from xcloud.errors import FrameError, LinkTimeout
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.errors import FrameError
 
 Parts = tuple[Tensor, ...]
 
@@ -71,36 +70,6 @@ class InLink(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Wait for the peer's goodbye. Raises LinkTimeout when it was silent for timeout_s."""
-
-
-class InProcessLink:
-    """Both ends in one process: the same frames and the same counting, no time."""
-
-    def __init__(self, name: str = "this process") -> None:
-        self.name = name
-        self.stats = LinkStats()
-        self._frames: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._sequence = 0
-
-    def send(self, key: MessageKey, parts: Parts, carries: Sequence[str] = ()) -> None:
-        frame = encode_frame(key, parts, self._sequence)
-        seal_frame(frame, 0.0)
-        self._sequence += 1
-        self.stats.count(key.kind, frame.numel())
-        self._frames.put(frame)
-
-    def say_alive(self, parts: Parts = (), carries: Sequence[str] = ()) -> None:
-        """Both ends live and die together."""
-
-    def recv(self, key: MessageKey, overdue_s: float) -> Parts:
-        try:
-            frame = self._frames.get(timeout=overdue_s)
-        except queue.Empty:
-            raise LinkTimeout(f"no {key} from {self.name} after {overdue_s:.1f} s") from None
-        return expect(decode_frame(frame, self.name), key, self.name).parts
-
-    def close(self, timeout_s: float) -> None:
-        """Nothing to end."""
 
 
 def expect(frame: Frame, key: MessageKey, sender: str) -> Frame:

@@ -60,6 +60,7 @@ class InSettings:
     life: the peer's signs of life, shared with the other links to and from it.
     advice: ends the message of a LinkTimeout: which setting lets this rank wait longer.
     meter: of a real line, shared by the links from the same peer; None measures nothing.
+    is_emulated: the sender's clock says when a message arrives; on a real line nobody does.
     """
 
     peer_name: str
@@ -71,6 +72,7 @@ class InSettings:
     life: PeerLife = field(default_factory=PeerLife)
     advice: str = ""
     meter: LineMeter | None = None
+    is_emulated: bool = False
 
 
 class Outgoing(NamedTuple):
@@ -193,6 +195,8 @@ class ReceivingEnd:
         """The next frame, checked. Raises FrameError."""
         now_s = time.monotonic()
         frame = decode_frame(buffer, self.peer_name)
+        if not self._settings.is_emulated:  # or the peer says how long this rank waits
+            frame = frame._replace(deliver_at_s=min(frame.deliver_at_s, 0.0))
         self._measure(frame, now_s)
         self._settings.life.note(max(time.monotonic(), frame.deliver_at_s))
         if frame.sequence != self._expected:

@@ -69,8 +69,12 @@ class LinkProfile:
                 f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
                 f"wan.trace ({self.trace[-1][0]})"
             )
-        if self.trace and not any(entry[1] > 0 for entry in self.trace):
-            raise ConfigError("wan.trace has no bandwidth above 0, so nothing would ever arrive")
+        rates = [entry[1] for entry in self.trace]
+        if self.trace and not (any(rates) if self.trace_period_s else rates[-1]):
+            raise ConfigError(
+                "wan.trace ends with a bandwidth of 0, so nothing more would ever arrive; end it "
+                "with a bandwidth above 0, or set wan.trace_period_s, where one of them is above 0"
+            )
         if bool(self.outage_every_s) != bool(self.outage_lasting_s):
             raise ConfigError(
                 "wan.outage_every_s and wan.outage_lasting_s go together; got "
@@ -129,13 +133,7 @@ class LinkProfile:
             if start > now_s:
                 until = min(until, start)
         entry, next_s = self._entry_from(now_s)
-        rate, until = entry[1], min(until, next_s)
-        if rate == 0 and until == math.inf:
-            raise ConfigError(
-                "wan.trace ends with a bandwidth of 0, so nothing more can arrive; end it with a "
-                "bandwidth above 0 or set wan.trace_period_s"
-            )
-        return rate, until
+        return entry[1], min(until, next_s)
 
     def _entry_from(self, now_s: float) -> tuple[Sequence[float], float]:
         """The entry of the trace that holds at now_s, and until when."""

@@ -35,6 +35,8 @@ class BorderField:
     rows a number: so many, whatever the samples (a gradient, a factor of one).
     replaces: values of a row of the uncut model that this row stands for (H where K < H features
     of it cross); what the compression ratio is counted against. None: as many as cross.
+    most: of an integer field whose values index something, the largest; the least is 0. None: any.
+        `counts` are at most the border's max_rows_per_sample.
     """
 
     name: str
@@ -42,6 +44,7 @@ class BorderField:
     dtype: torch.dtype
     rows: Literal["samples", "counted"] | int = "samples"
     replaces: int | None = None
+    most: int | None = None
 
     def raw_bytes(self, num_rows: int) -> int:
         """FP32 bytes of what the uncut model would hand on."""

@@ -259,14 +259,24 @@ class ReceiveChannel(_FieldCodecs):
         identity: ChannelId,
         device: torch.device,
         overdue_s: float,
+        max_rows_per_sample: int,
     ) -> None:
         super().__init__(fields, new_codecs, identity)
         self.link, self.fields, self.clock = link, fields, clock
         self.device, self.overdue_s = device, overdue_s
+        self.max_rows_per_sample = max_rows_per_sample
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         with self.clock.during("wait"):
             parts = list(self.link.recv(key, self.overdue_s))
+        try:
+            return self._decoded(key, parts, samples, known)
+        except FrameError as error:
+            raise FrameError(f"{key} from rank {self.identity.sender}: {error}") from error
+
+    def _decoded(
+        self, key: MessageKey, parts: list[Tensor], samples: Samples, known: Message
+    ) -> Message:
         with self.clock.during("decompress"):
             message = dict(known)
             for field in self.fields:
@@ -278,9 +288,11 @@ class ReceiveChannel(_FieldCodecs):
                 found = tuple(TensorSpec.of(part) for part in taken)
                 if found != wire:
                     raise FrameError(
-                        f"{key}: field {field.name!r} came as {found}, promised was {wire}; do "
-                        "all clouds run the same experiment file?"
+                        f"field {field.name!r} came as {found}, promised was {wire}; do all "
+                        "clouds run the same experiment file?"
                     )
+                if not spec.is_floating:
+                    self._check_range(field, taken[0])
                 taken = [part.to(self.device) for part in taken]
                 if not spec.is_floating:
                     message[field.name] = taken[0]
@@ -291,8 +303,16 @@ class ReceiveChannel(_FieldCodecs):
                     value = codec.memory.after_receive(value, rows)
                 message[field.name] = value
             if parts:
-                raise FrameError(f"{key} carries {len(parts)} tensors too many")
+                raise FrameError(f"it carries {len(parts)} tensors too many")
             return message
+
+    def _check_range(self, field: BorderField, values: Tensor) -> None:
+        """Before anything is allocated for so many rows, or read at such places."""
+        most = self.max_rows_per_sample if field.name == "counts" else field.most
+        if most is not None and values.numel():
+            low, high = (int(end) for end in torch.aminmax(values))
+            if low < 0 or high > most:
+                raise FrameError(f"{field.name!r} from {low} to {high}, allowed are 0 to {most}")
 
     def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
         key = MessageKey(Kind.START)

@@ -19,6 +19,12 @@ from xcloud.comm.snapshot import copy_of
 State = dict[str, Tensor | int]
 """Contents of a checkpoint: tensors (safetensors) and whole numbers (JSON)."""
 
+MEMORY = "(memory)"
+"""Part of a state, at any depth: what compression remembers of earlier messages, and messages
+under way. It has no meaning with another compressor, or between other ranks."""
+OUTER = "(outer)"
+"""Part of a state: by the name of a parameter, what all replicas agreed on in their last merge."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -52,6 +58,10 @@ def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, Sta
             )
         states[name][rest] = value
     return states
+
+
+def is_marked(key: str, mark: str) -> bool:
+    return mark in key.split(".")
 
 
 def whole_number(state: State, name: str) -> int:

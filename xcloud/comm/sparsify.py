@@ -17,6 +17,7 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers
 from xcloud.comm.draws import Draws
+from xcloud.errors import FrameError
 
 _SAMPLE = 1 << 16
 """Values that tell roughly where the largest begin."""
@@ -263,13 +264,25 @@ class _SortedPositions:
         return torch.cat([pack(lower, self.low_bits), pack(upper, 1)])
 
     def decode(self, packed: Tensor) -> Tensor:
+        """Raises FrameError for anything but num_kept positions below numel: on a GPU an index out
+        of range would end the process."""
         if self.is_bitmap:
-            return _marked(unpack(packed, 1, self.numel))
+            return self._counted(_marked(unpack(packed, 1, self.numel)))
         start = packed_bytes(self.num_kept, self.low_bits)
         lower = unpack(packed[:start], self.low_bits, self.num_kept)
-        upper = _marked(unpack(packed[start:], 1, self._num_unary(self.low_bits)))
+        upper = self._counted(_marked(unpack(packed[start:], 1, self._num_unary(self.low_bits))))
         upper.sub_(torch.arange(self.num_kept, device=packed.device))
-        return upper.bitwise_left_shift_(self.low_bits).bitwise_or_(lower)
+        positions = upper.bitwise_left_shift_(self.low_bits).bitwise_or_(lower)
+        if self.num_kept and (last := int(positions.amax())) >= self.numel:
+            raise FrameError(f"position {last} in a sparse tensor of {self.numel} values")
+        return positions
+
+    def _counted(self, marked: Tensor) -> Tensor:
+        if len(marked) != self.num_kept:
+            raise FrameError(
+                f"{len(marked)} positions in a sparse tensor, {self.num_kept} were promised"
+            )
+        return marked
 
 
 def _marks(positions: Tensor, size: int) -> Tensor:

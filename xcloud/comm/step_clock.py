@@ -6,7 +6,9 @@ All moments are time.monotonic(), which every process on a machine shares.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from xcloud.cluster.message_log import MessageLog
@@ -52,8 +54,8 @@ class StepClock:
     """Seconds of one rank in one step, by kind of work.
 
     record_from: from this step on, spans are kept in `recorded` and messages in `messages`; meant
-    for the last few steps of a run, as nothing is ever dropped. None records nothing. What happens
-    between steps (evaluation) is never recorded.
+    for the last few steps of a run, as nothing is ever dropped. None records nothing. A step
+    begins where the one before ended, but for what was `paused` (an evaluation).
     slowdown: stretch every computing span, in evaluation too, by this factor, by sleeping at its
     end (emulates a slow device).
     """
@@ -66,9 +68,10 @@ class StepClock:
         self.messages = MessageLog(record_from) if record_from is not None else None
         self._spans: list[Span] | None = None  # of the current step; None: not recorded
         self._step, self._started_at_s = 0, 0.0
+        self._ended_at_s: float | None = None  # the step before, and what was paused since
 
     def begin_step(self, step: int) -> None:
-        self._step, self._started_at_s = step, time.monotonic()
+        self._step, self._started_at_s = step, self._ended_at_s or time.monotonic()
         self.compute_s = self.codec_s = self.waiting_s = self.sync_s = 0.0
         if self.messages is not None and step >= self.messages.from_step:
             self.messages.is_open = True
@@ -76,13 +79,23 @@ class StepClock:
 
     def end_step(self) -> float:
         """Returns the step's seconds."""
-        ended_at_s = time.monotonic()
+        self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(
                 RecordedStep(self._step, self._started_at_s, ended_at_s, self._spans)
             )
             self._spans = None
         return ended_at_s - self._started_at_s
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps: the block's time belongs to neither."""
+        started_at_s = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._ended_at_s is not None:
+                self._ended_at_s += time.monotonic() - started_at_s
 
     def during(self, what: What) -> _During:
         """`with clock.during("forward"):` counts the block's time. Blocks do not nest: a moment is

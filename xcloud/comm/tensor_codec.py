@@ -19,7 +19,7 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts
 from xcloud.comm.draws import Randomized, seed_from
-from xcloud.comm.memory import State, Stateful, join_states, split_state
+from xcloud.comm.memory import MEMORY, State, Stateful, join_states, split_state
 from xcloud.comm.snapshot import copy_of
 from xcloud.errors import ConfigError, FrameError
 
@@ -216,11 +216,12 @@ class TensorCodec:
 
     def state_dict(self) -> State:
         """Residuals and what compressors carry on, by the number of the tensor."""
-        return join_states({str(i): coded.state_dict() for i, coded in enumerate(self._coded)})
+        return join_states({f"{MEMORY}.{i}": c.state_dict() for i, c in enumerate(self._coded)})
 
     def load_state_dict(self, state: State) -> None:
         numbered = {str(i): coded for i, coded in enumerate(self._coded)}
-        for number, part in split_state(state, numbered, "tensors to average").items():
+        own = split_state(state, (MEMORY,), "tensors to average")[MEMORY]
+        for number, part in split_state(own, numbered, "tensors to average").items():
             numbered[number].load_state_dict(part)
 
 

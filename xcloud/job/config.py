@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +19,13 @@ from hydra.errors import HydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from xcloud.errors import ConfigError, DataError
+from xcloud.job.data_file import read_data
 from xcloud.job.hints import hint
 from xcloud.job.job import Job
-from xcloud.job.moved_names import with_names_of_today
 from xcloud.project import project_root
+from xcloud.security.policy import POLICY_FILE, Policy
 
 EXPERIMENT_FILE = "experiment.yaml"
 NOT_RUN = ("hydra", "plan")  # of a composed config what no run needs, and no file of one holds
@@ -48,7 +49,7 @@ def job_from_config(config: DictConfig) -> Job:
         raise ConfigError(text)
     check_keys(OmegaConf.to_container(plain), "")
     try:
-        return cast(Job, instantiate(plain, _convert_="all"))
+        job = instantiate(plain, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         where = next((line[10:] for line in _lines(error) if line.startswith("full_key: ")), "")
@@ -56,6 +57,9 @@ def job_from_config(config: DictConfig) -> Job:
             named = not where or str(cause).startswith((f"{where}.", f"{where} "))
             raise type(cause)(str(cause) if named else f"{cause} (in {where})") from error
         raise ConfigError(f"{where or 'config'}: {_lines(cause)[0]}") from error
+    if not isinstance(job, Job):
+        raise ConfigError(f"_target_ must make a job, such as xcloud's Experiment, got {job!r}")
+    return job
 
 
 def _does_not_fit(config: DictConfig, error: InterpolationKeyError) -> str:
@@ -132,12 +136,7 @@ def compressions(names: Sequence[str], conf_dir: Path) -> dict[str, Any]:
 
 def read_plain(path: Path) -> Any:
     """A YAML file as plain containers. Raises ConfigError."""
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {' '.join(_lines(error))}") from None
+    return OmegaConf.to_container(read_data(path))
 
 
 def changed(config: DictConfig, settings: Mapping[str, Any]) -> DictConfig:
@@ -155,19 +154,18 @@ def write(config: DictConfig, path: Path) -> None:
 
 
 def read_config(path: Path) -> DictConfig:
-    """Also of an earlier release. Raises ConfigError if it is missing or no experiment file."""
-    if not path.is_file():
-        raise ConfigError(f"there is no experiment file {path}")
-    loaded = OmegaConf.load(path)
+    """As data: nothing in it is imported or resolved. Raises ConfigError if it is missing or no
+    experiment file. Whoever builds it says whose it is: job_from_config, read_job, shared_job."""
+    loaded = read_data(path)
     if not isinstance(loaded, DictConfig) or "_target_" not in loaded:
         raise ConfigError(f"{path} is not an experiment file: it has no _target_")
-    return cast(DictConfig, OmegaConf.create(with_names_of_today(OmegaConf.to_container(loaded))))
+    return loaded
 
 
 def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
     """An experiment file with settings changed as on a command line: key=value, or group=option
     as the files in conf_dir have it. Raises ConfigError. Ends the Hydra that is initialised."""
-    config = read_config(path)
+    config = _read_checked(path)
     OmegaConf.set_struct(config, False)
     GlobalHydra.instance().clear()
     try:
@@ -196,8 +194,34 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     return config
 
 
+def this_clouds_policy() -> Policy:
+    """Of the file that XCLOUD_POLICY names, else of policy.yaml in the project's folder; the
+    defaults where there is none. Raises ConfigError."""
+    named = os.environ.get("XCLOUD_POLICY")
+    path = Path(named or project_root() / POLICY_FILE)
+    return Policy.of(read_plain(path), path) if named or os.path.lexists(path) else Policy()
+
+
 def read_job(path: Path) -> Job:
-    return job_from_config(read_config(path))
+    """The job of a run folder's file, which may come from elsewhere: it names xcloud's
+    constructors and those that this cloud's policy allows, or ConfigError says which else."""
+    return job_from_config(_read_checked(path))
+
+
+def _read_checked(path: Path) -> DictConfig:
+    config = read_config(path)
+    this_clouds_policy().check_build(plain_settings(config, without=()))
+    return config
+
+
+def shared_job(config: DictConfig, run_dir: Path) -> Job:
+    """The job of a file that several clouds share, within the bounds of this cloud's policy: also
+    what is read, written, contacted and held. Raises ConfigError before anything is imported."""
+    policy = this_clouds_policy()
+    policy.check(plain_settings(config, without=()), run_dir)
+    job = job_from_config(config)
+    policy.check_held(job.cluster.clouds, job.held_by)
+    return job
 
 
 def plain_settings(config: DictConfig, without: Sequence[str] = NOT_RUN) -> dict[str, Any]:

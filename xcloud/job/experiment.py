@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
@@ -34,7 +34,7 @@ from xcloud.security.defences import Defence
 from xcloud.security.observer import LeakMeter
 from xcloud.security.visibility import Visibility
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Checkpoints, Training
+from xcloud.training.settings import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,14 +164,6 @@ class Experiment(Job):
         return parts
 
     @property
-    def checkpoint(self) -> Checkpoints:
-        """Replicas save by the number of the step, which all of them know; where one of them saves
-        for all, it may go by the clock."""
-        if self.cluster.num_replicas > 1 and not self.is_elastic:
-            return replace(self.training.checkpoint, every_minutes=0)
-        return self.training.checkpoint
-
-    @property
     def is_elastic(self) -> bool:
         return self.strategy.is_elastic and self.cluster.num_replicas > 1
 
@@ -181,6 +173,13 @@ class Experiment(Job):
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
             return super().essential_ranks
         return self.saving_ranks
+
+    @property
+    def may_report(self) -> Mapping[str, frozenset[int]]:
+        """Only who holds the end of a pipeline knows how good it is."""
+        ends = self.cluster.replicas_of(self.cluster.num_stages - 1)
+        leads = [ranks[0] for ranks in ends]
+        return {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
 
     @property
     def saving_ranks(self) -> frozenset[int]:
@@ -265,6 +264,12 @@ class Experiment(Job):
         return frozenset[str]().union(
             *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
         )
+
+    def held_by(self, cloud: str, what: str) -> frozenset[str]:
+        if what == "holders":
+            return self.fields_of_cloud(cloud)
+        stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages
+        return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))
 
     def fields_of(self, rank: int) -> frozenset[str]:
         """Batch fields that this rank reads, and so loads."""

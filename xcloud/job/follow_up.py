@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from xcloud.electra.model import MultilingualElectra
 from xcloud.errors import ConfigError, DataError
-from xcloud.job.config import job_from_config
+from xcloud.job.config import job_from_config, plain_settings, this_clouds_policy
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
@@ -22,12 +22,15 @@ from xcloud.job.one_way import OneWayExperiment
 KEPT = ("seed", "cache_dir", "tracker")  # of the first experiment, unless an override names them
 
 
-def compose_follow_up(config: DictConfig, conf_dir: Path, run_dir: Path) -> DictConfig | None:
+def compose_follow_up(
+    config: DictConfig, conf_dir: Path, run_dir: Path, own: bool = True
+) -> DictConfig | None:
     """What `follow_up` of this experiment asks for, to be run after it, or None.
 
     It has the first one's seed, tracker and cache, and reads what the first one's run will have
     left in run_dir, but for settings that its overrides name. Raises ConfigError, before anything
-    runs, if it cannot be composed or what it reads beside that is missing.
+    runs, if it cannot be composed or what it reads beside that is missing. own: config was
+    composed here; what a file asks for is checked as by read_job.
     """
     experiment = job_from_config(config)
     if not experiment.next_experiment:
@@ -46,6 +49,8 @@ def compose_follow_up(config: DictConfig, conf_dir: Path, run_dir: Path) -> Dict
             read = {key: value for key, value in leaves.items() if not _names(named, key)}
             for key, value in read.items():
                 OmegaConf.update(following, key, value)
+            if not own:
+                this_clouds_policy().check_build(plain_settings(following))
             job = job_from_config(following)
             if read and isinstance(job, Experiment):
                 job.task.check()  # all but the checkpoint, which is not there yet

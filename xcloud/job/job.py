@@ -146,6 +146,11 @@ class Job(ABC):
         return frozenset(range(self.cluster.num_ranks))
 
     @property
+    def may_report(self) -> Mapping[str, frozenset[int]]:
+        """Ranks besides 0 that may report a kind of event, or the "loss"; by default any rank."""
+        return {}
+
+    @property
     def is_elastic(self) -> bool:
         """Whether ranks may begin at any time, also again."""
         return False
@@ -153,6 +158,11 @@ class Job(ABC):
     @property
     def restart_s(self) -> float | None:
         """Seconds after which lost ranks that the run can do without begin again; None: never."""
+        return None
+
+    def held_by(self, cloud: str, what: str) -> frozenset[str] | None:
+        """Names of the batch fields ("holders") or of the parts of the model ("weights") that its
+        ranks hold; None for a kind of job that has no such names."""
         return None
 
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:

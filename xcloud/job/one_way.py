@@ -121,6 +121,13 @@ class OneWayExperiment(Job):
             return frozenset(range(self.cluster.num_ranks))
         return frozenset(self.cluster.ranks_in(self.cluster.consumer))
 
+    @property
+    def may_report(self) -> Mapping[str, frozenset[int]]:
+        nobody: frozenset[int] = frozenset()
+        consumers = frozenset(self.cluster.ranks_in(self.cluster.consumer))
+        fed = frozenset(range(self.cluster.num_ranks)) - consumers
+        return {"loss": nobody, "quality": nobody, "step": consumers, "fed": fed}
+
     def refused_with(self, ranks: frozenset[int]) -> frozenset[int]:
         """Whole producers, where feed.min_producers says that the others suffice."""
         layout, wanted = self.cluster, self.feed.min_producers

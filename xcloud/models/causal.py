@@ -159,7 +159,7 @@ class CausalLM:
         assert width is not None
         fields = (
             BorderField("counts", (), torch.int16),
-            BorderField("places", (), torch.int16, "counted"),
+            BorderField("places", (), torch.int16, "counted", most=max_length - 1),
             BorderField("hidden", (width,), torch.float32, "counted", whole),
         )
         start: tuple[TensorSpec, ...] = ()

@@ -57,6 +57,8 @@ HEAD_NAMES = (
 
 T = TypeVar("T")
 
+DATA_ONLY = {"use_safetensors": True, "trust_remote_code": False}  # no pickle, no code of theirs
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -143,7 +145,7 @@ def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
         model, loading = fetch(
             name_or_path,
             lambda name, **where: kind.from_pretrained(
-                name, output_loading_info=True, dtype=torch.float32, **where
+                name, output_loading_info=True, dtype=torch.float32, **(where | DATA_ONLY)
             ),
         )
     return model, set(loading["missing_keys"])

@@ -156,14 +156,15 @@ class SpanHead(TextHead):
         allowed_BS = (places_S >= label[:, 2:]) & (places_S < packing.counts[:, None] - 1)
         assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
         grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
-        sums_BSS = grid_BS2[:, :, None, 0] + grid_BS2[:, None, :, 1]
         length_SS = places_S[None, :] - places_S[:, None] + 1
         fits_SS = (length_SS >= 1) & (length_SS <= self.max_answer_tokens)
-        best, cell = sums_BSS.masked_fill(~fits_SS, -torch.inf).flatten(1).max(1)
-        return [
-            [c // packing.longest, c % packing.longest, round(SCORE_SCALE * s)]
-            for c, s in zip(cell.tolist(), best.tolist(), strict=True)
-        ]
+        found = []
+        for first_S, last_S in zip(*grid_BS2.unbind(2), strict=True):
+            sums_SS = first_S[:, None] + last_S  # of one sample: of all it may not fit memory
+            best, cell = sums_SS.masked_fill(~fits_SS, -torch.inf).flatten().max(0)
+            place = divmod(int(cell), packing.longest)
+            found.append([*place, round(SCORE_SCALE * float(best))])
+        return found
 
 
 def fresh_linear(in_features: int, out_features: int) -> nn.Linear:

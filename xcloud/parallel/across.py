@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State, load_states, split_state, states_of, whole_number
+from xcloud.comm.memory import MEMORY, State, load_states, split_state, states_of, whole_number
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.dealt import local_part
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
@@ -26,6 +26,7 @@ from xcloud.parallel.replica_check import ReplicaCheck
 
 LOSS = "(loss)"
 """Travels with the gradients, as it is."""
+_UNDER_WAY = f"{MEMORY}.under_way"
 
 MakeAverager = Callable[[Mapping[str, torch.Size]], Averager]
 """For the tensors that a rank carries across, by name."""
@@ -110,12 +111,12 @@ class AcrossClouds:
 
     def state_dict(self) -> State:
         parts = {} if self._averager is None else {"averager": self._averager}
-        return {"under_way": self._under_way} | states_of(parts)
+        return {_UNDER_WAY: self._under_way} | states_of(parts)
 
     def load_state_dict(self, state: State) -> None:
-        self._under_way = whole_number(state, "under_way")
+        self._under_way = whole_number(state, _UNDER_WAY)
         parts = {} if self._averager is None else {"averager": self._averager}
-        load_states(parts, state, "an exchange of gradients over clouds", ["under_way"])
+        load_states(parts, state, "an exchange of gradients over clouds", [_UNDER_WAY])
 
     def _send(self, step: int, loss: Tensor) -> None:
         if self._averager is None:

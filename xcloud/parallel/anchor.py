@@ -4,32 +4,35 @@ replicas, no rounds: what is kept between two merges, and what a merge does to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State
+from xcloud.comm.memory import OUTER, State
 from xcloud.comm.snapshot import copy_of
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup
 
 
 class Anchored:
-    """parameters: the same values in every rank of `inside`. shares: positions of those that each
-    of these ranks carries across; the last ranks may have none. anchor: the values of this rank's
-    share after the last merge, the same bits in all replicas.
+    """parameters: by name, the same values in every rank of `inside`. shares: positions of those
+    that each of these ranks carries across; the last ranks may have none. anchor: the values of
+    this rank's share after the last merge, the same bits in all replicas.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         shares: Sequence[Sequence[int]],
         inside: RankGroup,
         outer: OuterOptimizer,
     ) -> None:
-        self._shares = [[parameters[position] for position in share] for share in shares]
-        self._mine = self._shares[inside.lane] if inside.lane < len(shares) else []
+        named = list(parameters.items())
+        self._shares = [[named[position][1] for position in share] for share in shares]
+        mine = shares[inside.lane] if inside.lane < len(shares) else ()
+        self._names = [named[position][0] for position in mine]
+        self._mine = [named[position][1] for position in mine]
         self._inside, self._outer = inside, outer
         self.anchor: list[Tensor] = []
         self.velocity: list[Tensor] = []
@@ -60,18 +63,11 @@ class Anchored:
         self._write([a - g for a, g in zip(self.anchor, gradients, strict=True)])
 
     def state_dict(self) -> State:
-        state: State = {}
-        for name, tensors in (("anchor", self.anchor), ("velocity", self.velocity)):
-            state |= {f"{name}.{i}": copy_of(tensor) for i, tensor in enumerate(tensors)}
-        return state
+        return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
         self.drop()
-        places = {
-            f"{name}.{i}": tensor
-            for name, tensors in (("anchor", self.anchor), ("velocity", self.velocity))
-            for i, tensor in enumerate(tensors)
-        }
+        places = self._places
         if state.keys() != places.keys():
             raise ValueError(
                 f"local updates were saved with {len(state)} tensors, expected {len(places)}; "
@@ -82,6 +78,14 @@ class Anchored:
             if not isinstance(value, Tensor) or value.shape != place.shape:
                 raise ValueError(f"local updates: {name} was saved with another shape")
             place.copy_(value)
+
+    @property
+    def _places(self) -> dict[str, Tensor]:
+        return {
+            f"{OUTER}.{what}.{name}": tensor
+            for what, tensors in (("anchor", self.anchor), ("velocity", self.velocity))
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:

@@ -6,7 +6,6 @@ Shapes: R replicas.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.memory import State, Stateful, load_states, split_state, states_of
+from xcloud.comm.memory import MEMORY, State, Stateful, load_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.mailbox import Mailbox
@@ -32,6 +31,7 @@ MakeCodec = Callable[[Mapping[str, torch.Size]], TensorCodec]
 Watch = Callable[[int, int, Mapping[str, Tensor]], None]
 """Told of a contribution of another replica: step, replica, its decoded tensors by name."""
 _WEIGHT = TensorSpec((1,), torch.float64)
+_UNDER_WAY = f"{MEMORY}.under_way"
 _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
@@ -72,6 +72,7 @@ class _UnderWay:
     weight: float
     own: list[Tensor]
     sent: dict[str, Parts]
+    num_steps: int = 0  # since the one before it
     received: dict[int, Contribution] = field(default_factory=dict)
     results: dict[int, list[Tensor]] = field(default_factory=dict)
 
@@ -79,10 +80,12 @@ class _UnderWay:
 class _Averager(ABC):
     """What both kinds share: contributions to steps under way, sent, received and restored.
 
-    watch: if set, told of each contribution that comes.
+    watch: if set, told of each contribution that comes. most_weight: that a replica can have for
+    what it did in so many steps.
     """
 
     watch: Watch | None = None
+    most_weight: Callable[[int], float] = float
 
     def __init__(
         self,
@@ -97,6 +100,7 @@ class _Averager(ABC):
         for codec in codecs.values():
             codec.of_replica(self._mail.replica)
         self._steps: dict[int, _UnderWay] = {}
+        self._last_step = 0
 
     @property
     def max_bytes(self) -> int:
@@ -105,6 +109,7 @@ class _Averager(ABC):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         self._steps[step] = self._encoded(tensors, weight)
+        self._steps[step].num_steps, self._last_step = step - self._last_step, step
         self._send(step)
 
     def arrived(self, step: int, wait_s: float) -> tuple[int, ...]:
@@ -124,7 +129,7 @@ class _Averager(ABC):
             weight = torch.tensor([under_way.weight], dtype=torch.float64)
             sent = {"weight": (weight,), **under_way.sent}
             state |= {
-                f"under_way.{step}.{name}.{i}": part
+                f"{_UNDER_WAY}.{step}.{name}.{i}": part
                 for name, parts in sent.items()
                 for i, part in enumerate(parts)
             }
@@ -132,10 +137,10 @@ class _Averager(ABC):
 
     def load_state_dict(self, state: State) -> None:
         """Restores, and sends again what was under way."""
-        under_way = {n: value for n, value in state.items() if n.startswith("under_way.")}
+        under_way = {n: value for n, value in state.items() if n.startswith(_UNDER_WAY)}
+        steps = {n.removeprefix(f"{_UNDER_WAY}."): value for n, value in under_way.items()}
         load_states(self._codecs, state, "an averager", own=under_way)
         self._steps = {}
-        steps = split_state(under_way, ("under_way",), "an averager")["under_way"]
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
         numbers = sorted({name.partition(".")[0] for name in steps}, key=int)
         for number, parts in split_state(steps, numbers, "messages under way").items():
@@ -146,8 +151,9 @@ class _Averager(ABC):
             }
             (weight,) = sent.pop("weight")
             sent = {name: tuple(part.to(device) for part in own) for name, own in sent.items()}
-            self._steps[int(number)] = _UnderWay(float(weight), self._own_of(sent), sent)
-            self._send(int(number))
+            own, step = self._own_of(sent), int(number)
+            self._steps[step] = _UnderWay(float(weight), own, sent, step)
+            self._send(step)
 
     @abstractmethod
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay: ...
@@ -186,9 +192,8 @@ class _Averager(ABC):
         self, replica: int, key: MessageKey, codec: TensorCodec, wait_s: float | None
     ) -> Contribution:
         weight, *parts = self._mail.recv(replica, key, wait_s)
-        if not 0 <= float(weight) < math.inf:
-            raise FrameError(f"replica {replica} sent a weight of {float(weight)}")
-        return Contribution(codec.decode(tuple(parts)), float(weight))
+        most = self.most_weight(self._steps[key.step].num_steps)
+        return contribution_of(replica, float(weight), most, codec, parts)
 
     def _contribution(self, replica: int, step: int, wait_s: float | None = None) -> Contribution:
         under_way = self._steps[step]
@@ -324,6 +329,18 @@ def averager_for(
     if links.num_replicas == 2:
         return AllToAll(links, new_codec(shapes), merge, channel)
     return Aggregators(links, shapes, new_codec, merge, channel)
+
+
+def contribution_of(
+    replica: int, weight: float, most: float, codec: TensorCodec, parts: Sequence[Tensor]
+) -> Contribution:
+    """A replica's message, decoded. most: its weight. Raises FrameError, naming the replica."""
+    if not 0 <= weight <= most:
+        raise FrameError(f"replica {replica} sent a weight of {weight}; its steps allow {most}")
+    try:
+        return Contribution(codec.decode(tuple(parts)), weight)
+    except FrameError as error:
+        raise FrameError(f"replica {replica}: {error}") from error
 
 
 def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:

@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link import InLink, OutLink
+from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
 SIZES = MessageKey(Kind.AGREEMENT, 1)
 AGREEMENT_WAIT_S = 12 * 3600.0  # a cloud may load a large corpus first; a dead one is noticed
+NOTHING: Mapping[int, Collection[str]] = {}
+_MAX_FACTS_BYTES = 1 << 16
 _LOOK_S = 0.1  # in a meeting rank 0 looks at one link so long, then at the next
 _NORMS = (
     "squared gradient norm of each stage, NaN if not finite",
@@ -33,7 +36,8 @@ _NORMS = (
 )
 _SUMMED = ("sum of the squared gradient norms", "whether to save or stop after this step uint8")
 _CHOSEN = (*_SUMMED[:1], "whether to save or stop, and the autopilot's choice uint8 [2]")
-_CHECKPOINT = ("how far a rank is with its part of a checkpoint uint8",)
+_CHECKPOINT = ("how far a rank is with its part of a checkpoint, or how often to save uint8",)
+_CODE = TensorSpec((1,), torch.uint8)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
@@ -71,14 +75,18 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSums:
-    """leaders: of the stages of this rank's replica. out, incoming: links to and from the first of
+    """leader_of: each stage of this rank's replica. out, incoming: links to and from the first of
     them, or, in that one, to and from every other."""
 
     rank: int
-    leaders: tuple[int, ...]
+    leader_of: tuple[int, ...]
     out: Mapping[int, OutLink] = field(default_factory=dict)
     incoming: Mapping[int, InLink] = field(default_factory=dict)
     overdue_s: float = 0.0
+
+    @property
+    def leaders(self) -> list[int]:
+        return sorted({*self.leader_of})
 
     def sum_over_stages(
         self,
@@ -102,17 +110,16 @@ class StageSums:
                 mine[stage] = value
             parts = [mine] if measured is None else [mine, measured]
             self.out[first].send(key, tuple(parts), _NORMS[: len(parts)])
-            summed, *rest = self.incoming[first].recv(key, self.overdue_s)
-            news = rest[0].tolist() if rest else [Word.GO_ON]
-            return Answer(float(summed[0]), Word(news[0]), *news[1:])
+            return answer_of(self.incoming[first].recv(key, self.overdue_s), first)
         collected = dict(values)
         told = {} if measured is None else {first: measured}
         for leader in others:
-            norms, *more = self.incoming[leader].recv(key, self.overdue_s)
+            told_norms = self.incoming[leader].recv(key, self.overdue_s)
+            norms, *more = check_norms(told_norms, num_stages, measured, leader)
             if more:
                 told[leader] = more[0]
-            theirs = norms.tolist()
-            collected.update({stage: v for stage, v in enumerate(theirs) if v == v})
+            own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
+            collected.update({stage: norms[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
@@ -125,6 +132,36 @@ class StageSums:
             carries = _SUMMED if choice is None else _CHOSEN
             self.out[leader].send(key, tuple(parts), carries[: len(parts)])
         return Answer(total, word, NO_CHOICE if choice is None else choice)
+
+
+def check_norms(
+    parts: Parts, num_stages: int, measured: Tensor | None, leader: int
+) -> tuple[list[float], *tuple[Tensor, ...]]:
+    """A leader's squared norms, NaN or 0 and more, and what it measured where this rank did.
+    Raises FrameError for anything else."""
+    specs = [TensorSpec((num_stages,), torch.float64)]
+    specs += [] if measured is None else [TensorSpec.of(measured)]
+    found = [TensorSpec.of(part) for part in parts]
+    norms, finite = [], True
+    if found == specs:
+        norms, finite = parts[0].tolist(), all(bool(part.isfinite().all()) for part in parts[1:])
+    if found != specs or not finite or any(norm < 0 for norm in norms):
+        raise FrameError(
+            f"rank {leader} sent {found} for the norms of {num_stages} stages, of which some are "
+            f"below 0 or not finite; expected {specs}"
+        )
+    return (norms, *parts[1:])
+
+
+def answer_of(parts: Parts, first: int) -> Answer:
+    """Raises FrameError for anything but the sum, and what to do."""
+    specs, news = [TensorSpec.of(part) for part in parts], [int(Word.GO_ON)]
+    fits = specs[:1] == [TensorSpec((1,), torch.float64)] and len(specs) <= 2
+    if fits and len(specs) == 2:
+        news, fits = parts[1].tolist(), specs[1] in (_CODE, TensorSpec((2,), torch.uint8))
+    if not fits or news[0] not in [*Word]:
+        raise FrameError(f"rank {first} sent {specs} and {news} for a sum of norms")
+    return Answer(float(parts[0]), Word(news[0]), *news[1:])
 
 
 class Control:
@@ -155,27 +192,32 @@ class Control:
             told = torch.tensor(sizes, dtype=torch.int64)
             self.out[peer].send(SIZES, (told,), ("numbers of samples int64 [splits]",))
 
-    def hear_sizes(self) -> list[int]:
-        found: list[int] = self.incoming[0].recv(SIZES, AGREEMENT_WAIT_S)[0].tolist()
+    def hear_sizes(self, num_splits: int) -> list[int]:
+        parts = self.incoming[0].recv(SIZES, AGREEMENT_WAIT_S)
+        found: list[int] = parts[0].tolist() if parts and parts[0].dtype == torch.int64 else []
+        if len(found) != num_splits or not all(0 <= size < 1 << 31 for size in found):
+            raise FrameError(f"rank 0 sent {found} for the samples of {num_splits} splits")
         return found
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
+    ) -> None:
         """All ranks must hold the same facts before the first step.
 
-        Raises ConfigError in the rank that differs (and in rank 0), naming the fact. Facts of
-        fields that only some ranks hold are left out by those that do not hold them.
+        Raises ConfigError in the rank that differs (and in rank 0), naming the fact. left_out: by
+        rank, those that it need not have.
         """
         key = MessageKey(Kind.AGREEMENT)
         carries = (f"digests of: {', '.join(sorted(facts))}",)
         if self.rank == 0:
             for peer, link in self.incoming.items():
-                theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S)[0])
+                theirs = decode_facts(link.recv(key, AGREEMENT_WAIT_S), peer)
                 self.out[peer].send(key, (encode_facts(facts),), carries)
-                compare_facts(facts, theirs, peer)
+                compare_facts(facts, theirs, peer, left_out.get(peer, ()))
         else:
             self.out[0].send(key, (encode_facts(facts),), carries)
-            theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S)[0])
-            compare_facts(facts, theirs, 0)
+            theirs = decode_facts(self.incoming[0].recv(key, AGREEMENT_WAIT_S), 0)
+            compare_facts(facts, theirs, 0, left_out.get(self.rank, ()))
 
     def meet(self, ranks: Collection[int] | None = None) -> None:
         """Return when every rank of the job, or of `ranks`, has come here. All of these call it,
@@ -231,12 +273,10 @@ class Control:
 
     def hear(self, peer: int, frame: Frame) -> None:
         """What `tell` has sent. Raises FrameError for anything else."""
-        if len(frame.parts) != 1 or frame.parts[0].shape != (1,) or self._listener is None:
-            raise FrameError(
-                f"{frame.key} of rank {peer} must carry one code, after the start; got "
-                f"{[tuple(part.shape) for part in frame.parts]}"
-            )
-        self._listener(peer, frame.key.step, int(frame.parts[0]))
+        code = code_of(frame, peer)
+        if self._listener is None:
+            raise FrameError(f"{frame.key} of rank {peer} came before the first step")
+        self._listener(peer, frame.key.step, code)
 
     def report(self, lines: bytes) -> None:
         """To rank 0."""
@@ -248,6 +288,16 @@ def send_report(link: OutLink, lines: bytes) -> None:
     assert len(lines) <= REPORT_CAPACITY_BYTES
     data = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
     link.send(MessageKey(Kind.REPORT), (data,), REPORT_CARRIES)
+
+
+def code_of(frame: Frame, peer: int) -> int:
+    """Of a message about a checkpoint. Raises FrameError for anything but one code."""
+    if len(frame.parts) != 1 or TensorSpec.of(frame.parts[0]) != _CODE:
+        raise FrameError(
+            f"{frame.key} of rank {peer} must carry one code, got "
+            f"{[TensorSpec.of(part) for part in frame.parts]}"
+        )
+    return int(frame.parts[0])
 
 
 def note_ages(lives: Mapping[int, PeerLife], frame: Frame) -> None:
@@ -269,16 +319,28 @@ def encode_facts(facts: Mapping[str, str]) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def decode_facts(data: Tensor) -> dict[str, str]:
-    lines = bytes(data.tolist()).decode(errors="replace").splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line)
+def decode_facts(parts: Parts, peer: int) -> dict[str, str]:
+    """Raises FrameError for anything but lines of a name and a digest."""
+    if len(parts) != 1 or parts[0].dtype != torch.uint8 or parts[0].numel() > _MAX_FACTS_BYTES:
+        raise FrameError(f"what rank {peer} knows of the data is no text")
+    text = parts[0].numpy().tobytes().decode(errors="replace")
+    lines = text.split("\n") if text else []
+    if not all("=" in line and line.isprintable() for line in lines):
+        raise FrameError(f"what rank {peer} knows of the data is not lines of a name and a value")
+    return dict(line.split("=", 1) for line in lines)
 
 
-def compare_facts(mine: Mapping[str, str], theirs: Mapping[str, str], peer: int) -> None:
-    for name in sorted(mine.keys() & theirs.keys()):
-        if mine[name] != theirs[name]:
+def compare_facts(
+    mine: Mapping[str, str], theirs: Mapping[str, str], peer: int, left_out: Collection[str] = ()
+) -> None:
+    """left_out: names that one of the two need not have."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        if (name not in mine or name not in theirs) and name in left_out:
+            continue
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
             raise ConfigError(
-                f"this rank and rank {peer} disagree about {name}: {mine[name]} here, "
-                f"{theirs[name]} there. All clouds need the same experiment file, the same "
-                "release of xcloud and the same rows of data in the same order."
+                f"this rank and rank {peer} disagree about {name}: {here} here, {there} there. "
+                "All clouds need the same experiment file, the same release of xcloud and the "
+                "same rows of data in the same order."
             )

@@ -50,6 +50,7 @@ class ElasticRounds:
     def welcome(self, step: int) -> None:
         """Of the cloud that merges, going on after `step` from its checkpoint: the others `join`
         now."""
+        self._begin()
         if isinstance(self._end, Hub):
             self._end.welcome(step)
 
@@ -117,8 +118,7 @@ class ElasticRounds:
         return hub_step
 
     def state_dict(self) -> State:
-        if not self._is_anchored:
-            return {}
+        self._begin()
         state: State = {"weight": torch.tensor(self._weight, dtype=torch.float64)}
         if self._end is not None:
             state["known"] = self._end.known
@@ -127,9 +127,7 @@ class ElasticRounds:
     def load_state_dict(self, state: State) -> None:
         """All replicas are there again, whoever had left before; they do not know what was merged
         last."""
-        self._is_anchored = bool(state)
-        if not state:
-            return
+        self._is_anchored = True
         load_states(self._parts, state, "elastic local updates", ("weight", "known"))
         self._weight = float(state["weight"])
         if self._end is not None:

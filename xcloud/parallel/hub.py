@@ -7,7 +7,6 @@ What was not merged stays in the replica's own values, and so is a part of its n
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.anchor import Anchored
-from xcloud.parallel.averaging import Watch
+from xcloud.parallel.averaging import Watch, contribution_of
 from xcloud.parallel.merging import Contribution, Merge
 from xcloud.parallel.replica_links import ReplicaLinks
 
@@ -119,8 +118,12 @@ class Member:
         key = key._replace(micro_batch=_ANSWERS)
         self._number += 1
         head, *rest = _checked(ends.links.recv(HUB, key, None, HUB_WAIT_S), _SPECS[1], "the hub")
+        if not bool(head.isfinite().all()):
+            raise FrameError(f"the hub sent {head.tolist()} for steps and flags")
         hub_step, self.known, is_taken, has_values = map(int, head.tolist())
         if has_values:
+            if len(rest) != 2:
+                raise FrameError(f"the hub sent {len(rest)} tensors for values and velocity")
             for own, told in zip((ends.values.anchor, ends.values.velocity), rest, strict=True):
                 _fill(own, told)
         else:
@@ -133,10 +136,12 @@ class Member:
 
 @dataclass
 class _Peer:
-    """state: what is expected of it next. number: of its next message."""
+    """state: what is expected of it next. number: of its next message. merged_at: the step at
+    which all that it had done was known here."""
 
     state: Literal["present", "late", "left"] = "present"
     number: int = 0
+    merged_at: int = 0
 
 
 class _Asked(NamedTuple):
@@ -148,7 +153,8 @@ class _Asked(NamedTuple):
 class Hub:
     """late: whether a replica that has not come after wait_s is left out of this merge alone, or
     counts as one that has left. leave: whether the others go on then. watch: see averaging.Watch;
-    names: of the tensors, for it."""
+    names: of the tensors, for it. most_weight: that a replica can have for what it did in so many
+    steps."""
 
     ends: Ends
     merge_rule: Merge
@@ -159,6 +165,7 @@ class Hub:
     on_absence: Callable[[Absence], None] = lambda absence: None
     watch: Watch | None = None
     names: Sequence[str] = ()
+    most_weight: Callable[[int], float] = float
     known: int = 0
     _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=KEPT))
     _peers: dict[int, _Peer] = field(init=False)
@@ -178,6 +185,7 @@ class Hub:
                 asked[replica] = message
                 if message.contribution is not None and message.known == self.known:
                     found[replica] = message.contribution
+                    self._peers[replica].merged_at = step
         parts, seen = self.ends.merged.encode(
             self.merge_rule([found[replica] for replica in sorted(found)])
         )
@@ -245,15 +253,18 @@ class Hub:
             return None
         peer.number += 1
         head, *rest = _checked(parts, _SPECS[0], f"replica {replica}")
+        if not bool(head.isfinite().all()):
+            raise FrameError(f"replica {replica} sent {head.tolist()} for steps and a weight")
         asked_at, known, weight = head.tolist()
-        if not 0 <= weight < math.inf:
-            raise FrameError(f"replica {replica} sent a weight of {weight}")
         contribution = None
         if rest:
-            contribution = Contribution(self.ends.codec.decode(tuple(rest)), weight)
+            most = self.most_weight(step - peer.merged_at)
+            contribution = contribution_of(replica, weight, most, self.ends.codec, rest)
             if self.watch is not None:
                 named = zip(self.names, contribution.tensors, strict=True)
                 self.watch(int(asked_at), replica, dict(named))
+        else:  # it begins, with the values of here
+            peer.merged_at = step
         return _Asked(int(known), contribution)
 
     def _lose(self, replica: int, step: int, why: str, error: LinkTimeout | LinkClosed) -> None:

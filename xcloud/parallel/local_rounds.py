@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.memory import (
+    MEMORY,
     State,
     Stateful,
     join_states,
@@ -35,6 +36,7 @@ MakeAverager = Callable[[Mapping[str, torch.Size], int], Averager]
 
 
 _NOTHING = 1e-12
+_UNDER_WAY = f"{MEMORY}.under_way"
 
 
 class Rounds(Stateful, Protocol):
@@ -132,7 +134,8 @@ class LocalRounds:
         for number, (run, offset) in enumerate(zip(runs, starts, strict=True)):
             own = [trained[position] for position in run]
             shares = dealt([p.numel() for p in own], num_shares)
-            values = Anchored(own, shares, inside, settings.outer)
+            named = {names[position]: trained[position] for position in run}
+            values = Anchored(named, shares, inside, settings.outer)
             averager = None
             if inside.lane < num_shares:
                 shapes = {names[run[place]]: own[place].shape for place in shares[inside.lane]}
@@ -188,23 +191,22 @@ class LocalRounds:
         fragment.under_way = 0
 
     def state_dict(self) -> State:
-        if not self._is_anchored:
-            return {}
+        self.begin_step(0)
         states = {name: states_of(parts) for name, parts in self._parts.items()}
         for number, fragment in enumerate(self._fragments):
-            states[str(number)]["under_way"] = fragment.under_way
+            states[str(number)][_UNDER_WAY] = fragment.under_way
             states[str(number)]["weight"] = torch.tensor(fragment.weight, dtype=torch.float64)
         return join_states(states)
 
     def load_state_dict(self, state: State) -> None:
         """What was under way between replicas is sent again, by the averagers."""
-        self._is_anchored = bool(state)
-        states = split_state(state, self._parts, "local updates") if state else {}
+        self._is_anchored = True
+        states = split_state(state, self._parts, "local updates")
         for name, own in states.items():
-            load_states(self._parts[name], own, f"local updates ({name})", ("under_way", "weight"))
-        for number, fragment in enumerate(self._fragments if state else ()):
+            load_states(self._parts[name], own, f"local updates ({name})", (_UNDER_WAY, "weight"))
+        for number, fragment in enumerate(self._fragments):
             own = states[str(number)]
-            fragment.under_way = whole_number(own, "under_way")
+            fragment.under_way = whole_number(own, _UNDER_WAY)
             fragment.weight = float(own["weight"])
 
     @property

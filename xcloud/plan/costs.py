@@ -84,50 +84,6 @@ def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
 
 
 @dataclass(frozen=True)
-class UniformCosts:
-    """Equal stages and borders, in the paper's letters: tf = forward_s and tb = backward_s of a
-    micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s. weights_s: the
-    part of the backward that may be put off.
-
-    Messages have no bytes and nothing but these costs time; the layout's links are not asked.
-    """
-
-    forward_s: float
-    backward_s: float
-    transfer_s: float = 0.0
-    latency_s: float = 0.0
-    control_bytes: int = 0
-    weights_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
-            check_number(f"costs.{name}", getattr(self, name), 0.0)
-        check_number("costs.weights_s", self.weights_s, 0.0, self.backward_s)
-        # No bytes, so the bandwidth plays no part.
-        object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
-
-    def action_s(self, rank: int, action: Action) -> float:
-        seconds: float = getattr(self, f"{action.kind}_s")
-        return seconds
-
-    def message_bytes(self, message: Transfer) -> int:
-        return 0
-
-    def compress_s(self, message: Transfer) -> float:
-        return 0.0
-
-    def decompress_s(self, message: Transfer) -> float:
-        return 0.0
-
-    def line(self, here: str, there: str, wan: Wan | None) -> Line:
-        line: Line = self._line  # type: ignore[attr-defined]
-        return line
-
-    def update(self, rank: int, stages: Sequence[int]) -> Update:
-        return Update()
-
-
-@dataclass(frozen=True)
 class Direction:
     """What goes one way over one border, for each micro-batch."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.plan.cost_file import build, table_of
+from xcloud.plan.from_tables import build, table_of
 from xcloud.plan.paper_model import Decoder, Speed
 from xcloud.plan.profile import Profile
 

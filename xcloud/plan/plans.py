@@ -28,11 +28,15 @@ class Plan(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        return self.schedule_in(1)
+        return self.schedule_in(0, 1)
 
-    def schedule_in(self, num_replicas: int) -> Schedule:
+    def micro_batches_of(self, replica: int, num_replicas: int) -> int:
+        """Those that a replica computes: i belongs to replica i mod num_replicas."""
+        return len(range(replica, self.micro_batches, num_replicas))
+
+    def schedule_in(self, replica: int, num_replicas: int) -> Schedule:
         """Of one of so many replicas of the pipeline."""
-        own = self.micro_batches // num_replicas
+        own = self.micro_batches_of(replica, num_replicas)
         if self.in_flight is None:
             return GPipe(own)
         in_flight = math.ceil(self.in_flight / num_replicas)

@@ -56,10 +56,9 @@ class Prediction:
 
     @cached_property
     def step_s(self) -> float:
-        """The slowest rank's time for the last step simulated, as a run reports it."""
-        return max(
-            self._ended_s(rank) - self._started_s(rank) for rank in range(len(self.seconds))
-        )
+        """From when the last rank has begun the last step simulated to when the last one has ended
+        it, as a run counts it."""
+        return max(map(self._ended_s, self._all)) - self._since_s
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -70,7 +69,7 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankUse]:
         found = []
-        for rank in range(len(self.seconds)):
+        for rank in self._all:
             total: Counter[str] = Counter()
             for box in self._spans(rank):
                 total[box.what] += box.until_s - box.from_s  # type: ignore[assignment]
@@ -102,11 +101,9 @@ class Prediction:
         """Seconds of the longest chain of causes that ends with the step, by what they went into:
         "compute of stage 0", "codec of stage 0", "link a to b" (carrying, and queueing for it),
         "latency a to b" (and a full window), "update", "averaging". They add up to step_s.
-        Largest first. Raises ValueError where transfers block."""
-        if self.step.transfers_block:
-            raise ValueError("there is no chain of causes where transfers block; see links, ranks")
-        rank = max(range(len(self.seconds)), key=lambda r: self._ended_s(r) - self._started_s(r))
-        since_s, spent = self._started_s(rank), defaultdict[str, float](float)
+        Largest first."""
+        rank, since_s = max(self._all, key=self._ended_s), self._since_s
+        spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
             if from_s <= since_s:
@@ -121,8 +118,7 @@ class Prediction:
     @cached_property
     def timeline(self) -> Timeline:
         """Flights are between clouds only, as in a real record."""
-        ranks = range(len(self.seconds))
-        zero_s = min(self._started_s(rank) for rank in ranks)
+        zero_s = min(map(self._started_s, self._all))
 
         def us(moment_s: float) -> int:
             return round(1e6 * (moment_s - zero_s))
@@ -140,7 +136,7 @@ class Prediction:
                     and box.until_us > box.from_us
                 ),
             )
-            for rank in ranks
+            for rank in self._all
         )
         flights: dict[tuple[str, str], list[Flight]] = {}
         for number in self._parcels():
@@ -165,6 +161,14 @@ class Prediction:
             },
             "predicted",
         )
+
+    @property
+    def _all(self) -> range:
+        return range(len(self.seconds))
+
+    @property
+    def _since_s(self) -> float:
+        return max(map(self._started_s, self._all))
 
     # One rank's last step.
 

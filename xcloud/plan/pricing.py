@@ -58,7 +58,7 @@ class Pricer:
             name: lines_of(found.layout, profile.lines, bandwidth)
             for name, found in arranged.items()
         }
-        # Of replicas that do not differ the first stands for all.
+        # Of replicas that do not differ the first stands for all: none has more micro-batches.
         self._alike = {
             name: alike(layouts, self._lines[name]) for name, layouts in self._replicas.items()
         }
@@ -92,10 +92,15 @@ class Pricer:
     def price(self, plan: Plan) -> Priced:
         """Everything about a plan; step_s is the same as that of `step_s`."""
         exchange = self._exchange(plan)
-        alike = self._alike[plan.strategy]
-        by_number = {replica: self._part(plan, replica) for replica in alike}
-        parts = [(by_number[first], number) for first in alike for number in alike[first]]
-        slowest = max(by_number.values(), key=lambda part: part.step_s)
+        parts = []
+        for numbers in self._alike[plan.strategy].values():
+            by_count: dict[int, _Part] = {}
+            for number in numbers:
+                count = self._num_own(plan, number)
+                if count not in by_count:
+                    by_count[count] = self._part(plan, number)
+                parts.append((by_count[count], number))
+        slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
         spent = dict(slowest.spent_s)
         if exchange.codec_s_per_step > 0:
@@ -137,8 +142,8 @@ class Pricer:
         sums = self._sums(b)
         least, starts = 0.0, (0, *plan.ends[:-1])
         nothing = Direction()
-        for shape in self._shapes[name]:
-            m = self.passes * (plan.micro_batches // arranged.layout.num_replicas)
+        for first, shape in zip(self._alike[name], self._shapes[name], strict=True):
+            m = self.passes * self._num_own(plan, first)
             # Until the stage's first input is there, and from its last gradient to the end. Its
             # weights may be put off beyond that gradient, and so may those of stages in between.
             fill_s, drain_s, out, back = 0.0, 0.0, nothing, nothing
@@ -187,7 +192,7 @@ class Pricer:
         layout = self._replicas[plan.strategy][replica]
         ways = self._borders(plan, layout, plan.strategy)
         silent = self.silent_borders(plan)
-        schedule = plan.schedule_in(arranged.layout.num_replicas)
+        schedule = plan.schedule_in(replica, arranged.layout.num_replicas)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
             self._simulators[key] = Simulator(
@@ -238,6 +243,9 @@ class Pricer:
             list(map(min, weights_s, backward_s)),  # differences of long sums
         )
 
+    def _num_own(self, plan: Plan, replica: int) -> int:
+        return plan.micro_batches_of(replica, self.arranged[plan.strategy].layout.num_replicas)
+
     def _own_s(self, plan: Plan, replica: int) -> float:
         """A replica's step, by itself."""
         if self.arranged[plan.strategy].is_whole:
@@ -270,8 +278,7 @@ class Pricer:
         ((name, cloud),) = self._replicas[plan.strategy][replica].clouds.items()
         b = self.samples(plan)
         sums = self._sums(b)
-        own = plan.micro_batches // self.arranged[plan.strategy].layout.num_replicas
-        turns = self.passes * math.ceil(own / cloud.num_ranks)
+        turns = self.passes * math.ceil(self._num_own(plan, replica) / cloud.num_ranks)
         update_s = turns * self.profile.fetch_s.at(b)
         update_s += sum(piece.optimizer_s for piece in self.profile.pieces)
         compute_s = turns * (sums.forward[-1] + sums.backward[-1])

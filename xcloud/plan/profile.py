@@ -16,7 +16,7 @@ from typing import Any
 from xcloud.checks import check_choice, check_int, check_number
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import ConfigError
-from xcloud.plan.cost_file import build, listed, table_of
+from xcloud.plan.from_tables import build, listed, table_of
 
 VERSION = 1
 DAY_S = 86_400.0

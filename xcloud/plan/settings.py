@@ -12,6 +12,7 @@ from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
 LEAST_TRIAL = 4  # steps of a trial
+MOST_USUAL = 128  # micro-batches, where none are given
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Planning:
     search: what may differ from the settings of the job; the rest stays as the job has it.
         compression and most strategies touch the quality of what is learned.
     compressors, strategies: candidates by name, beside the job's own.
-    micro_batches: counts to try; null = powers of two, and three times these, up to the batch.
+    micro_batches: counts to try; null = powers of two and three times these, at most 128.
     profile: a file to plan with; null = measure here, or take what was measured before.
     max_age_days: how long a measured profile is taken as it is.
     work_factor: how many times longer work takes in a run than when it was measured by itself:
@@ -76,13 +77,19 @@ class Planning:
         check_int("plan.rows", self.rows, 1)
 
     def counts(self, batch_size: int, own: int) -> list[int]:
-        """Numbers of micro-batches to try. batch_size: samples of one pass."""
+        """Numbers of micro-batches to try. batch_size: samples of one pass. Raises ConfigError."""
         if "micro_batches" not in self.search:
             return [own]
         given = self.micro_batches
         if given is None:
-            given = [k * 2**n for n in range(8) for k in (1, 3)]
-        return sorted({m for m in (*given, own) if m <= min(batch_size, 128)})
+            usual = sorted(k * 2**n for n in range(8) for k in (1, 3))
+            given = [m for m in usual if m <= min(batch_size, MOST_USUAL)]
+        elif (most := max(given)) > batch_size:
+            raise ConfigError(
+                f"plan.micro_batches has {most}, and a pass has {batch_size} samples "
+                "(training.batch_size / training.accumulate_steps); leave it out"
+            )
+        return sorted({*given, own})
 
 
 def no_plan() -> None:

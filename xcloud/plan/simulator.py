@@ -15,33 +15,9 @@ Not modelled: ranks that slow each other down on one machine, and threads of lin
 
 from __future__ import annotations
 
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.schedule import Schedule
 from xcloud.plan.costs import Costs
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.step_program import StepProgram
-
-
-def simulate(
-    schedule: Schedule,
-    layout: ClusterLayout,
-    costs: Costs,
-    *,
-    transfers_block: bool = False,
-    agrees: bool = False,
-    num_passes: int = 1,
-    num_steps: int = 1,
-) -> Prediction:
-    """One simulation. For many costs of one schedule and layout build the Simulator once."""
-    simulator = Simulator(
-        schedule,
-        layout,
-        transfers_block=transfers_block,
-        agrees=agrees,
-        num_passes=num_passes,
-        num_steps=num_steps,
-    )
-    return simulator.run(costs)
 
 
 class Simulator(StepProgram):

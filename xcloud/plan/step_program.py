@@ -13,7 +13,7 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan.costs import Costs, Transfer
-from xcloud.plan.engine import Moments, Program, run, run_blocking
+from xcloud.plan.engine import Moments, Program, run
 from xcloud.plan.line import Line
 
 
@@ -55,8 +55,6 @@ CONTROL = Transfer("norm", -1, 0, -1, -1)
 class StepProgram:
     """The program of a step.
 
-    transfers_block: sender and receiver do nothing else while a message crosses (formula (2));
-        otherwise transfers overlap with computing (formula (2')).
     agrees: one rank of each stage tells rank 0 its gradient norm and waits for the sum, as in
         training (training/trainer.py). Costs.control_bytes is what such a message takes.
     num_passes: how often the schedule runs for one update (gradient accumulation).
@@ -69,12 +67,13 @@ class StepProgram:
     Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
 
+    engine = staticmethod(run)
+
     def __init__(
         self,
         schedule: Schedule,
         layout: ClusterLayout,
         *,
-        transfers_block: bool = False,
         agrees: bool = False,
         num_passes: int = 1,
         num_steps: int = 1,
@@ -89,9 +88,7 @@ class StepProgram:
             )
         check_int("simulator.num_steps", num_steps, 1)
         self.schedule, self.layout, self.num_stages = schedule, layout, layout.num_stages
-        self.transfers_block, self.num_passes, self.num_steps = (
-            transfers_block, num_passes, num_steps,
-        )  # fmt: skip
+        self.num_passes, self.num_steps = num_passes, num_steps
         self._without = {"forward": without_rows, "backward": without_gradient}
         self.placements = [layout.placement(rank) for rank in range(layout.num_ranks)]
         self.ranks_of: dict[int, list[int]] = defaultdict(list)
@@ -123,8 +120,7 @@ class StepProgram:
             costs.line(route.here, route.there, self.layout.wan_between(*route.sample))
             for route in self.routes
         ]
-        carry_out = run_blocking if self.transfers_block else run
-        moments = carry_out(self.program, seconds, num_bytes, lines)
+        moments = self.engine(self.program, seconds, num_bytes, lines)
         for rank in range(self.layout.num_ranks):
             if not moments.has_ended(self.program, rank):
                 raise self.deadlock()

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xcloud.errors import DataError
-from xcloud.record.whole_file import write_whole
+from xcloud.record.whole_file import sync_names, write_whole
 
 CHECKPOINTS_DIR = "checkpoints"  # in the run folder
 AGREED_FILE = "AGREED"
@@ -65,20 +65,26 @@ class CheckpointFolder:
         return sorted(_numbers(self.step_dir(step), r"rank-(\d+)\.json"))
 
     def write(self, step: int, rank: int, state: State, about: Mapping[str, Any]) -> int:
-        """Returns its bytes once it is on the disk. Raises OSError, and leaves no part then.
+        """Returns its bytes once it is on the disk. Raises OSError, and leaves no file then.
 
         about: facts for whoever reads it, of plain containers.
         """
         folder = self.step_dir(step)
         folder.mkdir(parents=True, exist_ok=True)
+        for above in (self.path, self.path.parent):
+            sync_names(above)
         _delete_part(folder, rank)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
-        digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors)
-        text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
-                "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
-        data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-        write_whole(_json_file(folder, rank), rank, [data])
+        try:
+            digest, num_bytes = _write_tensors(_tensors_file(folder, rank), rank, tensors)
+            text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
+                    "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
+            data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
+            write_whole(_json_file(folder, rank), rank, [data])
+        except BaseException:
+            _delete_part(folder, rank)
+            raise
         return num_bytes + len(data)
 
     def about(self, step: int, rank: int) -> dict[str, Any]:
@@ -104,14 +110,20 @@ class CheckpointFolder:
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
 
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
-        """A part that `check` has found good."""
+        """Raises DataError unless it is what was written."""
+        self.check(step, rank)
         tensors = load_file(_tensors_file(self.step_dir(step), rank))
         return {**tensors, **self._head(step, rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
-        """rank: that writes it. facts: what rank 0 tells of it."""
-        data = json.dumps(dict(facts)).encode()
-        write_whole(self.step_dir(step) / AGREED_FILE, rank, [data])
+        """rank: that writes it. facts: what rank 0 tells of it; others may share its folder, so
+        they never replace what is there."""
+        path = self.step_dir(step) / AGREED_FILE
+        if rank == 0:
+            write_whole(path, rank, [json.dumps(dict(facts)).encode()])
+        else:
+            path.touch()
+            sync_names(path.parent)
 
     def is_agreed(self, step: int) -> bool:
         return (self.step_dir(step) / AGREED_FILE).exists()

@@ -26,7 +26,7 @@ class RunCurves:
 
     def __init__(self) -> None:
         self.step = array("q")
-        self.step_s = array("d")  # the slowest rank's
+        self.step_s = array("d")
         self.loss = array("d")  # nan where a step has none
         # kind -> cloud -> one number per step, the mean over the cloud's ranks.
         self.seconds: dict[str, dict[str, array[float]]] = {kind: {} for kind in TIMES}

@@ -2,12 +2,9 @@
 summary.py.
 
 `events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
-object per line; all have "event", "rank", "cloud", "t":
-start, note, phase, cut, step, skipped_update, autopilot, lost_file, memory, privacy, timeline,
-quality, finish; checkpoint, lost_checkpoint, resume, stop; in one-way jobs also fed, producer;
-where a cloud may be late or lost also merge, partial_merge, absence. Rank 0 writes it for all
-ranks (reporter.py), the parent follows. A step is complete when every rank has reported it, but
-those of clouds that are gone.
+object per line; all have "event", "rank", "cloud", "t" and what event_kinds.py says. Rank 0 writes
+it for all ranks (reporter.py, intake.py), the parent follows. A step is complete when every rank
+has reported it, but those of clouds that are gone.
 
 A run that was interrupted goes on in the same file. "resume" says from which step: what was told
 before of later steps is superseded (`Attempts.one_timeline`).
@@ -22,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xcloud.record import segments
 from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
@@ -30,6 +27,7 @@ from xcloud.record.segments import EVENTS_FILE as EVENTS_FILE
 LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
+Line = tuple[str, str]  # from a cloud to another
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
@@ -38,8 +36,12 @@ TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
-MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations")
+MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activations",
+          "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
+
+MAX_TIME_S = 1e11  # of a clock: beyond it there is no date
+MAX_DEPTH = 8  # of the lists and objects in a line
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What feeding an event may raise that is from another cloud, or partly lost."""
@@ -96,13 +98,22 @@ class EventReader:
     def _parse(self, line: bytes) -> Event | None:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
-        if not isinstance(event, dict) or "event" not in event:
+        deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(event)
+        if not isinstance(event, dict) or "event" not in event or deep:
             if self._warn:
                 log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
+
+
+def is_too_deep(value: object, left: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return not left or any(is_too_deep(one, left - 1) for one in inside)
 
 
 class Attempts:
@@ -175,12 +186,12 @@ def recorded_timeline(path: Path) -> Iterator[Event]:
 def _step(event: Event) -> int:
     """0 for an event of no step, and for one that is malformed."""
     step = event.get("step")
-    return step if isinstance(step, int) else 0
+    return step if isinstance(step, int) and abs(step) < 1 << 62 else 0
 
 
 def _at_s(event: Event) -> float:
     at_s = event.get("t")
-    return at_s if isinstance(at_s, int | float) else 0.0
+    return at_s if isinstance(at_s, int | float) and abs(at_s) < MAX_TIME_S else 0.0
 
 
 def _is_superseded(event: Event, step: float) -> bool:
@@ -195,12 +206,13 @@ class StepTotals:
     """One complete step over all ranks. Seconds are sums over the ranks of a cloud."""
 
     step: int
-    step_s: float = 0.0  # the slowest rank's
+    step_s: float = 0.0  # see update_s
     num_ranks: dict[str, int] = field(default_factory=dict)  # by cloud
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> cloud -> s
     sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by traffic
     raw: dict[str, float] = field(default_factory=dict)  # FP32 bytes of the tensors in them
-    link_busy_s: dict[str, float] = field(default_factory=dict)
+    # Of each emulated line: kind of traffic -> (from cloud, to cloud) -> s
+    line_busy_s: dict[str, dict[Line, float]] = field(default_factory=dict)
     samples: int = 0
     tokens: int = 0
     loss: float | None = None
@@ -211,7 +223,8 @@ class StepTotals:
     @classmethod
     def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
         """reports: the "step" event of each rank."""
-        totals = cls(step)
+        spans = [(r["t"], r.get("step_s", 0.0)) for r in reports.values()]
+        totals = cls(step, update_s(spans) if spans else 0.0)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         return totals
@@ -223,16 +236,17 @@ class StepTotals:
 
     def _add(self, report: Event) -> None:
         cloud = report["cloud"]
-        self.step_s = max(self.step_s, report.get("step_s", 0.0))
         self.num_ranks[cloud] = self.num_ranks.get(cloud, 0) + 1
         for kind in TIMES:
             add_to(self.seconds.setdefault(kind, {}), {cloud: report.get(kind, 0.0)})
         add_to(self.sent, report.get("sent", {}))
         add_to(self.raw, report.get("raw", {}))
-        add_to(self.link_busy_s, report.get("link_busy_s") or {})
+        for kind, busy_s in report.get("line_busy_s", {}).items():
+            lines = {(cloud, to): seconds for to, seconds in busy_s.items()}
+            add_to(self.line_busy_s.setdefault(kind, {}), lines)
         self.samples += report.get("samples", 0)
         if report.get("loss") is not None:
-            self._count_loss(report["loss"], report.get("tokens", 0))
+            self._count_loss(float(report["loss"]), report.get("tokens", 0))
         self.tokens += report.get("tokens", 0)
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):
@@ -301,7 +315,20 @@ class StepCollector:
             self._done = max(self._done, step)
 
 
-def add_to(sums: dict[str, float], more: Mapping[str, float]) -> None:
+def update_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The wall time of an update: from when the last rank had begun it to when the last one had
+    ended it. spans: of each rank when it ended, in seconds, and its own time for it. As a rank
+    begins where it ended the one before, the times of all updates add up, whoever is ahead; with
+    clocks that disagree too, if a rank's own ones are used throughout."""
+    spans = list(spans)
+    last_s = max(ended_s for ended_s, _ in spans)
+    return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
+
+
+Key = TypeVar("Key")
+
+
+def add_to(sums: dict[Key, float], more: Mapping[Key, float]) -> None:
     """sums[key] += more[key] for every key."""
     for key, value in more.items():
         sums[key] = sums.get(key, 0) + value

@@ -61,7 +61,8 @@ class Store:
 
     @property
     def tracking_uri(self) -> str:
-        return self.uri or f"sqlite:///{self.database}"
+        path = str(self.database).replace("%", "%25").replace("?", "%3F")  # it is unquoted
+        return self.uri or f"sqlite:///{path}"
 
     def client(self) -> Any:
         """An MlflowClient; creates the tables of an empty store."""

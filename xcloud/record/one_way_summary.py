@@ -45,9 +45,8 @@ class OneWayStatistics(RunStatistics):
         num_consumers: int,
         shares: Mapping[str, float],
         num_lanes: Mapping[str, int],
-        bandwidth_bits_per_s: float | None = None,
     ) -> None:
-        super().__init__(num_consumers, bandwidth_bits_per_s)
+        super().__init__(num_consumers)
         self._shares, self._num_lanes = dict(shares), dict(num_lanes)
         self._taken: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()

@@ -14,7 +14,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from xcloud.cluster.frame import Frame
 from xcloud.record import segments
 from xcloud.record.events import LOST_LINES_FILE
 from xcloud.record.rank_state import RankState
@@ -66,10 +65,6 @@ class EventFile:
             if is_whole and not self._finishing.is_alive():
                 self._finishing = threading.Thread(target=self._finish_segment, daemon=True)
                 self._finishing.start()
-
-    def append_frame(self, frame: Frame) -> None:
-        """Append another rank's lines, as received over the link."""
-        self.append(frame.parts[0].numpy().tobytes())
 
     def close(self) -> None:
         """Close the file and record what was lost, if anything."""
@@ -142,7 +137,7 @@ class Reporter:
             "event": event,
             "rank": self._rank,
             "cloud": self._cloud,
-            "t": round(time.time(), 3),
+            "t": round(time.time(), 6),
         }
         self.contents.setdefault(event, set()).update(head, fields)
         if self._state is not None:

@@ -20,7 +20,7 @@ SCORE_NAMES = {
     "averaging_token_recovery": "token recovery from averages",
 }
 LEAKS = ("label_leak_auc", "token_recovery", "averaging_token_recovery")
-LESS_IS_BETTER = (*LEAKS, "perplexity", "loss")
+LESS_IS_BETTER = (*LEAKS, "perplexity", "loss", "replaced_loss")
 # Shown beside a task's first score; not chrF, nor single languages of a multilingual task.
 BESIDE_THE_FIRST = ("f1", "exact_match", "spearman", *LEAKS)
 
@@ -31,7 +31,7 @@ def score_name(name: str) -> str:
 
 def score_digits(name: str) -> int:
     """Leaks are fractions of 1, losses are in nats; every other score is out of 100."""
-    return 4 if name in LEAKS or name == "loss" else 2
+    return 4 if name in LEAKS or name.endswith("loss") else 2
 
 
 def score_text(name: str, value: float) -> str:

@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, cast
 
+from xcloud.errors import ConfigError
 from xcloud.record.whole_file import write_whole
 
 EVENTS_FILE = "events.jsonl"  # in the run folder
@@ -23,6 +24,14 @@ SEGMENT_BYTES = 8 << 20  # of JSON; an eighth of it compressed
 def has_events(run_dir: Path) -> bool:
     """Whether there is a run in this folder."""
     return any(run_dir.glob("events*.jsonl*"))
+
+
+def check_is_run(folder: Path, *files: str) -> None:
+    """Raise ConfigError unless the folder has one of these files (patterns), which runs have."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if not any(any(folder.glob(file)) for file in files):
+        raise ConfigError(f"{folder} holds no run: there is no {' or '.join(files)}")
 
 
 def read(path: Path, number: int, offset: int) -> tuple[bytes, bool]:

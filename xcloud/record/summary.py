@@ -2,7 +2,9 @@
 No tracker, no printing, no torch.
 
 How the figures are made:
-- `step_time_s` is the slowest rank's time of a step; seconds by cloud are means per step and rank.
+- `step_time_s` is the wall time of an update, from the end of the one before to its own
+  (events.update_s), without what lay between (an evaluation, the copy of a checkpoint); seconds by
+  cloud are means per step and rank.
 - The first steps (3, or a tenth of fewer than 30) are warm-up: excluded from everything measured
   in seconds, included in byte counts. `num_warmup_steps_left_out` says how many. Rates are over
   the time spent in steps, so evaluation does not slow them.
@@ -18,8 +20,9 @@ How the figures are made:
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
 - `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
-  steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
-  last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+  steps that it lost by that. `goodput`: the share of the time from the first event to the last
+  that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
+  each step as it was done last (events.one_timeline).
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
@@ -27,8 +30,9 @@ How the figures are made:
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
-- `link_utilisation` = time the emulated line was busy / time in steps, by direction; if
-  that is not reported, bits sent / (bandwidth * time in steps); null if neither is known.
+- `link_utilisation` = time that the busiest line between two clouds, each way one, carried such
+  traffic / time in steps; null where no line is emulated.
+- `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
 """
 
 import json
@@ -45,11 +49,13 @@ from typing import Any
 from xcloud import __version__
 from xcloud.project import commit as project_commit
 from xcloud.record.events import (
+    MAX_TIME_S,
     MEMORY,
     TENSORS,
     TIMES,
     TRAFFIC,
     Event,
+    Line,
     StepCollector,
     StepTotals,
     add_to,
@@ -65,12 +71,10 @@ MAX_WARMUP_STEPS = 3
 class RunStatistics:
     """Feed it every event of a run; `summary()` works at any time, also after a failure."""
 
-    def __init__(self, num_ranks: int, bandwidth_bits_per_s: float | None = None) -> None:
-        """bandwidth_bits_per_s: of the WAN link, each way; None if it is not emulated."""
-        self.bandwidth_bits_per_s = bandwidth_bits_per_s
+    def __init__(self, num_ranks: int) -> None:
         self.final_loss: float | None = None
         self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
-        self._lost_s = 0.0
+        self._lost_s = self._pause_s = 0.0
         self._num_cut: dict[str, int] = {}
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
@@ -81,9 +85,11 @@ class RunStatistics:
         # The number of warm-up steps is known only at the end: keep the first three apart.
         self._first: list[_Sums] = []
         self._rest = _Sums()
-        self._quality: dict[str, Event] = {}  # the latest of each split
+        # The latest of each split: scores, and how they were made.
+        self._quality: dict[str, tuple[dict[str, float | None], dict[str, str], int]] = {}
         self._privacy: dict[str, Any] | None = None
         self._memory: dict[int, dict[str, Any]] = {}  # by rank
+        self._refused: dict[str, int] = {}  # by rank
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
@@ -94,7 +100,9 @@ class RunStatistics:
 
     def feed(self, event: Event) -> StepTotals | None:
         """Returns the totals of a step if this event completes it, else None."""
-        if (at_s := event.get("t")) is not None:
+        if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
+            if event["event"] == "phase" and event.get("name") == "loading" and event["rank"] == 0:
+                self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
             self._last_event_at_s = at_s
         if event["event"] == "skipped_update":
@@ -119,11 +127,14 @@ class RunStatistics:
             self.num_resumes += 1
             self.num_steps_done_twice += event.get("steps_again", 0)
             self._lost_s += event.get("lost_s", 0.0)
+        if event["event"] == "refused_reports":
+            self._refused[str(event["sender"])] = int(event["num"])
         if event["event"] == "quality":
-            self._quality[event["split"]] = event
+            signature, step = dict(event.get("signature") or {}), int(event["step"])
+            self._quality[event["split"]] = _scores(event["values"]), signature, step
         if event["event"] == "memory":
-            known = ("rank", "cloud", *MEMORY)
-            self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
+            kept = {"rank", "cloud", *MEMORY} & event.keys()
+            self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
         totals = self._collector.feed(event)
         if totals is not None:
             self._count(totals)
@@ -141,6 +152,8 @@ class RunStatistics:
     ) -> Summary:
         """status: "finished", "failed" or "stopped"; commit: None asks git now."""
         num_left_out = num_warmup_steps(self.num_steps)
+        none: tuple[dict[str, float | None], dict[str, str], int] = {}, {}, self.num_steps
+        test, signatures, at_step = self._quality.get("test", none)
         timed = _Sums.of([*self._first[num_left_out:], self._rest])
         every = _Sums.of([*self._first[:num_left_out], timed])
         step_s = sorted(self._step_s[num_left_out:])
@@ -154,7 +167,7 @@ class RunStatistics:
             "commit": project_commit() if commit is None else commit,
             "profile": profile,
             "final_loss": _rounded(self.final_loss, 6),
-            "quality": self._quality_of("test"),
+            "quality": test,
             "step_time_s": {
                 "median": _rounded(statistics.median(step_s), 6) if step_s else None,
                 "p90": _rounded(_percentile(step_s, 0.9), 6),
@@ -169,9 +182,9 @@ class RunStatistics:
             "num_skipped_updates": self.num_skipped_updates,
             "num_warmup_steps_left_out": num_left_out,
             "sync_s": timed.mean_s("sync_s"),
-            "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
+            "link_utilisation": timed.link_utilisation(),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
-            "dev_quality": self._quality_of("dev"),
+            "dev_quality": self._quality.get("dev", none)[0],
             "num_resumes": self.num_resumes,
             "num_steps_done_twice": self.num_steps_done_twice,
             "goodput": self._goodput(),
@@ -179,7 +192,7 @@ class RunStatistics:
             "privacy": self._privacy,
             "num_cut": dict(self._num_cut),
             "lost_files": list(self.lost_files),
-            "signatures": dict(self._quality.get("test", {}).get("signature") or {}),
+            "signatures": signatures,
             "started_at": self._started_at(),
             "wall_s": self._wall_s(),
             "xcloud_version": __version__,
@@ -194,8 +207,12 @@ class RunStatistics:
             }
         if self._switches:
             summary["autopilot"] = list(self._switches)
+        if self._refused:
+            summary["refused_reports"] = dict(self._refused)
         if cause is not None:
             summary["cause"] = cause
+        if at_step < self.num_steps:
+            summary["quality_at_step"] = at_step
         return summary
 
     def _count_skipped(self, event: Event) -> None:
@@ -211,23 +228,26 @@ class RunStatistics:
             self._rest.count(totals)
         self._step_s.append(totals.step_s)
 
-    def _quality_of(self, split: str) -> dict[str, float | None]:
-        values = self._quality.get(split, {}).get("values", {})
-        return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
-
     def _started_at(self) -> str | None:
         if self._started_at_s is None:
             return None
         return datetime.fromtimestamp(self._started_at_s, UTC).isoformat(timespec="seconds")
 
-    def _wall_s(self) -> float | None:
+    def _elapsed_s(self) -> float:
         if self._started_at_s is None or self._last_event_at_s is None:
-            return None
-        return round(self._last_event_at_s - self._started_at_s, 1)
+            return 0.0
+        return self._last_event_at_s - self._started_at_s
+
+    def _wall_s(self) -> float | None:
+        return round(self._elapsed_s() - self._pause_s, 1) if self._last_event_at_s else None
 
     def _goodput(self) -> float | None:
-        wall_s = self._wall_s()
-        return round(1 - self._lost_s / wall_s, 4) if wall_s else None
+        elapsed_s = self._elapsed_s()
+        return round(1 - self._lost_s / elapsed_s, 4) if elapsed_s else None
+
+
+def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
 
 
 def num_warmup_steps(num_steps: int) -> int:
@@ -264,7 +284,7 @@ class _Sums:
         self.num_reports: dict[str, float] = {}  # by cloud: ranks * steps
         self.sent: dict[str, float] = {}
         self.raw: dict[str, float] = {}
-        self.link_busy_s: dict[str, float] = {}
+        self.line_busy_s: dict[str, dict[Line, float]] = {}
         self.samples = 0
         self.tokens = 0
 
@@ -290,7 +310,8 @@ class _Sums:
         add_to(self.num_reports, num_reports)
         add_to(self.sent, part.sent)
         add_to(self.raw, part.raw)
-        add_to(self.link_busy_s, part.link_busy_s)
+        for kind, busy_s in part.line_busy_s.items():
+            add_to(self.line_busy_s.setdefault(kind, {}), busy_s)
 
     def total_s(self, kind: str) -> float:
         return sum(self.seconds[kind].values())
@@ -319,16 +340,10 @@ class _Sums:
             "total": _ratio(raw_bytes or None, sent_bytes),
         }
 
-    def link_utilisation(self, bandwidth_bits_per_s: float | None) -> dict[str, float | None]:
-        # The emulated line's own figure includes packet headers and a varying bandwidth.
-        busy_s = self.link_busy_s
-        if not busy_s and bandwidth_bits_per_s and math.isfinite(bandwidth_bits_per_s):
-            kinds = dict.fromkeys([*TRAFFIC, *self.sent])
-            busy_s = {kind: 8 * self.sent.get(kind, 0) / bandwidth_bits_per_s for kind in kinds}
-        return {
-            kind: _ratio(busy_s[kind], self.step_s) if kind in busy_s else None
-            for kind in dict.fromkeys([*TENSORS, *self.raw])
-        }
+    def link_utilisation(self) -> dict[str, float | None]:
+        busy = {kind: max(lines.values(), default=0.0) for kind, lines in self.line_busy_s.items()}
+        kinds = dict.fromkeys([*TENSORS, *self.raw])
+        return {kind: _ratio(busy.get(kind), self.step_s) for kind in kinds}
 
 
 def _ratio(above: float | None, below: float) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from xcloud.record.clock_offsets import Offsets, Passage, clock_offsets
-from xcloud.record.events import Event
+from xcloud.record.events import Event, update_s
 
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
 _LETTER = {"forward": "F", "backward": "B", "weights": "W", "activation": "F", "gradient": "B"}
@@ -88,6 +88,13 @@ class Timeline:
     @property
     def until_us(self) -> int:
         return max(lane.until_us for lane in self.lanes)
+
+    @property
+    def step_us(self) -> int:
+        """Of the update, as a run counts it; a rank that is ahead begins it before that."""
+        return round(
+            update_s((lane.until_us, lane.until_us - lane.from_us) for lane in self.lanes)
+        )
 
     def total_us(self, *what: str) -> int:
         return sum(

@@ -24,9 +24,14 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name too
-    finally:
-        os.close(folder)
+    sync_names(path.parent)
     return digest.hexdigest(), num_bytes
+
+
+def sync_names(folder: Path) -> None:
+    """Bring to the disk which files and folders are in it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xcloud.record.mlflow_store import UI_HOST, UI_PORT, VIEW_KEY
+from xcloud.record.scores import LESS_IS_BETTER
 from xcloud.record.tracking import Recorded
 
 VIEW_METRICS = (
@@ -101,7 +102,7 @@ def prepared_view(
         )
     return {
         "orderByKey": f"metrics.`{score}`",
-        "orderByAsc": False,
+        "orderByAsc": score in LESS_IS_BETTER,
         "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
         "startTime": "ALL",
         "lifecycleFilter": "Active",

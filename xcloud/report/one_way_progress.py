@@ -15,14 +15,8 @@ from xcloud.report.progress import ProgressLine
 class OneWayProgressLine(ProgressLine):
     """The line of any run, with precision, recall, and each producer's loss and share so far."""
 
-    def __init__(
-        self,
-        max_steps: int,
-        bandwidth_bits_per_s: float | None = None,
-        *,
-        stream: TextIO | None = None,
-    ) -> None:
-        super().__init__(max_steps, bandwidth_bits_per_s, stream=stream)
+    def __init__(self, max_steps: int, *, stream: TextIO | None = None) -> None:
+        super().__init__(max_steps, stream=stream)
         self._taken: Counter[str] = Counter()
         self._losses: dict[str, float] = {}
         self._line_s: Counter[str] = Counter()  # of the current step, by the producer's link
@@ -43,11 +37,6 @@ class OneWayProgressLine(ProgressLine):
             self._smooth.put("line_s", max(self._line_s.values()))
             self._line_s.clear()
         super().update(totals)
-
-    def _describe_link(self, step_s: float) -> str:
-        if not self._smooth.has("line_s") or not step_s:
-            return super()._describe_link(step_s)
-        return f"link {100 * self._smooth.get('line_s') / step_s:.0f} %"
 
     def _more_parts(self) -> list[str]:
         parts = [

@@ -118,7 +118,7 @@ def write_step_time(path: Path, curves: RunCurves, title: str) -> bool:
         right.axvline(after + 0.5, color=INK, linewidth=0.8, linestyle=":")
         right.text(after + 0.5, 0.02 * top, f" {choice}", fontsize=7, rotation=90, va="bottom")
     right.set_xlabel("step")
-    right.set_ylabel(f"step time in {unit} (slowest rank)")
+    right.set_ylabel(f"step time in {unit}")
     right.legend(ncols=2, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     plain(right)
     figure.savefig(path)

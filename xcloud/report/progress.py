@@ -5,8 +5,8 @@ line is printed about every 30 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
-Times are smoothed; waiting is of the cloud that waits most, link use of the busier direction. The
-summary has them separately.
+Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
+two clouds. The summary has them separately.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import io
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
-from xcloud.record.events import AVERAGING, Event, StepTotals
+from xcloud.record.events import AVERAGING, Event, Line, StepTotals
 from xcloud.record.scores import score_name, score_text
 
 REDRAWS_PER_S = 10
@@ -32,14 +33,11 @@ class ProgressLine:
     def __init__(
         self,
         max_steps: int,
-        bandwidth_bits_per_s: float | None = None,
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """bandwidth_bits_per_s: of the WAN link, each way; None when it is not emulated."""
         self.max_steps = max_steps
-        self.bandwidth_bits_per_s = bandwidth_bits_per_s
         from rich.console import Console
         from rich.live import Live
 
@@ -66,7 +64,11 @@ class ProgressLine:
             smooth.put(f"waiting {cloud}", waiting_s)
         for direction in ("forward", "backward", AVERAGING):
             smooth.put(f"sent {direction}", totals.sent.get(direction, 0))
-        smooth.put("line busy", totals.link_busy_s.get(AVERAGING, 0.0))
+        if totals.line_busy_s:  # only emulated lines report it
+            lines = Counter[Line]()
+            for busy_s in totals.line_busy_s.values():
+                lines.update(busy_s)
+            smooth.put("line_s", max(lines.values(), default=0.0))
         line = self._describe(totals.step, totals)
         if self._rewrites:
             from rich.text import Text
@@ -136,11 +138,11 @@ class ProgressLine:
         busiest = max(sent.get("sent forward"), sent.get("sent backward"))
         if not busiest + averaged:
             return "nothing crosses clouds"
-        if not self.bandwidth_bits_per_s or math.isinf(self.bandwidth_bits_per_s):
-            return f"sends {8e-6 * max(busiest, averaged) / step_s:.1f} Mbit/s" if step_s else ""
-        busy_s = max(8 * busiest / self.bandwidth_bits_per_s, sent.get("line busy"))
-        use = busy_s / step_s if step_s else 0.0
-        return f"link {100 * use:.0f} %"
+        if not step_s:
+            return ""
+        if sent.has("line_s"):
+            return f"link {100 * sent.get('line_s') / step_s:.0f} %"
+        return f"sends {8e-6 * max(busiest, averaged) / step_s:.1f} Mbit/s"
 
 
 class _Smooth:

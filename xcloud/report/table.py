@@ -35,6 +35,8 @@ def print_report(
     heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
     if summary.get("wall_s") is not None:
         heading += f", {human_duration(summary['wall_s'])}"
+    if summary.get("num_resumes") and summary.get("started_at"):
+        heading += f", first started {summary['started_at']}"
     console.print()
     console.print(Text(heading, style="bold"), soft_wrap=True)
     if summary.get("cause"):
@@ -123,7 +125,8 @@ def human_seconds(seconds: float | None) -> str:
 def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, value in summary["quality"].items():
         score = UNKNOWN if value is None else score_text(name, value)
-        yield score_name(name), score, "test set"
+        at_step = summary.get("quality_at_step")
+        yield score_name(name), score, "test set" + (f" at step {at_step}" if at_step else "")
     yield "final loss", _number(summary["final_loss"], ".4f"), ""
     left_out = summary.get("num_warmup_steps_left_out")
     remark = f"times and rates leave out {left_out} first steps" if left_out else ""
@@ -131,6 +134,9 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "updates skipped", str(num_skipped), "loss or gradient not finite"
     if lost := summary.get("lost_event_lines"):
         yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if refused := summary.get("refused_reports"):
+        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
+        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
     if lost_files := summary.get("lost_files"):
         yield "files lost", str(len(lost_files)), ", ".join(lost_files)
     if merges := summary.get("merges"):

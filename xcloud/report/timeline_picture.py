@@ -87,7 +87,7 @@ def write_timeline(
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:
-    took = f"{1e-3 * timeline.until_us:.4g} ms"
+    took = f"{1e-3 * timeline.step_us:.4g} ms"
     text = f"predicted: {took}" if is_predicted else f"step {timeline.step}: {took}"
     bubble = timeline.bubble_ratio
     if bubble is None:

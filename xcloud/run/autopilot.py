@@ -5,6 +5,7 @@ anything of the next one is computed or sent. So all switch between the same two
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -13,15 +14,19 @@ from torch import Tensor
 
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import line_bytes
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.border import Border
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import (
+    MEMORY,
     NoMemory,
     State,
     Stateful,
+    join_states,
     load_states,
+    split_state,
     states_of,
     whole_number,
 )
@@ -37,6 +42,7 @@ from xcloud.run.stopwatch import Stopwatch
 from xcloud.run.wiring import Wiring
 
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
+MOST_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
 _SUMS = 3  # of each border and direction: bytes, messages, seconds on the line; and its delay
 _PER_WAY = _SUMS + 1
 
@@ -135,9 +141,12 @@ class RunPilot(Pilot):
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
-        return {"choice": self._choice} | states_of(self._stateful)
+        """With another compression or cluster it begins again with its first choice."""
+        own: State = {"choice": self._choice}
+        return join_states({MEMORY: own | states_of(self._stateful)})
 
     def load_state_dict(self, state: State) -> None:
+        state = split_state(state, (MEMORY,), "the autopilot")[MEMORY]
         load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
         shape, compression = divmod(self._choice, len(self._compression.choices))
@@ -194,10 +203,7 @@ class RunPilot(Pilot):
             if (border, "backward") in sent:
                 for way in (clouds, (clouds[1], clouds[0])):
                     latency_s[way] = max(0.0, delays_s / 2)
-        rates = {
-            way: float(8 * num_bytes / line_s) if line_s else float("inf")
-            for way, (num_bytes, _, line_s) in sums.items()
-        }
+        rates = {way: _bits_per_s(*told.tolist()) for way, told in sums.items()}
         return Measured(float(grown[0][0]) / updates, compute_s, sent, rates, latency_s)
 
     def _tell(
@@ -218,6 +224,12 @@ class RunPilot(Pilot):
         )  # fmt: skip
 
 
+def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
+    """Of a line, on which packets have headers."""
+    of_each = line_bytes(round(num_bytes / num_messages))
+    return 8 * num_messages * of_each / line_s if line_s else math.inf
+
+
 def _ways(
     number: int, border: Border, choice: Compression, num_samples: int, device: torch.device
 ) -> Iterator[tuple[tuple[int, str], Way]]:
@@ -230,7 +242,7 @@ def _ways(
     )
     for direction, fields, compressor in both:
         specs = [
-            field.spec(field.max_rows(num_samples, border.max_rows_per_sample))
+            field.spec(min(MOST_ROWS, field.max_rows(num_samples, border.max_rows_per_sample)))
             for field in fields
             if field.dtype.is_floating_point
         ]

@@ -33,6 +33,7 @@ from xcloud.models.causal_network import (
 from xcloud.models.causal_stage import TEXT
 from xcloud.models.causal_weights import write_checkpoint
 from xcloud.project import MODEL_DIR, project_root
+from xcloud.record.segments import check_is_run
 from xcloud.run.export import exporting, fill, read_stage
 from xcloud.tasks.causal_tokenizer import CausalTokenizer
 from xcloud.tasks.language_modelling import FOLDER_NAME
@@ -45,6 +46,7 @@ class TrainedCausal:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        check_is_run(run_dir, EXPERIMENT_FILE)
         job = read_job(run_dir / EXPERIMENT_FILE)
         if not isinstance(job, Experiment) or not isinstance(job.model, CausalLM):
             raise ConfigError(f"{run_dir} is no run of a causal language model: {job.headline}")

@@ -157,7 +157,8 @@ def around_averaging_s(
             parameter.grad.copy_(tensor).mul_(1)
 
     alone = RankGroup.alone()
-    anchored = Anchored(parameters, [range(len(parameters))], alone, OuterOptimizer())
+    named = {str(number): parameter for number, parameter in enumerate(parameters)}
+    anchored = Anchored(named, [range(len(named))], alone, OuterOptimizer())
     anchored.drop()
 
     def changes() -> None:

@@ -10,12 +10,12 @@ from functools import partial
 from xcloud.cluster.frame import Frame, Kind
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, note_ages
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 
 
-def join_control(ends: Ends, layout: ClusterLayout, on_report: Callable[[Frame], None]) -> Control:
+def join_control(ends: Ends, layout: ClusterLayout, on_report: OnReport) -> Control:
     """Between rank 0 and each other rank. on_report: see wire."""
     rank, everyone = ends.rank, range(layout.num_ranks)
     ends.line("control", everyone)
@@ -31,13 +31,15 @@ def join_control_of(
     control: Control,
     ends: Ends,
     layout: ClusterLayout,
-    on_report: Callable[[Frame], None],
+    on_report: OnReport,
     peer: int,
 ) -> None:
     """The link to one peer, also again to one that has come back."""
     rank, capacity = ends.rank, REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     handlers: dict[Kind, Callable[[Frame], None]] = (
-        {Kind.REPORT: on_report} if rank == 0 else {Kind.ALIVE: partial(note_ages, ends.lives)}
+        {Kind.REPORT: partial(on_report, peer)}
+        if rank == 0
+        else {Kind.ALIVE: partial(note_ages, ends.lives)}
     )
     window = ends.window(_CONTROL_AHEAD, capacity)
     handlers[Kind.CHECKPOINT] = partial(control.hear, peer)
@@ -56,11 +58,11 @@ def join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control)
     for number, leaders in stars.items():
         if len(leaders) > 1:
             ends.line(f"norms.{number}", leaders)
-    rank, leaders = ends.rank, layout.leaders(replica)
+    rank, leader_of, leaders = ends.rank, layout.leader_of(replica), layout.leaders(replica)
     if replica not in stars:
-        return StageSums(rank, leaders, control.out, control.incoming, control.overdue_s)
+        return StageSums(rank, leader_of, control.out, control.incoming, control.overdue_s)
     if rank not in leaders:
-        return StageSums(rank, leaders)
+        return StageSums(rank, leader_of)
     peers = leaders[1:] if rank == leaders[0] else leaders[:1]
     line, window = f"norms.{replica}", ends.window(_CONTROL_AHEAD, FRAME_SLACK_BYTES)
     out = {peer: ends.out(line, peer, FRAME_SLACK_BYTES, window) for peer in peers}
@@ -71,4 +73,4 @@ def join_sums(ends: Ends, layout: ClusterLayout, replica: int, control: Control)
         for peer in peers
     }
     overdue_s = max((layout.overdue_s(rank, peer, 1024) for peer in peers), default=0.0)
-    return StageSums(rank, leaders, out, incoming, overdue_s)
+    return StageSums(rank, leader_of, out, incoming, overdue_s)

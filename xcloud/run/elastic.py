@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from xcloud.errors import ConfigError, LinkTimeout
 from xcloud.job.job import Job
 from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Watch
-from xcloud.parallel.control import compare_facts, decode_facts, encode_facts
+from xcloud.parallel.control import NOTHING, compare_facts, decode_facts, encode_facts
 from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
@@ -137,7 +137,9 @@ class StoreFacts:
         self._transport = transport
         self._number = 0
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
+    ) -> None:
         """Every rank calls it, in the same order. Raises ConfigError for one that differs."""
         store, rank = self._transport.store, self._transport.rank
         self._number += 1
@@ -145,7 +147,8 @@ class StoreFacts:
         if rank == HUB:
             store.set(name, _text(encode_facts(facts)))
         else:
-            compare_facts(facts, decode_facts(_bytes(store.get(name))), HUB)
+            theirs = decode_facts((_bytes(store.get(name)),), HUB)
+            compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
 
 
 def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
@@ -170,19 +173,19 @@ def make_end(
     links: ReplicaLinks,
     tell: Teller,
     watch: Watch | None,
+    most_weight: Callable[[int], float],
 ) -> tuple[Hub | Member, int]:
     """Of a cloud's first rank, and the bytes of its longest message."""
-    trained = list(parameters.values())
     shapes = {name: p.shape for name, p in parameters.items()}
-    values = Anchored(trained, [range(len(trained))], RankGroup.alone(), settings.outer)
+    values = Anchored(parameters, [range(len(shapes))], RankGroup.alone(), settings.outer)
     ends = Ends(values, new_codec(shapes, "change"), new_codec(shapes, "merged"), links)
-    num_bytes = sum(p.numel() * p.element_size() for p in trained)
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
     longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes, ends.codec.max_bytes)
     if links.replica != HUB:
         return Member(ends), longest
     hub = Hub(
         ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
-        tell.merge, tell.absence, watch, list(shapes),
+        tell.merge, tell.absence, watch, list(shapes), most_weight,
     )  # fmt: skip
     return hub, longest
 

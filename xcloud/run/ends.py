@@ -25,6 +25,9 @@ from xcloud.parallel.rank_group import RankGroup
 
 FRAME_SLACK_BYTES = 4096
 
+OnReport = Callable[[int, Frame], None]
+"""Takes another rank's report, with the rank by whose link it came."""
+
 
 class Ends:
     """Every rank makes its ends at the same time, from the same layout.
@@ -113,13 +116,13 @@ class Ends:
         """advice: what makes this rank wait longer; by default the layout's."""
         if advice is None:
             advice = self.layout.overdue_advice(self.rank, peer)
-        meter = None
-        if border != CONTROL and self.layout.wan_between(self.rank, peer) == "real":
+        meter, wan = None, self.layout.wan_between(self.rank, peer)
+        if border != CONTROL and wan == "real":
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(border, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter,
+            meter, isinstance(wan, LinkProfile),
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)

@@ -80,9 +80,9 @@ def gather_predictions(mine: Mapping[int, list[int]], lanes: RankGroup) -> dict[
     everyone = lanes.gather(padded)
     found: dict[int, list[int]] = {}
     for length, numbers in zip(sizes, everyone, strict=True):
-        values = numbers[: int(length)].tolist()
-        while values:
-            ident, count = values[0], values[1]
-            found[ident] = values[2 : 2 + count]
-            values = values[2 + count :]
+        values, at = numbers[: int(length)].tolist(), 0
+        while at < len(values):
+            until = at + 2 + values[at + 1]
+            found[values[at]] = values[at + 2 : until]
+            at = until
     return found

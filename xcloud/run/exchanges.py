@@ -54,9 +54,7 @@ def join_exchanges(
         }
     if isinstance(settings, LocalUpdates):
         return join_local_updates(replicas, lanes, stages, settings, choose, seed, training, guard)
-    return _join_averaging(
-        replicas, lanes, stages, settings, choose, seed, training.last_step, guard
-    )
+    return _join_averaging(replicas, lanes, stages, settings, choose, seed, training, guard)
 
 
 def _join_averaging(
@@ -66,7 +64,7 @@ def _join_averaging(
     settings: GradientAveraging,
     choose: Choose,
     seed: int,
-    last_step: int,
+    training: LocalTraining,
     guard: AveragingGuard,
 ) -> dict[int, GradientExchange]:
     trained = {
@@ -79,7 +77,9 @@ def _join_averaging(
     mail = Mailbox(replicas) if replicas.peers else None
     is_dealt = any(map(is_sharded, stages.values()))
     alike = RankGroup.alone(lanes.rank) if is_dealt else lanes  # who holds the same values here
-    check = ReplicaCheck(mail, alike, stages, replicas.name_of, settings.check_every, last_step)
+    check = ReplicaCheck(
+        mail, alike, stages, replicas.name_of, settings.check_every, training.last_step
+    )
 
     def codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
         return TensorCodec(
@@ -100,6 +100,7 @@ def _join_averaging(
     )
     replicas.open(across.max_bytes)
     check.compare(0)
+    training.compare = check.compare
     return across.exchanges
 
 

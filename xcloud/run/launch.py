@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from xcloud.cluster.machine import num_cores
 from xcloud.errors import RunFailed
 
 POLL_EVERY_S = 0.1
@@ -83,7 +84,8 @@ class LocalRanks:
     may be lost once they are ready, which the remaining ranks report. None: all ranks.
     restart_s: after which all ranks of a cloud that lost one begin again, unless that one has an
     error of its own; None: never. lost_after_s: an essential rank that is stopped (SIGSTOP) for so
-    long is ended, whatever the others wait for, and until all have met any rank; None: never."""
+    long is ended, whatever the others wait for, and until all have met any rank; None: never.
+    experiment_file: that the ranks read; None: that of the run folder."""
 
     def __init__(
         self,
@@ -92,8 +94,10 @@ class LocalRanks:
         essential: frozenset[int] | None = None,
         restart_s: float | None = None,
         lost_after_s: float | None = None,
+        experiment_file: Path | None = None,
     ) -> None:
         self.run_dir, self.clouds = run_dir, cloud_of_rank
+        self.experiment_file = experiment_file or run_dir
         everyone = frozenset(range(len(cloud_of_rank)))
         self.essential = everyone if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -113,7 +117,7 @@ class LocalRanks:
         self._given_up.clear()
         self._due_s.clear()
         num_ranks = len(self.clouds)
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        threads = max(1, num_cores() // num_ranks)
         self._environment = {
             **MEMORY_SETTINGS,
             "OMP_NUM_THREADS": str(threads),
@@ -133,7 +137,7 @@ class LocalRanks:
             raise RunStopped
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "xcloud", "worker", str(self.run_dir)]
+        command = [sys.executable, "-m", "xcloud", "worker", str(self.experiment_file)]
         command += ["--rank", str(rank), "--parent", str(os.getpid())]
         here = {**self._environment, "LOCAL_RANK": str(rank)}
         return start_process(command, here, self.log(rank))
@@ -279,7 +283,8 @@ class LocalRanks:
         elif rank in self._given_up:
             what = f"was stopped (SIGSTOP) for more than {self._lost_after_s:g} s and is given up"
         elif code < 0:
-            what = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            names = {known.value: known.name for known in signal.Signals}
+            what = f"was ended by signal {-code} ({names.get(-code, 'real-time')})"
         else:
             what = f"ended with exit code {code}: {self._last_line(rank)}"
         return f"rank {rank} of cloud {self.clouds[rank]!r}: {what} (log: {self.log(rank)})"

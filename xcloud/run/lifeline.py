@@ -142,6 +142,8 @@ class Lifeline:
                     return
                 self._hear(peer)
                 if word is not _Word.ALIVE:
+                    if self._rank == 0:  # which finds out itself, and tells the others
+                        raise FrameError(f"{self._name_of(peer)} calls rank {rank} lost")
                     self._lose(word, rank)
                 said = self._next_word(peer, told)
                 if said is None:

@@ -13,6 +13,8 @@ from xcloud.security.defences import LABEL
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 
+DATA = "the task's data"
+
 
 def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None) -> TaskData:
     """Load exactly the fields that this rank's stages read. A rank that reads none opens no file
@@ -26,7 +28,7 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
     if control is None or isinstance(control, StoreFacts):
         told = False
     elif told and rank in unseeing:
-        task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(), strict=True)))
+        task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
     if data.head is not None:
@@ -36,14 +38,14 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
 
     if control is None:
         return data
-    facts = {"the task's data": data.fingerprint()} if fields or not told else {}
+    facts = {DATA: data.fingerprint()} if fields or not told else {}
     if told:
         sizes = {split: data.num_samples(split) for split in SPLITS}
         if rank == 0 and not isinstance(control, StoreFacts):
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
         unread = told_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()
-    control.agree(facts)
+    control.agree(facts, dict.fromkeys(unseeing, (DATA,)) if told else {})
     return data
 
 

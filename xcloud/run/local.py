@@ -19,7 +19,7 @@ from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.rank_state import forget_launcher, note_attempt
-from xcloud.record.segments import EVENTS_FILE, has_events
+from xcloud.record.segments import EVENTS_FILE, check_is_run, has_events
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.run.launch import LocalRanks, RunStopped
 from xcloud.run.monitor import Monitor
@@ -29,7 +29,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run(
-    config: DictConfig, run_dir: Path, resumes: bool = False, more_follows: bool = False
+    config: DictConfig,
+    run_dir: Path,
+    resumes: bool = False,
+    more_follows: bool = False,
+    anew: bool = False,
 ) -> dict[str, Any]:
     """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
     cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
@@ -37,8 +41,9 @@ def run(
     summary.json says what happened. A first signal after the ranks have ended waits until the
     record is written, and changes nothing else; a second one ends that too.
 
-    resumes: an earlier run in run_dir goes on, if there is one. more_follows: this process has
-    more to run, so a signal while the record is written raises RunStopped as well.
+    resumes: an earlier run in run_dir goes on, if there is one; with anew it may begin again
+    there, if it has no checkpoint. more_follows: this process has more to run, so a signal while
+    the record is written raises RunStopped as well.
     """
     experiment = configs.job_from_config(config)
     if experiment.plan is not None:
@@ -50,10 +55,12 @@ def run(
             f"with it: python run.py resume={run_dir}"
         )
     _check_devices(experiment)
-    if resumes:
-        check_can_go_on(experiment, run_dir, configs.plain_settings(config))
+    if resumes and has_events(run_dir):
+        check_can_go_on(experiment, run_dir, configs.plain_settings(config), anew)
     run_dir.mkdir(parents=True, exist_ok=True)
-    configs.write(config, run_dir / configs.EXPERIMENT_FILE)
+    file = run_dir / configs.EXPERIMENT_FILE
+    asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
+    configs.write(config, asked)
     print(experiment.headline, flush=True)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
@@ -63,14 +70,23 @@ def run(
     clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
     ranks = LocalRanks(
         run_dir, clouds, experiment.essential_ranks, experiment.restart_s,
-        layout.liveness.lost_after_s,
+        layout.liveness.lost_after_s, asked,
     )  # fmt: skip
+
+    def follow() -> bool:
+        met = monitor.poll()
+        if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
+            configs.write(config, file)
+            ranks.experiment_file = file
+            experiment.tracker.artifact(file)
+        return met
+
     cause: str | None = "the run was ended from outside"
     is_stopped = False
     with StopSignals(ranks.ask_to_stop) as signals:
         try:
             monitor.start()
-            _train(ranks, monitor, experiment)
+            _train(ranks, monitor, experiment, follow)
             cause = None
         except RunFailed as error:
             cause = str(error)
@@ -87,6 +103,8 @@ def run(
         finally:
             signals.only_the_record_is_left()
             ranks.end()
+            if asked != file:
+                asked.unlink(missing_ok=True)
             summary = monitor.finish(cause, is_stopped)
             forget_launcher(run_dir)
             if signals.came_late and more_follows:
@@ -98,8 +116,7 @@ def run(
 def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
     """The config that a run goes on with: its own, with `overrides`; and whether anything is left
     to do. Raises ConfigError."""
-    if not has_events(run_dir):
-        raise ConfigError(f"resume={run_dir}: there is no run that could go on ({EVENTS_FILE})")
+    check_is_run(run_dir, f"{EVENTS_FILE}*")
     file = run_dir / configs.EXPERIMENT_FILE
     config = configs.with_overrides(file, overrides, conf_dir)
     job = configs.job_from_config(config)
@@ -117,14 +134,16 @@ def _check_devices(job: Job) -> None:
         )
 
 
-def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
+def _train(
+    ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
+) -> None:
     """To the end of the run, in as many attempts as that takes and the user allows."""
     folder, most = CheckpointFolder(ranks.run_dir), experiment.launch.max_restarts
     for number in range(most + 1):
         note_attempt(ranks.run_dir, most - number)
         ranks.start()
         try:
-            return ranks.wait(meanwhile=monitor.poll)
+            return ranks.wait(meanwhile=follow)
         except RunFailed as error:
             agreed = folder.agreed_steps()
             if number == most or not agreed or not ranks.may_come_right:
@@ -137,7 +156,7 @@ def _train(ranks: LocalRanks, monitor: Monitor, experiment: Job) -> None:
 def _rest(run_dir: Path) -> str:
     agreed = CheckpointFolder(run_dir).agreed_steps()
     if not agreed:
-        return "it has no checkpoint; a backbone that was being pretrained goes on from the cache"
+        return "it has no checkpoint to go on from; an unfinished backbone is kept in the cache"
     return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
 
 

@@ -31,20 +31,24 @@ from xcloud.training.trainer import Work
 class LocalTraining:
     """What local updates and the rank's trainer, which is built after them, know of each other.
 
-    cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. work: of the
-        update that was made last. is_idle: whether this rank's replica leaves out a step.
+    cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. most_work: of
+        any update of a replica. work: of the update that was made last. is_idle: whether this
+        rank's replica leaves out a step.
     rejoin: in a cloud that begins in a run that goes on, takes the values of the first one and
         returns the step at which that is. welcome: in the first one, after that step, gives them.
+    compare: raises ReplicasDiffer, after a step that leaves all replicas equal.
     """
 
     last_step: int
     cloud_of: Callable[[int], str]
     ranks_in: Callable[[str], Sequence[int]]
     reporter: Reporter
+    most_work: Work
     work: Callable[[], Work] = lambda: Work(0, 0.0)
     is_idle: Callable[[int], bool] = lambda step: False
     rejoin: Callable[[], int] = lambda: 0
     welcome: Callable[[int], None] = lambda step: None
+    compare: Callable[[int], None] = lambda step: None
 
 
 def join_local_updates(
@@ -73,9 +77,14 @@ def join_local_updates(
         stream = seed_from(seed, "local updates", min(stages), lanes.lane, *names)
         return TensorCodec(shapes, choose, stream, settings.feedback, first.dtype, first.device)
 
-    def samples(step: int) -> float:
-        work = training.work()
+    def counted(work: Work) -> float:
         return float(work.num_samples) if settings.weigh == "samples" else work.weight
+
+    def samples(step: int) -> float:
+        return counted(training.work())
+
+    def most_weight(num_steps: int) -> float:
+        return settings.weight_of(counted(training.most_work) * num_steps)
 
     pace = Pace(
         settings.every, lanes, settings.most_s, settings.most_tokens,
@@ -87,7 +96,9 @@ def join_local_updates(
         end = None
         if lanes.leads:
             tell = Teller(training.reporter, training.cloud_of, training.ranks_in)
-            end, longest = make_end(settings, trained, codec, replicas, tell, guard.watch)
+            end, longest = make_end(
+                settings, trained, codec, replicas, tell, guard.watch, most_weight
+            )
             replicas.open(longest)
         rounds = ElasticRounds(settings, [*trained.values()], lanes, end, last_step, samples, pace)
         training.rejoin, training.welcome = rounds.join, rounds.welcome
@@ -99,6 +110,7 @@ def join_local_updates(
         def averager(shapes: Mapping[str, torch.Size], number: int) -> Averager:
             assert mail is not None, "a rank that carries nothing across averages nothing"
             made = averager_for(mail, shapes, lambda s: codec(s, number), merge, number)
+            made.most_weight = most_weight
             num_parts = replicas.num_parts * settings.fragments
             averagers.append(guard.around(made, shapes, num_parts))
             return averagers[-1]
@@ -110,6 +122,7 @@ def join_local_updates(
         longest = max((averager.max_bytes for averager in averagers), default=0)
         replicas.open(longest, settings.wait_s)
         check.compare(0)
+        training.compare = check.compare
     inside = {stage: AllReduce(lanes) for stage in stages}
     training.is_idle = rounds.is_idle
     return local_exchanges(inside, rounds)

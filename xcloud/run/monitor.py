@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.errors import XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, flatten, job_from_config, read_config
+from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
@@ -55,19 +55,18 @@ log = logging.getLogger(__name__)
 
 
 def statistics_of(job: Job) -> RunStatistics | OneWayStatistics:
-    bandwidth = job.cluster.bandwidth_bits_per_s
     if not isinstance(job, OneWayExperiment):
-        return RunStatistics(job.cluster.num_ranks, bandwidth)
+        return RunStatistics(job.cluster.num_ranks)
     layout = job.cluster
     num_consumers = 1 if layout.form == "local" else layout.num_consumers
     shares = dict(zip(layout.producers, layout.shares, strict=True))
     lanes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-    return OneWayStatistics(num_consumers, shares, lanes, bandwidth)
+    return OneWayStatistics(num_consumers, shares, lanes)
 
 
 def progress_of(job: Job) -> ProgressLine:
     line = OneWayProgressLine if isinstance(job, OneWayExperiment) else ProgressLine
-    return line(job.max_steps, job.cluster.bandwidth_bits_per_s)
+    return line(job.max_steps)
 
 
 class Monitor:
@@ -84,6 +83,7 @@ class Monitor:
         self._shows = True
         self.finished_ranks: set[int] = set()
         self.is_stopped = False  # ended before its time, as it was asked to
+        self.trains = False  # the ranks of this attempt have what they go on from
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
@@ -101,6 +101,9 @@ class Monitor:
             experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
             experiment.max_steps, prepared_view(),
         )  # fmt: skip
+        if not is_again:  # what an earlier attempt ended with is not the end of this one
+            self.trains = False
+            (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         experiment.tracker.start(run)
         experiment.tracker.artifact(self.run_dir / EXPERIMENT_FILE)
 
@@ -153,6 +156,10 @@ class Monitor:
             # Never in the event: a report may leave the cloud that the samples belong to.
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 event["samples_text"] = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
+        if event["event"] in ("resume", "phase"):
+            self.trains = event.get("name") == "training" or (
+                self.trains and event["event"] == "phase"
+            )
         totals = self._statistics.feed(event)
         if event["event"] in ("finish", "stop"):
             self.finished_ranks.add(event["rank"])
@@ -276,7 +283,7 @@ class Monitor:
 
 def monitor_of(run_dir: Path, file: Path) -> Monitor:
     config = read_config(file)
-    return Monitor(job_from_config(config), flatten(config), run_dir)
+    return Monitor(shared_job(config, run_dir), flatten(config), run_dir)
 
 
 def first_failure(run_dir: Path, rank: int) -> str:
@@ -302,10 +309,21 @@ def main(words: Sequence[str] | None = None) -> int:
         monitor = monitor_of(arguments.run_dir, arguments.experiment)
     except XcloudError as error:
         sys.exit(f"xcloud: {error}")
-    monitor.start(arguments.again)
-    essential = monitor.experiment.essential_ranks
-    record = arguments.run_dir / "rank0.wire.json"  # its last file, when all its links have closed
-    while os.getppid() == arguments.parent and not record.exists():
+    try:
+        return _follow(monitor, arguments.parent, arguments.again)
+    except Exception as error:  # without a summary the run would seem to go on
+        log.exception("the monitor of %s has failed", arguments.run_dir)
+        failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
+        cause = f"its monitor failed: {error!r:.300}; {EVENTS_FILE} has what the ranks reported"
+        write_summary(arguments.run_dir / SUMMARY_FILE, {**failed, "cause": cause})
+        return 1
+
+
+def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
+    monitor.start(is_again)
+    essential, run_dir = monitor.experiment.essential_ranks, monitor.run_dir
+    record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
+    while os.getppid() == parent and not record.exists():
         if not essential - monitor.finished_ranks:
             break
         monitor.poll()
@@ -313,16 +331,16 @@ def main(words: Sequence[str] | None = None) -> int:
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
-    while os.getppid() == arguments.parent and not record.exists():
+    while os.getppid() == parent and not record.exists():
         if time.monotonic() > give_up_at_s:
             break
         time.sleep(0.1)
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
-    cause = first_failure(arguments.run_dir, lost[0]) if lost else None
+    cause = first_failure(run_dir, lost[0]) if lost else None
     if monitor.is_stopped and cause is None:
         cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C); the same command goes on"
     monitor.finish(cause, monitor.is_stopped and not lost)
-    print(arguments.run_dir / SUMMARY_FILE)
+    print(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -10,7 +10,6 @@ import io
 import shutil
 import statistics
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,8 @@ from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import MOST_FACTOR, Profile, WorkFactor
 from xcloud.plan.settings import Planning
-from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.curves import read_curves
+from xcloud.record.events import EVENTS_FILE
 from xcloud.report.table import human_seconds
 from xcloud.run.launch import RunStopped
 from xcloud.run.local import run
@@ -92,7 +92,7 @@ def predicted_s(job: Experiment, plan: Plan, profile: Profile) -> float:
 
 
 def measured_s(config: Any, job: Experiment, num_steps: int) -> float:
-    """The median step of a run of `trial_config`, of ranks the mean, without the first ones, and
+    """The median step of a run of `trial_config`, without the first ones, and
     without the last one of local updates, which merges. Leaves nothing behind, but for the logs of
     a run that fails. Raises RunFailed, RunStopped."""
     folder, is_kept = Path(tempfile.mkdtemp(prefix="xcloud-trial-")), False
@@ -144,13 +144,8 @@ def trial_config(config: Any, job: Experiment, num_steps: int) -> Any:
 
 
 def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
-    """Run it without a word on stdout. Seconds of each step, of ranks the mean: in the long run
-    all take equally long, as they wait for each other, but a step that one begins early is longer
-    by that, and the next one shorter, so the slowest rank of each step is slower than the run."""
+    """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
     with contextlib.redirect_stdout(io.StringIO()):
         run(config, run_dir, more_follows=True)
-    of_ranks = defaultdict[int, list[float]](list)
-    for event in EventReader(run_dir / EVENTS_FILE).poll():
-        if event["event"] == "step":
-            of_ranks[event["step"]].append(event["step_s"])
-    return {step: statistics.mean(found) for step, found in of_ranks.items()}
+    curves = read_curves(run_dir / EVENTS_FILE)
+    return dict(zip(curves.step, curves.step_s, strict=True))

@@ -14,11 +14,12 @@ import torch
 
 from xcloud import __version__
 from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.machine import num_cores
 from xcloud.comm.phases import Compression, Phased
 from xcloud.job.experiment import Experiment
 
 PROFILES_DIR = "profiles"
-METHOD = "6"  # another one where the same work is measured in another way
+METHOD = "7"  # another one where the same work is measured in another way
 MOST_SIZES = 8
 Candidates = Mapping[str, Compression | Phased]
 
@@ -30,7 +31,7 @@ def what_is_measured(
     model = hashlib.sha256(repr(job.model).encode()).hexdigest()[:8]
     compressors = json.dumps({name: repr(found) for name, found in sorted(candidates.items())})
     return {
-        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} processors",
+        "machine": f"{processor()}, {num_cores()} processors",
         "device": device_of(job).type,
         "threads": str(threads_of(job.cluster)),
         "torch": torch.__version__,
@@ -72,7 +73,7 @@ def threads_of(layout: ClusterLayout) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given):
         return int(given)
-    return max(1, len(os.sched_getaffinity(0)) // layout.num_ranks)
+    return max(1, num_cores() // layout.num_ranks)
 
 
 def processor() -> str:

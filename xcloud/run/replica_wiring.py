@@ -108,7 +108,6 @@ class ReplicaEnds(PeerEnds):
         own = layout.placement(ends.rank)
         stage = min(own.stages)
         self.num_shares = _num_shares(layout, stage)
-        self.num_lines = layout.num_averaging_lines
         self.num_parts = sum(_num_shares(layout, head) for head in _heads(layout))
         lane = layout.ranks_of(stage, own.replica).index(ends.rank)
         peers: tuple[int, ...] = ()

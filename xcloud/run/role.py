@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +11,17 @@ from typing import Generic, TypeVar
 
 import torch
 
-from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.memory import Stateful, load_states, states_of
+from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.job.job import Job
 from xcloud.record.reporter import Reporter
 from xcloud.run.agreement import Verdict
+from xcloud.run.changes import Changes
 from xcloud.run.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.run.ends import OnReport
 from xcloud.run.resume import Holder
 from xcloud.run.turns import Turns
 from xcloud.training.settings import Checkpoints
@@ -45,7 +47,7 @@ class RankContext(Generic[JobT]):
     run_dir: Path
     device: torch.device
     reporter: Reporter
-    on_report: Callable[[Frame], None]
+    on_report: OnReport
     verdict: Verdict
     holder: Holder
     asked: StopSignal
@@ -97,17 +99,23 @@ class Role(ABC, Generic[JobT]):
         if own < step:
             since = f"goes on from its own of step {own}" if own else "begins anew"
             self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
+        forgets = False
         if own:
-            state = holder.restore(own, states_of(parts), facts)
+            state, forgets = holder.restore(own, states_of(parts), facts)
             load_states(parts, state, f"rank {self.rank}")
-        holder.folder.delete_after(step, self.rank)
+        elif self.job.checkpoint.are_made:
+            bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
+        if step:  # of a run that begins anew nothing is deleted that is complete
+            holder.folder.delete_after(step, self.rank)
         if context.is_resumed and self.rank == 0:
-            changed = holder.changes(step).said if step else []
-            self.reporter.event("resume", now=True, step=step, changed=changed)
+            changed = holder.changes(step) if step else Changes()
+            self.reporter.event("resume", now=True, step=step, changed=changed.said)
+            if changed.said:
+                self.reporter.note(changed.price(forgets))
         about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
         return Checkpointer(
             self.job.checkpoint, holder.folder, self.rank, post, parts, about,
-            self.reporter, context.asked, step, self.job.max_steps,
+            self.reporter, context.asked, step, self.job.max_steps, among=self.job.saving_ranks,
         )  # fmt: skip
 
     def needs(self, lost: frozenset[int]) -> bool:

@@ -5,6 +5,7 @@ ranks, export, evaluate.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.kept_rows import MEGABYTE, KeepingChannel, describe
-from xcloud.comm.memory import Stateful
+from xcloud.comm.memory import Stateful, states_of
+from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.switched import Switched
 from xcloud.contracts.split_model import BuildContext
@@ -26,7 +28,7 @@ from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import Dealer, is_sharded, return_freed_memory, whole, whole_blocks
 from xcloud.run.autopilot import RunPilot
-from xcloud.run.checkpointing import Checkpointer, Post, PostWithin
+from xcloud.run.checkpointing import Checkpointer
 from xcloud.run.elastic import StoreFacts, parameters_fact
 from xcloud.run.evaluation import Evaluator
 from xcloud.run.exchanges import join_exchanges, join_tied
@@ -46,7 +48,7 @@ from xcloud.security.privacy import CloudPrivacy
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
-from xcloud.training.trainer import Trainer
+from xcloud.training.trainer import Trainer, Work
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +156,9 @@ class StageRank(Role[Experiment]):
         for stage, dealer in self._dealers.items():
             dealer.rest(stages[stage])
         local = LocalTraining(
-            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter
-        )
+            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter,
+            Work(job.training.batch_size, 2.0 * job.training.batch_size * job.task.max_length),
+        )  # fmt: skip
         guard = AveragingGuard(
             privacy if isinstance(privacy, CloudPrivacy) else None,
             averaged.received if averaged is not None else None,
@@ -191,10 +194,7 @@ class StageRank(Role[Experiment]):
             )  # fmt: skip
             if rank == 0:
                 pilot.prepare(job, device)
-        post: Post | None = self.wiring.control
-        if post is not None and job.is_elastic:
-            post = PostWithin(post, job.saving_ranks)
-        checkpoints = self.checkpoints(parts, post, facts)
+        checkpoints = self.checkpoints(parts, self.wiring.control, facts)
         # Rank 0 has a word in every step with all that save, or they go by the step alone.
         is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
         trainer.decide = checkpoints.decide if is_told else checkpoints.decide_by_step
@@ -202,6 +202,8 @@ class StageRank(Role[Experiment]):
             self.reporter.note("rows kept of frozen parts are in no checkpoint: they cross again")
         if trainer.num_updates:  # another cloud may load longer than a message may take
             self.wiring.meet()
+            if self.context.holder.places.is_merged(trainer.num_updates):
+                local.compare(trainer.num_updates)
         is_first = self.placement.replica == 0  # evaluates and exports; all end equal
         meter, memory = WanMeter(self.wiring), MemoryMeter(device)
         self.wiring.expect_signs_of_life()
@@ -216,22 +218,24 @@ class StageRank(Role[Experiment]):
                 trainer.num_updates = local.rejoin()
         self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
-            self.context.turns.take()
+            with self.clock.paused():
+                self.context.turns.take()
             with memory.first_step():
                 report = trainer.update(step)
-            self.context.turns.note(report.step_s)
+            self.context.turns.note(time.monotonic(), report.step_s)
             self.reporter.event("step", **meter.describe(report))
             if report.skipped is not None and self._tells_skips:
                 self.reporter.event("skipped_update", step=step)
                 self.reporter.note(report.skipped)
-            if checkpoints.after(step, report.word):
-                return self._stop(checkpoints, step)
-            every = job.training.evaluate_every
-            if every and step % every == 0:
-                if is_first:
-                    evaluator.evaluate("dev", step)
-                self.wiring.meet()  # or the next step would wait for another cloud's decoding
-                meter.forget()
+            with self.clock.paused():
+                if checkpoints.after(step, report.word):
+                    return self._stop(checkpoints, step)
+                every = job.training.evaluate_every
+                if every and step % every == 0:
+                    if is_first:
+                        evaluator.evaluate("dev", step)
+                    self.wiring.meet()  # or the next step would wait for another cloud's decoding
+                    meter.forget()
         self.context.turns.take()  # the end of the run is one too
         self.context.asked.is_armed = False
         checkpoints.save_last(job.training.max_steps)
@@ -249,7 +253,9 @@ class StageRank(Role[Experiment]):
         if kept := [c.kept for c in channels if isinstance(c, KeepingChannel)]:
             self.reporter.note(describe(kept))
         moments = optimizer_bytes(trainer.optimizers)
-        self.reporter.event("memory", **memory.describe(stages.values(), moments))
+        copied = bytes_to_copy(lambda: states_of(parts)) if job.checkpoint.are_made else 0
+        figures = memory.describe(stages.values(), moments)
+        self.reporter.event("memory", **figures, checkpoint=copied)
         # None is recorded if the last step was made before the run went on.
         if not job.is_elastic and self.clock.recorded:  # it asks all ranks at once
             report_typical_step(self.clock, layout.num_ranks, self.reporter)

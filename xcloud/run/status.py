@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcloud.errors import ConfigError, XcloudError
+from xcloud.errors import XcloudError
 from xcloud.record.rank_state import LAUNCHER_FILE
-from xcloud.record.segments import EVENTS_FILE, has_events
+from xcloud.record.segments import EVENTS_FILE, check_is_run
 from xcloud.run.launch import failure_of
 
 STALE_S = 5.0  # a rank writes its state every second
@@ -136,9 +136,8 @@ def last_checkpoint(run_dir: Path, now: float) -> str:
 def describe(run_dir: Path) -> str:
     """Raises ConfigError if there is no run."""
     now = time.time()
+    check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
     ranks = ranks_of(run_dir, now)
-    if not ranks and not has_events(run_dir):
-        raise ConfigError(f"{run_dir} holds no run: there is no {EVENTS_FILE}, no rank's state")
     lines = [f"{run_dir}: {_whole(run_dir, ranks, now)}", ""]
     waits = waited_for(ranks)
     lines += [_line(one, waits.get(one.rank)) for one in ranks]

@@ -20,6 +20,7 @@ from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.project import MODEL_DIR
+from xcloud.record.segments import check_is_run
 from xcloud.run.export import fill, read_stage
 from xcloud.run.trained_borders import TrainedBorders
 from xcloud.tasks.translation import Translation, TranslationText
@@ -30,6 +31,7 @@ class Translator:
 
     def __init__(self, run_dir: Path, *, compressed: bool = True) -> None:
         """Raises ConfigError or DataError if the folder holds no finished translation run."""
+        check_is_run(run_dir, EXPERIMENT_FILE)
         job = read_job(run_dir / EXPERIMENT_FILE)
         if not isinstance(job, Experiment) or not isinstance(job.task, Translation):
             raise ConfigError(f"{run_dir} is no run of a translation task: {job.headline}")

@@ -29,8 +29,8 @@ class Turns:
     def take(self) -> None:
         """Between two steps, and after the last; returns when this rank may go on."""
 
-    def note(self, step_s: float) -> None:
-        """A step was made, in so many seconds."""
+    def note(self, ended_s: float, step_s: float) -> None:
+        """A step was made: when it ended, and how long it took this rank."""
 
     def close(self) -> None:
         """This rank makes no more steps."""
@@ -46,13 +46,13 @@ class GivenTurns(Turns):
         self._connection, self._state = connection, state
         self._who = {"point": str(run_dir.resolve()), "rank": rank, "num_ranks": num_ranks}
         self._is_over = self._has_begun = False
-        self._step_s: list[float] = []  # of this turn
+        self._made: list[tuple[float, float]] = []  # in this turn
 
     def take(self) -> None:
-        if self._is_over or (self._has_begun and len(self._step_s) < STEPS_PER_TURN):
+        if self._is_over or (self._has_begun and len(self._made) < STEPS_PER_TURN):
             return
-        line = json.dumps({**self._who, "made": self._step_s}) + "\n"
-        self._has_begun, self._step_s = True, []
+        line = json.dumps({**self._who, "made": self._made}) + "\n"
+        self._has_begun, self._made = True, []
         self._enter("waiting for its turn")
         try:
             self._connection.sendall(line.encode())
@@ -61,8 +61,8 @@ class GivenTurns(Turns):
             self._is_over = True
         self._enter("training")
 
-    def note(self, step_s: float) -> None:
-        self._step_s.append(step_s)
+    def note(self, ended_s: float, step_s: float) -> None:
+        self._made.append((ended_s, step_s))
 
     def close(self) -> None:
         self._connection.close()

@@ -27,11 +27,13 @@ _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
 def report_typical_step(clock: StepClock, num_ranks: int, reporter: Reporter) -> None:
     """Send the "timeline" events of one step. Every rank calls it, after the same step."""
     steps = clock.recorded
-    # The slowest rank's time of each step, so that all ranks choose the same one.
-    step_s = torch.tensor([s.ended_at_s - s.started_at_s for s in steps], dtype=torch.float64)
+    # When the last rank began and ended each, so that all ranks choose the same one.
+    moments = torch.tensor([s[1:3] for s in steps], dtype=torch.float64)
+    moments += time.time() - time.monotonic()  # a machine's own, else
     if num_ranks > 1:
-        dist.all_reduce(step_s, dist.ReduceOp.MAX)
-    chosen = steps[most_typical([step.step for step in steps], step_s.tolist())]
+        dist.all_reduce(moments, dist.ReduceOp.MAX)
+    step_s = (moments[:, 1] - moments[:, 0]).tolist()
+    chosen = steps[most_typical([step.step for step in steps], step_s)]
     assert clock.messages is not None
     for part in timeline_events(chosen, clock.messages):
         reporter.event("timeline", **part)

@@ -42,7 +42,10 @@ class WanMeter:
             "tokens": report.num_tokens,
         }
         if self._wiring.is_emulated:
-            event["link_busy_s"] = {name: round(line_s[name], 6) for name in raw}
+            event["line_busy_s"] = {
+                name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
+                for name in raw
+            }
         if report.loss is not None:
             event["loss"] = report.loss
             event["learning_rate"] = report.learning_rate
@@ -50,25 +53,23 @@ class WanMeter:
                 event["grad_norm"] = report.grad_norm
         return event
 
-    def _read(self) -> tuple[Counter[str], Counter[str], Counter[str]]:
-        """Bytes sent, FP32 bytes of the tensors in them, seconds on the emulated line: each by the
-        name of the traffic, which for a border's tensors is the direction of their channel.
-        Seconds of averaging are a share of all the lines that it takes."""
+    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
+        """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
+        a border's tensors is the direction of their channel; seconds on the emulated line to each
+        cloud, by (name, cloud)."""
         replicas = self._wiring.replicas
         averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
         more = (AVERAGING,) if averaging else ()
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
-        line_s: Counter[str] = Counter()
-        for stats in self._wiring.wan_stats:
+        line_s: Counter[tuple[str, str]] = Counter()
+        for record, stats in zip(self._wiring.wan_records, self._wiring.wan_stats, strict=True):
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
                     sent[name] += stats.num_bytes[kind]
-                    line_s[name] += stats.line_s[kind]
+                    line_s[name, record.to] += stats.line_s[kind]
         for channel in self._wiring.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:
             raw[AVERAGING] += ends.raw_bytes
-        if replicas is not None:
-            line_s[AVERAGING] /= replicas.num_lines  # type: ignore[assignment]
         return sent, raw, line_s

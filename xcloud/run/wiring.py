@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import LinkStats
 from xcloud.cluster.link_end import ReceivingEnd
@@ -37,7 +36,14 @@ from xcloud.comm.channel import (
 )
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.kept_rows import KeepingChannel, KeptSamples
-from xcloud.comm.memory import State, join_states, split_state
+from xcloud.comm.memory import (
+    MEMORY,
+    State,
+    join_states,
+    load_states,
+    split_state,
+    states_of,
+)
 from xcloud.comm.per_border import PerBorder
 from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.step_clock import StepClock
@@ -49,7 +55,7 @@ from xcloud.parallel.pipeline import BorderPorts
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule, most_in_flight
 from xcloud.run.control_wiring import join_control, join_control_of, join_sums
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.run.replica_wiring import HubEnds, PeerEnds, ReplicaEnds, tied_ends
 from xcloud.security.defences import Defence, Defences
 from xcloud.security.observer import Observer
@@ -88,6 +94,7 @@ class Wiring:
 
     @property
     def wan_stats(self) -> list[LinkStats]:
+        """Of the links in the order of `wan_records`."""
         return [link.stats for link in self.ends.wan_outs]
 
     @property
@@ -101,12 +108,12 @@ class Wiring:
 
     def state_dict(self) -> State:
         """What the channels carry from step to step; links and counters begin anew."""
-        return join_states({name: end.state_dict() for name, end in self.channels.items()})
+        return join_states({MEMORY: states_of(self.channels)})
 
     def load_state_dict(self, state: State) -> None:
         """The state of the same rank in the same experiment; ValueError otherwise."""
-        for name, part in split_state(state, self.channels, "a rank's channels").items():
-            self.channels[name].load_state_dict(part)
+        own = split_state(state, (MEMORY,), "a rank's channels")[MEMORY]
+        load_states(self.channels, own, "a rank's channels")
 
     def alive(self) -> AbstractContextManager[object]:
         """While the block lasts the other ranks are told that this one lives."""
@@ -150,7 +157,7 @@ def wire(
     device: torch.device,
     clock: StepClock,
     run_dir: Path,
-    on_report: Callable[[Frame], None],
+    on_report: OnReport,
     schedule: Schedule,
     defences: Defences | None = None,
     *,
@@ -173,7 +180,7 @@ def wire(
     """
     ends = Ends(transport, layout, run_dir, clock.messages)
     replica = layout.placement(ends.rank).replica
-    sums = StageSums(ends.rank, layout.leaders(replica))
+    sums = StageSums(ends.rank, layout.leader_of(replica))
     wiring = Wiring(ends, sums, is_elastic=is_elastic)
     for stage in range(layout.num_stages):
         for ranks in layout.replicas_of(stage):
@@ -295,8 +302,9 @@ class _BorderBuilder:
             kept = wiring.ports[self.stage].kept.get(peer)
             channel_of = ReceiveChannel if kept is None else partial(KeepingChannel, kept)
             received = channel_of(
-                inlink, fields, codecs, self.clock, identity, self.device, overdue_s
-            )
+                inlink, fields, codecs, self.clock, identity, self.device, overdue_s,
+                self.border.max_rows_per_sample,
+            )  # fmt: skip
             ins[peer] = wiring.channels[str(identity)] = received
             if crosses:
                 ins[peer] = taken = ReceiveGuard(received)

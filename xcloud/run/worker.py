@@ -26,14 +26,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, job_from_config, plain_settings, read_config
+from xcloud.job.config import (
+    EXPERIMENT_FILE,
+    job_from_config,
+    plain_settings,
+    read_config,
+    shared_job,
+)
 from xcloud.job.job import Job
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.intake import Intake
 from xcloud.record.rank_state import RankState
 from xcloud.record.reporter import EventFile, Reporter
 from xcloud.record.segments import has_events
@@ -75,13 +83,14 @@ def live(
     cloud = layout.cloud_of(rank)
     is_resumed = has_events(run_dir)
     events = EventFile(run_dir / EVENTS_FILE) if rank == 0 else None
+    intake = Intake(events, layout.cloud_of, job.max_steps, job.may_report) if events else None
     # The role is there before anything is reported.
     reporter = Reporter(
         rank, cloud, events.append if events else lambda lines: role.report(lines), state
     )
     context = RankContext(
         job, rank, run_dir, _device(layout.clouds[cloud].device), reporter,
-        events.append_frame if events else lambda frame: None, agreed.verdict,
+        intake.take if intake else lambda peer, frame: None, agreed.verdict,
         holder, asked, is_resumed, transport, join_turns(run_dir, rank, layout.num_ranks, state),
     )  # fmt: skip
     role: Role[Any] = role_of(job, rank)(context)
@@ -124,7 +133,8 @@ def live(
         raise
     finally:
         context.turns.close()
-        if events is not None:
+        if events is not None and intake is not None:
+            intake.close()
             events.close()
         write_audit()
 
@@ -159,13 +169,10 @@ def _join(job: Job, rank: int, run_dir: Path, lifeline: Lifeline | None) -> None
             "gloo", store=store, rank=rank, world_size=size, timeout=_SETUP_TIMEOUT
         )
     elif num_ranks > 1:
-        meeting_point = f"file://{run_dir.resolve() / 'rendezvous'}"
+        # Not by its URL, which would end at a '#' or '?' in the path.
+        store = FileStore(str(run_dir.resolve() / "rendezvous"), num_ranks)
         dist.init_process_group(
-            "gloo",
-            init_method=meeting_point,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=_SETUP_TIMEOUT,
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=_SETUP_TIMEOUT
         )
 
 
@@ -258,10 +265,12 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         _set_threads()
         config = read_config(file)
-        job = job_from_config(config)
+        # The launcher of this machine has composed or checked what it gives its ranks.
+        job = shared_job(config, run_dir) if under_torchrun else job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
+        held = holder.table()  # reads whole files: before the others wait for this rank
         if under_torchrun:
             lifeline = Lifeline(
                 rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
@@ -269,11 +278,10 @@ def main(words: Sequence[str] | None = None) -> None:
                 partial(is_needed, job, rank) if job.is_elastic else bool,
             )  # fmt: skip
         if job.is_elastic:
-            table = holder.table()
-            transport, agreed = elastic.join(job, settings, rank, run_dir, table, lifeline)
+            transport, agreed = elastic.join(job, settings, rank, run_dir, held, lifeline)
         else:
             _join(job, rank, run_dir, lifeline)
-            agreed = agree(job, settings, rank, holder.table())
+            agreed = agree(job, settings, rank, held)
         if under_torchrun:
             _check_started(job)
             _check_unfinished(job, run_dir)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from xcloud.cluster.machine import num_cores
 from xcloud.errors import XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_config
 from xcloud.record.summary import SUMMARY_FILE
@@ -40,7 +41,7 @@ class Children:
     def run(self, point: Point, run_dir: Path) -> str | None:
         """Run the point whose experiment file is in run_dir. Returns why it failed, or None."""
         num_ranks = point.experiment.cluster.num_ranks
-        threads = max(1, len(os.sched_getaffinity(0)) // (num_ranks * self.parallel))
+        threads = max(1, num_cores() // (num_ranks * self.parallel))
         command = [sys.executable, "-m", "xcloud.sweep.children", str(run_dir)]
         process = subprocess.Popen(
             [*command, "--parent", str(os.getpid())],
@@ -60,10 +61,17 @@ class Children:
         self._processes.append(process)
         last = ""
         assert process.stdout is not None
-        with process.stdout, open(run_dir / OUTPUT_FILE, "w", encoding="utf-8") as log:
+        mode, is_whole = "w", True
+        with process.stdout:
             for line in process.stdout:
-                log.write(line)
-                log.flush()
+                try:
+                    with open(run_dir / OUTPUT_FILE, mode, encoding="utf-8") as log:
+                        log.write(line)
+                    mode = "a"
+                except OSError as error:  # a full disk ends no point
+                    if is_whole:
+                        self._say(f"[{point.name}] {OUTPUT_FILE} lacks lines: {error}")
+                    is_whole = False
                 last = line.strip() or last
                 if line.strip() and not (run_dir / SUMMARY_FILE).exists():
                     self._say(f"[{point.name}] {line.rstrip()}")

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xcloud.record.events import update_s
+
 _LOOK_S = 0.1  # how often to ask whether a run has ended
 
 
 @dataclass(eq=False)
 class _Rank:
-    """A connected rank. made: seconds of each step of its last turn."""
+    """A connected rank. made: of each step of its last turn when it ended, and
+    its seconds."""
 
     connection: socket.socket
     unread: bytes = b""
@@ -25,7 +28,7 @@ class _Rank:
     rank: int = -1
     num_ranks: int = 0
     waits: bool = False
-    made: list[float] = field(default_factory=list)
+    made: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Conductor:
@@ -63,8 +66,8 @@ class Conductor:
             self._look()
 
     def turn(self, run_dir: Path, has_ended: Callable[[], bool]) -> float | None:
-        """Let the point make its steps. Returns the seconds of all but the first, each that of
-        the slowest rank; None if the run has ended instead, or its ranks were started again."""
+        """Let the point make its steps. Returns the seconds of all but the first, as a run counts
+        them; None if the run has ended instead, or its ranks were started again."""
         self.await_ready(run_dir, has_ended)
         began = self._waiting(run_dir)
         for rank in began:
@@ -76,8 +79,8 @@ class Conductor:
         self.await_ready(run_dir, has_ended)
         if not began or self._waiting(run_dir) != began:
             return None
-        by_step = [max(step_s) for step_s in zip(*(rank.made for rank in began), strict=True)]
-        return sum(by_step[1:], 0.0)
+        by_step = list(zip(*(rank.made for rank in began), strict=True))
+        return sum(map(update_s, by_step[1:]), 0.0)
 
     def _waiting(self, run_dir: Path) -> list[_Rank]:
         """The point's ranks if all are there and wait, else none."""

@@ -58,7 +58,7 @@ def write_pictures(folder: Path, rows: Sequence[Row], title: str) -> list[Path]:
         if times:
             figure, axes = _figure(f"{title}: quality and step time")
             _scatter(axes, times, "step time, median (s)", score)
-            _draw_front(axes, times, score)
+            _draw_front(axes, times, name)
             written.append(_save(figure, axes, times, folder / QUALITY_AND_TIME, sweeps))
         if ratios:
             figure, axes = _figure(f"{title}: quality and compression")

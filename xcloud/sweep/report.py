@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xcloud.errors import XcloudError
-from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.project import project_root
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import score_text
+from xcloud.record.tracking import Tracker
 from xcloud.sweep import view
 from xcloud.sweep.points import differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
@@ -72,14 +72,13 @@ def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[R
     return rows, written
 
 
-def close_sweep(folder: Path) -> None:
+def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = from_folder(folder)
     if not results:
         return
     rows, written = _report(results, folder, f"sweep {folder.name}")
     score = next((name for row in rows for name in row.quality), "bleu")
-    tracker = read_job(results[0].run_dir / EXPERIMENT_FILE).tracker
     all_settings = [result.settings for result in results]
     for line in view.prepare(results[0].sweep, tracker, all_settings, score, written)():
         print(line, flush=True)

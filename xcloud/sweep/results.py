@@ -17,7 +17,7 @@ from typing import Any
 from xcloud.errors import ConfigError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
-from xcloud.record.scores import LEAKS
+from xcloud.record.scores import LEAKS, LESS_IS_BETTER
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.sweep.points import (
     UNCOMPRESSED,
@@ -258,5 +258,7 @@ def _tell_apart(rows: Sequence[Row]) -> None:
 
 
 def _by_score(row: Row) -> tuple[bool, float, float]:
-    score = row.score.mean if row.score else 0.0
-    return row.score is None, -score, row.step_time_s.mean if row.step_time_s else 0.0
+    name, score = next(iter(row.quality.items()), ("", None))
+    mean = score.mean if score else 0.0
+    by_score = mean if name in LESS_IS_BETTER else -mean
+    return score is None, by_score, row.step_time_s.mean if row.step_time_s else 0.0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.checks import check_choice, check_int
+from xcloud.cluster.machine import num_cores
 from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.record.scores import score_name, score_text
@@ -99,7 +100,7 @@ class Sweep:
             _say(f"continue it:    {self.command}")
             _say(f"the table now:  python -m xcloud report {self.name if usual else self.folder}")
             return INTERRUPTED
-        close_sweep(self.folder)
+        close_sweep(self.folder, tracker)
         if self.causes:
             not_tried = len(todo) - clock.num_done
             _say(
@@ -142,10 +143,10 @@ class Sweep:
 
     def _warn_of_crowding(self, points: Sequence[Point]) -> None:
         ranks = sorted((point.experiment.cluster.num_ranks for point in points), reverse=True)
-        needed, num_cores = sum(ranks[: self.parallel]), len(os.sched_getaffinity(0))
-        if self.parallel > 1 and needed > num_cores:
+        needed, cores = sum(ranks[: self.parallel]), num_cores()
+        if self.parallel > 1 and needed > cores:
             _say(
-                f"  warning: {self.parallel} points at once are {needed} ranks on {num_cores} "
+                f"  warning: {self.parallel} points at once are {needed} ranks on {cores} "
                 f"cores; they slow each other down, so do not trust step times of this sweep"
             )
 
@@ -153,10 +154,10 @@ class Sweep:
         self, todo: Sequence[Decision], state: SweepState, run_here: RunHere, clock: _Clock
     ) -> None:
         for number, decision in enumerate(todo, 1):
-            run_dir = state.begin(decision, self.parallel)
             _say(f"\n[{number}/{len(todo)}] {decision.point.name}")
-            started_s, cause = time.monotonic(), None
+            started_s, cause, run_dir = time.monotonic(), None, self.folder
             try:
+                run_dir = state.begin(decision, self.parallel)
                 run_here(decision.point, run_dir)
             except Exception as error:
                 cause = _one_line(error)
@@ -175,19 +176,30 @@ class Sweep:
                         if self.causes and self.stop_on_failure:
                             break
                         decision = waiting.pop(0)
-                        point, run_dir = decision.point, state.begin(decision, self.parallel)
-                        write(point.config, run_dir / EXPERIMENT_FILE)
+                        point, run_dir = decision.point, self.folder / decision.folder
                         _say(f"[{len(todo) - len(waiting)}/{len(todo)}] {point.name} starts")
-                        future = pool.submit(children.run, point, run_dir)
+                        future = self._start(decision, state, pool, children)
                         running[future] = (point, run_dir, time.monotonic())
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         point, run_dir, started_s = running.pop(future)
                         elapsed_s = time.monotonic() - started_s
-                        self._ended(point, run_dir, future.result(), elapsed_s, clock)
+                        self._ended(point, run_dir, _cause(future), elapsed_s, clock)
             except BaseException:
                 _say(f"ending {len(running)} runs ...")
                 children.end()
                 raise
+
+    def _start(
+        self, decision: Decision, state: SweepState, pool: ThreadPoolExecutor, children: Children
+    ) -> Future[str | None]:
+        try:
+            run_dir = state.begin(decision, self.parallel)
+            write(decision.point.config, run_dir / EXPERIMENT_FILE)
+        except OSError as error:  # a full disk ends no sweep
+            failed = Future[str | None]()
+            failed.set_exception(error)
+            return failed
+        return pool.submit(children.run, decision.point, run_dir)
 
     def _together(self, todo: Sequence[Decision], state: SweepState, clock: _Clock) -> None:
         """All points at once, but one at a time makes steps, ends or loads."""
@@ -197,10 +209,9 @@ class Sweep:
             children = Children(1, _say, {ADDRESS: conductor.address})
             try:
                 for number, decision in enumerate(todo, 1):
-                    point, run_dir = decision.point, state.begin(decision, self.parallel)
-                    write(point.config, run_dir / EXPERIMENT_FILE)
+                    point, run_dir = decision.point, self.folder / decision.folder
                     _say(f"[{number}/{len(todo)}] {point.name} starts")
-                    future = pool.submit(children.run, point, run_dir)
+                    future = self._start(decision, state, pool, children)
                     running.append(_Running(point, run_dir, future, time.monotonic()))
                     conductor.await_ready(run_dir, future.done)
                 for number in itertools.count():
@@ -211,7 +222,7 @@ class Sweep:
                             one.rounds[number] = seconds
                         if one.future.done():
                             running.remove(one)
-                            cause = one.future.result()
+                            cause = _cause(one.future)
                             elapsed_s = time.monotonic() - one.started_s
                             self._ended(one.point, one.run_dir, cause, elapsed_s, clock)
                             finished += [one] if cause is None else []
@@ -362,6 +373,12 @@ def _figures(run_dir: Path) -> str:
     parts += [f"{human_seconds(step_s)} a step"] if step_s is not None else []
     parts += [f"ratio {ratio:.2f}x"] if ratio is not None else []
     return "".join(f", {part}" for part in parts)
+
+
+def _cause(future: Future[str | None]) -> str | None:
+    """Why the point failed, or None."""
+    error = future.exception()
+    return future.result() if error is None else _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

@@ -329,6 +329,7 @@ class PretrainedTokenizer:
             return AutoTokenizer.from_pretrained(
                 str(Path(name).expanduser()) if local else name,
                 local_files_only=not reached or local,
+                trust_remote_code=False,  # else it asks whoever sits at the terminal
             )
         except Exception as error:  # broken folders raise all kinds
             reason = " ".join(str(error).split())[:200]

@@ -71,6 +71,12 @@ class Translation:
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         self.corpus.check(self.source, self.target)
+        _metrics(self.language)
+
+    @property
+    def language(self) -> str:
+        """Of the target, as sacreBLEU calls it: zh of zh_CN."""
+        return self.target.replace("_", "-").partition("-")[0].lower()
 
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
@@ -224,11 +230,11 @@ class TranslationData:
         wanted = [[references[i] for i in order]]
         return {
             name: round(metric.corpus_score(outputs, wanted).score, 4)
-            for name, metric in _metrics().items()
+            for name, metric in _metrics(self._task.language).items()
         }
 
     def signature(self) -> dict[str, str]:
-        return _signatures()
+        return _signatures(self._task.language)
 
     def sample_outputs(self, split: Split, predictions: dict[int, list[int]], count: int) -> str:
         references = self._reference_texts(split)
@@ -256,19 +262,26 @@ class TranslationData:
 
 
 @cache
-def _metrics() -> dict[str, Any]:
+def _metrics(language: str) -> dict[str, Any]:
+    """language: of the target, which says how BLEU cuts text into words."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    # force: suppresses the warning about tokenised text; scores are unchanged.
-    return {"bleu": BLEU(force=True), "chrf": CHRF()}
+    try:
+        # force: suppresses the warning about tokenised text; scores are unchanged.
+        return {"bleu": BLEU(trg_lang=language, force=True), "chrf": CHRF()}
+    except RuntimeError:  # its words are cut by a library of its own
+        raise ConfigError(
+            f"task.target={language}: sacreBLEU cuts this language into words with a library that "
+            f"is not installed; run: pip install 'sacrebleu[{language}]'"
+        ) from None
 
 
 @cache
-def _signatures() -> dict[str, str]:
-    for metric in _metrics().values():
+def _signatures(language: str) -> dict[str, str]:
+    for metric in _metrics(language).values():
         metric.corpus_score(["a"], [["a"]])  # sets the reference count of the signature
-    return {name: str(metric.get_signature()) for name, metric in _metrics().items()}
+    return {name: str(metric.get_signature()) for name, metric in _metrics(language).items()}
 
 
 OWN = Group(Translation, ("corpus",))

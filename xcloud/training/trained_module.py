@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.snapshot import copy_of
+from xcloud.errors import DataError
 from xcloud.parallel.dealt import local_part, with_part
+from xcloud.parallel.replica_check import digest
 
 
 @dataclass(frozen=True)
 class TrainedModule:
-    """State: "values.NAME" of every parameter and persistent buffer, "moments.WHAT.NAME" of what
-    the optimizer keeps of a parameter ("exp_avg"). Learning rates follow from the step. Of
-    parameters dealt over ranks it is what this rank holds.
+    """State: "values.NAME" of every trained parameter and persistent buffer, "moments.WHAT.NAME"
+    of what the optimizer keeps of a parameter ("exp_avg"), and "frozen", a digest of the frozen
+    parameters, which are made anew. Learning rates follow from the step. Of parameters dealt over
+    ranks it is what this rank holds.
 
     optimizer: None where nothing is trained.
     """
@@ -25,19 +29,38 @@ class TrainedModule:
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
 
+    @cached_property
+    def _frozen(self) -> Tensor:
+        """uint8 [16]. Frozen parameters do not change, so it is made once."""
+        return digest(p for p in self.module.parameters() if not p.requires_grad)
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        every = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in every if not p.requires_grad}
+        return {n: v for n, v in self.module.state_dict().items() if n not in frozen}
+
     def state_dict(self) -> State:
         moments: dict[str, State] = {}
         for name, parameter in self._trained.items():
             assert self.optimizer is not None
             for what, value in self.optimizer.state.get(parameter, {}).items():
                 moments.setdefault(what, {})[name] = _copy(value)
-        values = {name: _copy(value) for name, value in self.module.state_dict().items()}
-        return join_states({"values": values, "moments": join_states(moments)})
+        values = {name: _copy(value) for name, value in self._values.items()}
+        states = join_states({"values": values, "moments": join_states(moments)})
+        return {**states, "frozen": self._frozen}
 
     def load_state_dict(self, state: State) -> None:
-        parts = split_state(state, ("values", "moments"), "a trained module")
+        rest = dict(state)
+        frozen = rest.pop("frozen", None)
+        if not isinstance(frozen, Tensor) or not torch.equal(frozen, self._frozen):
+            raise DataError(
+                "the frozen parameters are not those that this was trained with: a checkpoint or "
+                "a kept backbone has changed since. Put the old one back, or start a new run"
+            )
+        parts = split_state(rest, ("values", "moments"), "a trained module")
         found = parts["values"]
-        own = {name: local_part(value) for name, value in self.module.state_dict().items()}
+        own = {name: local_part(value) for name, value in self._values.items()}
         wrong = {
             name
             for name in found.keys() | own.keys()

@@ -89,6 +89,7 @@ class Trainer:
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
     _guard: DivergenceGuard = field(init=False)
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
+    _modules: dict[int, TrainedModule] = field(default_factory=dict)
     _private: PrivateGradients | None = None
     _early: EarlySums | None = None
 
@@ -99,7 +100,9 @@ class Trainer:
             module.train()
             self._buffers[stage] = FlatBuffer(module.parameters())
             trained = self._buffers[stage].parameters
-            self._optimizers[stage] = self.training.optimizer.build(trained) if trained else None
+            optimizer = self.training.optimizer.build(trained) if trained else None
+            self._optimizers[stage] = optimizer
+            self._modules[stage] = TrainedModule(module, optimizer)
         if isinstance(self.privacy, SamplePrivacy):
             leads = frozenset(stage for stage, lanes in self.lanes.items() if lanes.leads)
             self._private = PrivateGradients(
@@ -190,9 +193,11 @@ class Trainer:
     def _leave_out(self, step: int) -> StepReport:
         clock = self.pipeline.clock
         clock.begin_step(step)
+        answer = self._within_stages(Answer(math.nan, self._decide(step)))
         self._end(step)
         rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
-        return StepReport(step, clock.end_step(), clock, rate, None, None, 0, 0.0)
+        seconds = clock.end_step()
+        return StepReport(step, seconds, clock, rate, None, None, 0, 0.0, word=answer.word)
 
     def _end(self, step: int) -> None:
         with self.pipeline.clock.during("average"):
@@ -218,8 +223,8 @@ class Trainer:
     @property
     def _stateful(self) -> dict[str, Stateful]:
         found: dict[str, Stateful] = {"guard": self._guard}
-        for stage, optimizer in self._optimizers.items():
-            found[f"stage {stage}"] = TrainedModule(self.pipeline.stages[stage], optimizer)
+        for stage in self._optimizers:
+            found[f"stage {stage}"] = self._modules[stage]
             found[f"exchange {stage}"] = self.exchanges[stage]
         if self.tied is not None:
             found["tied"] = self.tied
@@ -275,19 +280,26 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            first = self.rank == self.sums.leaders[0]
-            answer = Answer(math.nan, self.decide(step) if first else Word.GO_ON)
+            answer = Answer(math.nan, self._decide(step))
             if squares:
                 answer = self.sums.sum_over_stages(
                     step, squares, self.pipeline.num_stages, answer.word, self.pilot
                 )
-        with clock.during("average"):
-            for lanes in self.lanes.values():
-                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
-                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        answer = self._within_stages(answer)
         if self.pilot is not None:
             self.pilot.follow(step, answer.choice)
         return answer.total, answer.word
+
+    def _decide(self, step: int) -> Word:
+        return self.decide(step) if self.rank == self.sums.leaders[0] else Word.GO_ON
+
+    def _within_stages(self, answer: Answer) -> Answer:
+        """Of each stage's leader. Replicas that leave out steps hold all stages in each rank."""
+        with self.pipeline.clock.during("average"):
+            for lanes in self.lanes.values():
+                told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
+                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+        return answer
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         if not self.training.optimizer.clip_norm:

@@ -29,16 +29,19 @@ class Arrived(NamedTuple):
 
 
 class Inbox:
-    """All methods may be called from any thread. lives: note there what `wait` waits for."""
+    """All methods may be called from any thread. lives: note there what `wait` waits for.
+    most_waiting: batches of a source, which sends none that was not ordered."""
 
     def __init__(
         self,
         sources: Sequence[Source],
         max_payload_bytes: int,
         lives: Mapping[Source, PeerLife] | None = None,
+        most_waiting: int = 1 << 14,
     ) -> None:
         self.num_producers = 1 + max(source.producer for source in sources)
         self._sources, self._max_payload_bytes = tuple(sources), max_payload_bytes
+        self._most_waiting = most_waiting
         self._changed = threading.Condition()
         self._waiting: dict[Source, deque[Arrived]] = {source: deque() for source in sources}
         self._ready: set[Source] = set()
@@ -69,6 +72,13 @@ class Inbox:
                     f"batch {number} of producer {source.producer} (rank {source.lane}) has "
                     f"{len(parts[0])} bytes, at most {self._max_payload_bytes} were promised, and "
                     f"came after number {last}"
+                )
+            # An order may be known here later than its batch comes, but not without end.
+            due, num = self._due[source], len(self._waiting[source])
+            if (due and number < due[-1] and number not in due) or num >= self._most_waiting:
+                raise FrameError(
+                    f"batch {number} of producer {source.producer} (rank {source.lane}) was not "
+                    f"ordered: due are {list(due)[:8]}, and {num} wait here"
                 )
             self._last_number[source] = number
             self._received[source] += 1

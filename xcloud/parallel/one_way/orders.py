@@ -13,7 +13,7 @@ import torch
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.memory import State, whole_numbers
-from xcloud.errors import LinkError
+from xcloud.errors import FrameError, LinkError
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that only the other ranks of the cloud need."""
@@ -35,11 +35,21 @@ class SaveNow(NamedTuple):
 
 
 class OrderBook:
-    """`take_*` are handlers of a link; `next()` is the loop's. consumer: note there what `next`
-    waits for."""
+    """`take_*` are handlers of a link, and raise FrameError for what no consumer sends; `next()`
+    is the loop's. consumer: note there what `next` waits for. num_consumers: ranks that a batch
+    may be for. most_waiting: orders not begun; most_number: of a batch."""
 
-    def __init__(self, consumer: PeerLife | None = None) -> None:
+    def __init__(
+        self,
+        consumer: PeerLife | None = None,
+        num_consumers: int = 1,
+        most_waiting: int = 1 << 14,
+        most_number: int = 1 << 30,
+    ) -> None:
         self._consumer = consumer or PeerLife()
+        self._num_consumers = num_consumers
+        self._most_waiting, self._most_number = most_waiting, most_number
+        self._stop_after = 0
         self._waiting: deque[Ordered | SaveNow | LinkError | None] = deque()
         self._changed = threading.Condition()
         self._known = Ordered(0, NOBODY, 1)
@@ -53,15 +63,28 @@ class OrderBook:
 
     def take_orders(self, frame: Frame) -> None:
         """int32 [N, 3]."""
-        for row in frame.parts[0].tolist():
-            self._known = Ordered(*row)
-            self._put(self._known)
+        for row in _rows(frame, 3):
+            order, last = Ordered(*row), self._known.number
+            if (
+                self.is_stopped
+                or not last < order.number <= self._most_number
+                or not NOBODY <= order.consumer < self._num_consumers
+                or not 1 <= order.num_planned <= self._most_number
+            ):
+                raise FrameError(
+                    f"{order} after number {last} and {'a' if self.is_stopped else 'no'} stop; "
+                    f"there are {self._num_consumers} consumers and at most {self._most_number} "
+                    "batches"
+                )
+            self._known = order
+            self._put(order)
 
     def take_stop(self, frame: Frame) -> None:
         """int32 [1]: where all ranks of the cloud end, if they go on so far."""
-        for number in range(self._known.number + 1, int(frame.parts[0][0]) + 1):
-            self._put(Ordered(number, NOBODY, self._known.num_planned))
-        self.is_stopped = True
+        ((last,),) = _rows(frame, 1)
+        if self.is_stopped or last > self._most_number:
+            raise FrameError(f"a stop after batch {last}; there are at most {self._most_number}")
+        self._stop_after, self.is_stopped = last, True
         self._put(None)
 
     def take_save(self, step: int, code: int) -> None:
@@ -73,6 +96,8 @@ class OrderBook:
 
     def _put(self, item: Ordered | SaveNow | LinkError | None) -> None:
         with self._changed:
+            if len(self._waiting) >= self._most_waiting and isinstance(item, tuple):
+                raise FrameError(f"more than {self._most_waiting} orders that are not begun")
             self._waiting.append(item)
             self._changed.notify()
 
@@ -83,6 +108,11 @@ class OrderBook:
         with self._consumer.awaiting(message), self._changed:
             self._changed.wait_for(lambda: self._waiting)
             found = self._waiting.popleft()
+            if found is None and self._known.number < self._stop_after:
+                self._waiting.appendleft(None)
+                found = self._known = Ordered(
+                    self._known.number + 1, NOBODY, self._known.num_planned
+                )
         if may_drop and self.is_stopped:
             return None
         if isinstance(found, LinkError):
@@ -103,3 +133,13 @@ class OrderBook:
         with self._changed:
             self._waiting = deque(Ordered(*row) for row in waiting)
             self._changed.notify()
+
+
+def _rows(frame: Frame, width: int) -> list[list[int]]:
+    """Whole numbers [N, width]; [1] of a width of 1."""
+    part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
+    fits = part.shape == (1,) if width == 1 else part.dim() == 2 and part.shape[1] == width
+    if part.dtype != torch.int32 or not fits:
+        raise FrameError(f"a message of {[(p.dtype, tuple(p.shape)) for p in frame.parts]} ")
+    rows: list[list[int]] = part.view(-1, width).tolist()
+    return rows

@@ -136,8 +136,9 @@ class ConsumerRun:
             )  # fmt: skip
             if is_skipped:
                 self._events.skipped_update(step, self._guard.note(what))
-            if self._save(self._word):
-                return True
+            with self._clock.paused():
+                if self._save(self._word):
+                    return True
         return False
 
     def _save(self, word: Word) -> bool:

@@ -167,7 +167,7 @@ def feed(run: ProducerRun, wiring: ProducerWiring, checkpoints: Checkpointer) ->
         if isinstance(order, SaveNow):
             run.tell()
             is_stopped = order.code == News.SAVE_AND_STOP
-            checkpoints.after(order.step, Word.CHECKPOINT)
+            checkpoints.after(order.step, Word.STOP if is_stopped else Word.CHECKPOINT)
             continue
         checkpoints.after(0, Word.GO_ON)
         run.replan(order.num_planned)

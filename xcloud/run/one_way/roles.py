@@ -43,6 +43,7 @@ class OneWayRank(Role[OneWayExperiment]):
         return OneWayWirer(
             GlooTransport(self.rank, self.context.device), job.cluster,
             job.model.max_payload_bytes, job.feed.most_ahead, self.context.run_dir,
+            2 * job.max_steps * job.training.batches_per_step + 4096,  # late ones are made twice
         )  # fmt: skip
 
     def _building(self, cloud: RankGroup, num_steps: int) -> OneWayContext:

@@ -22,13 +22,18 @@ from xcloud.cluster.transport import Transport
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.parallel.control import REPORT_CAPACITY_BYTES, REPORT_CARRIES, send_report
+from xcloud.parallel.control import (
+    REPORT_CAPACITY_BYTES,
+    REPORT_CARRIES,
+    code_of,
+    send_report,
+)
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.run.checkpointing import News
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
+from xcloud.run.ends import FRAME_SLACK_BYTES, Ends, OnReport
 
 _ORDER_BYTES = 12  # a number, a rank of the consumer, batches in all, int32 each
 _REPORTS_AHEAD = 8  # and other small messages that are no batches and no orders
@@ -45,8 +50,6 @@ _CARRIES = {
 }
 
 _OTHER = (Kind.READY, Kind.REPORT, Kind.ORDER, Kind.STOP, Kind.ALIVE, Kind.CHECKPOINT)
-
-OnReport = Callable[[Frame], None]
 
 
 @dataclass
@@ -73,7 +76,7 @@ class ProducerWiring:
 
     def hear(self, frame: Frame) -> None:
         """When to save comes in turn with the orders, anything else at once."""
-        code = News(int(frame.parts[0]))
+        code = News(code_of(frame, 0))
         if code in (News.SAVE, News.SAVE_AND_STOP):
             self.orders.take_save(frame.key.step, code)
         else:
@@ -139,7 +142,7 @@ class ConsumerWiring:
         if self.peers_out:
             send_news(self.peers_out[0], step, code)
         elif peer < self.cloud.num_lanes:
-            self.agreed_step = step
+            self.agreed_step = step if code == News.AGREED else self.agreed_step
         else:
             (source,) = (source for source, rank in self.rank_of.items() if rank == peer)
             send_news(self.out[source], step, code)
@@ -245,8 +248,10 @@ class OneWayWirer:
         max_payload_bytes: int,
         run_ahead: int,
         run_dir: Path,
+        most_batches: int = 1 << 30,
     ) -> None:
-        self.rank, self.layout = transport.rank, layout
+        """most_batches: of one rank of a producer in all."""
+        self.rank, self.layout, self.most_batches = transport.rank, layout, most_batches
         self.max_payload_bytes, self.run_ahead = max_payload_bytes, run_ahead
         self._ends = Ends(transport, layout, run_dir)
         self.lives = self._ends.lives
@@ -256,7 +261,9 @@ class OneWayWirer:
             self._ends.line(line, range(layout.num_ranks))
 
     def producer(self) -> ProducerWiring:
-        orders = OrderBook(self.lives[0])
+        orders = OrderBook(
+            self.lives[0], self.layout.num_consumers, self._most_waiting, self.most_batches
+        )
         outs = [
             self._out("batches", peer, self._to_consumer_bytes(peer))
             for peer in range(self.layout.num_consumers)
@@ -276,7 +283,7 @@ class OneWayWirer:
     def consumer(self, on_report: OnReport) -> ConsumerWiring:
         sources = sources_of(self.layout)
         lives = {source: self.lives[rank] for source, rank in sources.items()}
-        inbox = Inbox(list(sources), self.max_payload_bytes, lives)
+        inbox = Inbox(list(sources), self.max_payload_bytes, lives, self._most_waiting)
         wiring = ConsumerWiring(self._own, inbox, self._ends.records, rank_of=sources)
         for source, rank in sources.items():
             if self.layout.crosses_clouds:
@@ -297,13 +304,19 @@ class OneWayWirer:
             window = self._window(capacity)
             for peer in range(1, self.layout.num_consumers):
                 heard: dict[Kind, Callable[[Frame], None]] = {
-                    Kind.REPORT: on_report, Kind.CHECKPOINT: partial(_news, wiring, peer)
+                    Kind.REPORT: partial(on_report, peer),
+                    Kind.CHECKPOINT: partial(_news, wiring, peer)
                 }  # fmt: skip
                 end = self._ends.incoming("inside", peer, capacity, window, heard)
                 wiring.peers_in.append(end)
         else:
             wiring.peers_out = [self._out("inside", 0, capacity)]
         return wiring
+
+    @property
+    def _most_waiting(self) -> int:
+        """Batches ordered or waiting at one source: late ones too, which lost their slot."""
+        return 4 * self.run_ahead + 64
 
     @property
     def _order_bytes(self) -> int:
@@ -342,7 +355,7 @@ def _arrived(
     elif kind is Kind.READY:
         wiring.inbox.set_ready(source)
     elif kind is Kind.REPORT:
-        on_report(frame)
+        on_report(wiring.rank_of[source], frame)
     elif kind is Kind.CHECKPOINT:
         _news(wiring, wiring.rank_of[source], frame)
     if record is not None:
@@ -351,7 +364,7 @@ def _arrived(
 
 def _news(wiring: ConsumerWiring, rank: int, frame: Frame) -> None:
     """In the link's thread."""
-    wiring.hear(rank, frame.key.step, int(frame.parts[0]))
+    wiring.hear(rank, frame.key.step, code_of(frame, rank))
 
 
 def _ended(inbox: Inbox, source: Source, reason: LinkError) -> None:

@@ -193,11 +193,7 @@ def _paragraph(row: Any, where: str) -> Paragraph:
         context, questions = row["context"], []
         for number, qa in enumerate(row["qas"]):
             places = [_place(context, answer) for answer in qa["answers"]]
-            if not places:
-                raise DataError(
-                    f"{where}: the question {qa['question']!r} has no answer; SQuAD 2.0's "
-                    "unanswerable questions are not supported"
-                )
+            _check_answered(places, qa["question"], where)
             if None in places:
                 missing = qa["answers"][places.index(None)]
                 raise DataError(
@@ -211,6 +207,14 @@ def _paragraph(row: Any, where: str) -> Paragraph:
             f'{where}: expected {{"context", "qas": [{{"id", "question", "answers"}}]}}, but '
             f"{error!r}"
         ) from error
+
+
+def _check_answered(answers: Sequence[object], question: str, where: str) -> None:
+    if not answers:
+        raise DataError(
+            f"{where}: the question {question!r} has no answer; SQuAD 2.0's unanswerable "
+            "questions are not supported"
+        )
 
 
 def _place(context: str, answer: Any) -> tuple[str, int] | None:
@@ -243,6 +247,8 @@ def _grouped(table: HubTable) -> list[Paragraph]:
             f"{table.where}: expected the columns id, context, question and answers (text, "
             f"answer_start), but {error!r}"
         ) from error
+    for question in (question for _, questions in found for question in questions):
+        _check_answered(question.answers, question.text, table.where)
     return [Paragraph(context, tuple(questions)) for context, questions in found]
 
 

@@ -1,0 +1,173 @@
+"""The paper's step on paper: equal stages and borders, and transfers that block those who send and
+receive (formula (2)). The simulator checks itself against it; no run behaves so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from xcloud.checks import check_number
+from xcloud.cluster.clouds import Wan
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.schedule import Action, Schedule
+from xcloud.plan.costs import Costs, Transfer, Update
+from xcloud.plan.engine import NEVER, Moments, Program, _Lines
+from xcloud.plan.line import Line
+from xcloud.plan.prediction import Prediction
+from xcloud.plan.simulator import Simulator
+
+
+@dataclass(frozen=True)
+class UniformCosts:
+    """Equal stages and borders, in the paper's letters: tf = forward_s and tb = backward_s of a
+    micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s. weights_s: the
+    part of the backward that may be put off.
+
+    Messages have no bytes and nothing but these costs time; the layout's links are not asked.
+    """
+
+    forward_s: float
+    backward_s: float
+    transfer_s: float = 0.0
+    latency_s: float = 0.0
+    control_bytes: int = 0
+    weights_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "transfer_s", "latency_s"):
+            check_number(f"costs.{name}", getattr(self, name), 0.0)
+        check_number("costs.weights_s", self.weights_s, 0.0, self.backward_s)
+        # No bytes, so the bandwidth plays no part.
+        object.__setattr__(self, "_line", Line(LinkProfile(1.0, self.latency_s), self.transfer_s))
+
+    def action_s(self, rank: int, action: Action) -> float:
+        seconds: float = getattr(self, f"{action.kind}_s")
+        return seconds
+
+    def message_bytes(self, message: Transfer) -> int:
+        return 0
+
+    def compress_s(self, message: Transfer) -> float:
+        return 0.0
+
+    def decompress_s(self, message: Transfer) -> float:
+        return 0.0
+
+    def line(self, here: str, there: str, wan: Wan | None) -> Line:
+        line: Line = self._line  # type: ignore[attr-defined]
+        return line
+
+    def update(self, rank: int, stages: Sequence[int]) -> Update:
+        return Update()
+
+
+def run_blocking(
+    program: Program,
+    seconds: Sequence[Sequence[float]],
+    num_bytes: Sequence[int],
+    lines: Sequence[Line | None],
+) -> Moments:
+    """As `run`, but while a message crosses, its sender and its receiver do nothing else, and a
+    rank begins nothing before what it has posted is over (not its latency). Of what could begin at
+    the same moment, transfers do before operations, and first the one that was begun to be
+    computed first."""
+    state = _Lines(program, num_bytes, lines)
+    if any(line.window is not None for line in state.lines):
+        raise ValueError("a line's window has no meaning where transfers block; leave it None")
+    missing = list(program.counts)
+    ready_s = [0.0] * len(missing)
+    sleepers: dict[int, list[int]] = {}
+    num_ranks = len(program.needs)
+    position = [0] * num_ranks
+    free_s = [0.0] * num_ranks
+    to_cross = [0] * num_ranks  # parcels posted by the rank's last operation
+    begin_s: list[list[float]] = [[] for _ in range(num_ranks)]
+    passages = [NEVER] * len(program.parcels)
+    queued_s = [0.0] * len(program.parcels)
+    turn = [0] * len(program.parcels)
+    num_begun = 0
+    events: list[tuple[float, int, int, int]] = []  # when, what, its turn, its number
+    end, cross, begin = 0, 1, 2
+
+    def count(token: int, at_s: float) -> None:
+        missing[token] -= 1
+        ready_s[token] = max(ready_s[token], at_s)
+        if not missing[token]:
+            for rank in sleepers.pop(token, ()):
+                consider(rank)
+
+    def consider(rank: int) -> None:
+        """Note when the rank could begin its next operation."""
+        if to_cross[rank] or position[rank] == len(program.needs[rank]):
+            return
+        token = program.needs[rank][position[rank]]
+        if token >= 0 and missing[token]:
+            sleepers.setdefault(token, []).append(rank)
+        else:
+            at_s = max(free_s[rank], ready_s[token] if token >= 0 else 0.0)
+            heappush(events, (at_s, begin, rank, rank))
+
+    for rank in range(num_ranks):
+        consider(rank)
+    while events:
+        now, what, _, number = heappop(events)
+        if what == cross:
+            parcel = program.parcels[number]
+            both = parcel.sender, parcel.receiver
+            at = max(state.free_s[parcel.route], *(free_s[rank] for rank in both))
+            if at > now:
+                heappush(events, (at, cross, turn[number], number))
+                continue
+            found = state.carry(number, parcel.route, queued_s[number], now)
+            passages[number] = found
+            for rank in both:
+                free_s[rank] = found.until_s
+            count(parcel.token, found.arrived_s)
+            to_cross[parcel.sender] -= 1
+            if not to_cross[parcel.sender]:
+                consider(parcel.sender)
+        elif what == begin:
+            if free_s[number] > now:  # a transfer came between
+                heappush(events, (free_s[number], begin, number, number))
+                continue
+            index = position[number]
+            begin_s[number].append(now)
+            num_begun += 1
+            position[number] += 1
+            free_s[number] = now + seconds[number][index]
+            to_cross[number] = len(program.posts[number][index])
+            for parcel_number in program.posts[number][index]:
+                turn[parcel_number] = num_begun
+            heappush(events, (free_s[number], end, number, number))
+        else:
+            index = position[number] - 1
+            for parcel_number in program.posts[number][index]:
+                queued_s[parcel_number] = now
+                heappush(events, (now, cross, turn[parcel_number], parcel_number))
+            if (token := program.signals[number][index]) >= 0:
+                count(token, now)
+            consider(number)
+    return Moments(begin_s, passages)
+
+
+class BlockingSimulator(Simulator):
+    """Sender and receiver do nothing else while a message crosses. It has no chain of causes."""
+
+    engine = staticmethod(run_blocking)
+
+
+def simulate(
+    schedule: Schedule,
+    layout: ClusterLayout,
+    costs: Costs,
+    *,
+    transfers_block: bool = False,
+    **settings: Any,
+) -> Prediction:
+    """One simulation. settings: as of StepProgram."""
+    kind = BlockingSimulator if transfers_block else Simulator
+    return kind(schedule, layout, **settings).run(costs)

@@ -1,0 +1,148 @@
+"""The golden table: what runs that span the features come to. A change that should not alter
+numbers leaves it as it is.
+
+    python -m tests.golden write FILE      # losses, bytes by kind, digests of all states
+    python -m tests.golden compare FILE    # bit for bit, on the machine that wrote FILE
+
+`golden.json` holds the losses and bytes; test_golden.py compares them on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.combinations import SAVED, STEPS, Row, experiment, interrupted, losses, run, state
+from tests.one_way_toy import ToyConsumer, ToyFeed, ToyProducer
+from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
+from xcloud.contracts.one_way_parts import OneWayContext
+from xcloud.job.job import Job
+from xcloud.job.one_way import OneWayExperiment, OneWayTraining
+from xcloud.record.events import recorded_timeline
+from xcloud.record.tracking import NullTracker
+from xcloud.training.settings import Checkpoints
+
+ROWS: dict[str, Row] = {
+    "pipeline": {},
+    "1f1b, lanes, int4": {"clouds": "lanes", "schedule": "1f1b", "compression": "int4"},
+    "u-shape, zero bubble, delta, accumulated": {
+        "clouds": "u", "schedule": "zero_bubble", "compression": "delta", "accumulate": "2",
+    },
+    "three clouds, per border, clipped, evaluated": {
+        "clouds": "three", "compression": "per_border", "clip": "0.5", "evaluate_every": "2",
+    },
+    "2x2 ranks, phases": {"clouds": "both lanes", "compression": "phases"},
+    "kept rows": {"clouds": "three", "frozen": "kept"},
+    "tied ends, svd": {"ends": "tied", "compression": "svd", "clip": "0.5"},
+    "data parallel, powersgd": {"strategy": "data_parallel", "compression": "powersgd"},
+    "three replicas, unequal micro-batches, feedback, tied": {
+        "clouds": "three", "strategy": "data_parallel", "compression": "feedback", "ends": "tied",
+    },
+    "late gradients, 2x2 ranks": {
+        "clouds": "both lanes", "strategy": "late gradients", "compression": "int4",
+    },
+    "median": {"clouds": "three", "strategy": "median"},
+    "hybrid, svd, max norm": {"clouds": "four", "strategy": "hybrid", "compression": "svd"},
+    "local updates, int4": {"strategy": "local_updates", "compression": "int4"},
+    "fedavg, lanes": {"clouds": "lanes", "strategy": "fedavg", "micro_batches": "3"},
+    "streaming, feedback": {"strategy": "streaming", "compression": "feedback"},
+    "elastic, lanes, int4": {
+        "clouds": "both lanes", "strategy": "elastic", "compression": "int4",
+    },
+}  # fmt: skip
+
+_building = threading.Lock()
+
+
+class OneAtATime(ToyFeed):
+    """Threads share torch's generator, of which the toy draws its weights."""
+
+    def producer(
+        self, index: int, cloud: str, lane: int, num_lanes: int, context: OneWayContext
+    ) -> ToyProducer:
+        with _building:
+            return super().producer(index, cloud, lane, num_lanes, context)
+
+    def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> ToyConsumer:
+        with _building:
+            return super().consumer(lane, num_lanes, context)
+
+
+def one_way(form: Any) -> OneWayExperiment:
+    ranks = 1 if form == "local" else 2
+    clouds = {"a": OneWayCloud(1, 1.0), "b": OneWayCloud(ranks, 2.0), "c": OneWayCloud()}
+    return OneWayExperiment(
+        name="golden",
+        cluster=OneWayLayout(clouds, "free", form=form),
+        tracker=NullTracker(),
+        model=OneAtATime(),
+        training=OneWayTraining(
+            STEPS, 4, checkpoint=Checkpoints(every_steps=SAVED, every_minutes=0, keep=9)
+        ),
+    )
+
+
+def jobs() -> dict[str, Job]:
+    found: dict[str, Job] = {name: experiment(row) for name, row in ROWS.items()}
+    return {**found, "one way": one_way("clouds"), "one way, one process": one_way("local")}
+
+
+def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The whole table. Two rows are run again from their first checkpoint."""
+    table = {}
+    for name, job in jobs().items():
+        run_dir = folder / name
+        run(job, run_dir, patch)
+        table[name] = entry(run_dir)
+        if name in ("1f1b, lanes, int4", "streaming, feedback", "one way"):
+            again = folder / f"{name}, gone on"
+            interrupted(run_dir, again)
+            run(job, again, patch)
+            table[again.name] = entry(again)
+    return table
+
+
+def entry(run_dir: Path) -> dict[str, Any]:
+    sent: dict[str, float] = defaultdict(float)
+    for event in recorded_timeline(run_dir / "events.jsonl"):
+        for kind, num_bytes in event.get("sent", {}).items() if event["event"] == "step" else ():
+            sent[kind] += num_bytes
+    sent.pop("other", None)  # reports, whose lengths follow from measured times
+    digest = hashlib.sha256()
+    for name, value in sorted(state(run_dir, STEPS).items()):
+        digest.update(
+            name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        )
+    found = sorted(losses(run_dir).items())
+    return {
+        "losses": {f"step {step} rank {rank}": loss for (step, rank), loss in found},
+        "bytes": dict(sorted(sent.items())),
+        "digest": digest.hexdigest(),
+    }
+
+
+def main() -> None:
+    what, file = sys.argv[1], Path(sys.argv[2])
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        found = measured(Path(folder), patch)
+    if what == "write":
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        return
+    kept = json.loads(file.read_text())
+    wrong = [name for name in kept.keys() | found.keys() if kept.get(name) != found.get(name)]
+    for name in sorted(wrong):
+        print(f"{name}:\n  was {kept.get(name)}\n  is  {found.get(name)}")
+    sys.exit(f"{len(wrong)} of {len(kept)} rows differ" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Features meet: rows of settings drawn from all of them run as one process would, go on from a
+checkpoint as if nothing had happened, or are refused before the start by the settings' names."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.combinations import (
+    FIRST,
+    NAMES,
+    SAVED,
+    STEPS,
+    Row,
+    contexts,
+    covering_rows,
+    experiment,
+    interrupted,
+    losses,
+    random_rows,
+    refusal,
+    run,
+    state,
+    whole,
+)
+
+AVERAGES_ALL = ("pipeline", "data_parallel", "hybrid")
+
+
+def has_draws(row: Row) -> bool:
+    """Noise that the machine draws, or choices by measured times: no two runs are alike."""
+    noise = row["privacy"] != "none" or row["defences"] == "gaussian"
+    return noise or row["defences"] == "max_norm" or row["autopilot"] == "on"
+
+
+def check(row: Row, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    job, first, second = experiment(row), tmp_path / "first", tmp_path / "second"
+    run(job, first, patch)
+    told = losses(first)
+    assert {step for step, _ in told} == set(range(1, STEPS + 1))
+    saved = state(first, STEPS)
+    assert saved and all(v.isfinite().all() for v in saved.values() if v.is_floating_point())
+
+    interrupted(first, second)
+    run(job, second, patch)
+    again = losses(second)
+    assert {step for step, _ in again} == set(range(SAVED + 1, STEPS + 1))
+    if not has_draws(row):
+        assert again == {key: loss for key, loss in told.items() if key[0] > SAVED}
+        other = state(second, STEPS)
+        assert saved.keys() == other.keys()
+        different = [key for key in saved if not torch.equal(saved[key], other[key])]
+        assert not different
+
+    plain = row["compression"] == "none" and row["strategy"] in AVERAGES_ALL
+    if plain and not has_draws(row):
+        alone = tmp_path / "alone"
+        run(whole(row), alone, patch)
+        for (step, _), loss in told.items():
+            assert loss == pytest.approx(losses(alone)[step, 0], rel=2e-5)
+
+
+@pytest.mark.parametrize("row", random_rows(3, 10), ids=lambda row: " ".join(row.values()))
+def test_a_row_of_any_settings_equals_its_reference(
+    row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(row, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_all_pairs_of_settings_equal_their_reference_or_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, refused = covering_rows()
+    wrong = []
+    for number, row in enumerate(rows):
+        try:
+            check(row, tmp_path / str(number), monkeypatch)
+        except Exception as error:
+            named = {factor: level for factor, level in row.items() if level != FIRST[factor]}
+            wrong.append(f"{named}: {error!r:.300}")
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows:\n" + "\n".join(wrong)
+    assert refused
+
+
+def test_a_pair_that_cannot_be_is_refused_by_the_names_of_both() -> None:
+    _, refused = covering_rows()
+    silent = [pair for pair in refused if not any(map(partial(names, pair), contexts(pair)))]
+    assert refused and not silent
+
+
+def names(pair: Row, row: Row) -> bool:
+    """Whether the refusal of a row names both factors of the pair."""
+    why = refusal(row)
+    return all(re.search(NAMES[factor], why) for factor in pair)

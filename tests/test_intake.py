@@ -1,0 +1,220 @@
+"""Reports of other ranks are input: rank 0 writes down what an honest rank may tell, and nothing
+else."""
+
+import ast
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.report_desk import DEEP, MAX_STEPS, STEP, Desk
+from tests.toy import toy_config
+from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.errors import FrameError
+from xcloud.job import config as configs
+from xcloud.record.event_kinds import EVENT_KINDS, OF_RANK_0
+from xcloud.record.events import EVENTS_FILE
+from xcloud.record.intake import BURST_BYTES, BYTES_PER_S
+from xcloud.record.reporter import Reporter
+from xcloud.record.summary import RunStatistics, read_summary
+from xcloud.run import monitor as monitors
+from xcloud.run.monitor import Monitor, main
+from xcloud.security.wire_audit import audit_file
+
+XCLOUD = Path(monitors.__file__).parents[1]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    found = Desk(tmp_path)
+    yield found
+    found.file.close()
+
+
+def test_rank_and_cloud_are_those_of_the_link_and_not_those_of_the_line(desk: Desk) -> None:
+    desk.take(3, {**STEP, "rank": 0, "cloud": "a", "t": 9e10})
+
+    (found,) = desk.written()
+    assert (found["rank"], found["cloud"], found["step"]) == (3, "b", 3)
+    assert found["t"] < 9e10  # not further off than clocks differ
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "quality", "step": 20, "split": "test", "values": {"bleu": 99.9},
+         "signature": {}, "evaluation_s": 1.0},
+        {**STEP, "loss": 0.0},
+        {**STEP, "tokens": 10**12},
+        {**STEP, "values": {"bleu": 99.9}},
+        {**STEP, "step": MAX_STEPS + 1},
+        {**STEP, "step": 10**30},
+        {**STEP, "step": True},
+        {**STEP, "step": -1},
+        {**STEP, "step": 2.0},
+        {**STEP, "step_s": float("nan")},
+        {**STEP, "step_s": float("inf")},
+        {**STEP, "step_s": -1.0},
+        {**STEP, "sent": {"forward": "x"}},
+        {**STEP, "sent": [1]},
+        {**STEP, "sent": {"\x1b[2J": 1}},
+        {**STEP, "sent": {str(n): 1 for n in range(10_000)}},
+        {**STEP, "more": 1},
+        {"event": "step", "step_s": 1.0},
+        {"event": "note", "text": "\x1b]0;owned\x07"},
+        {"event": "note", "text": "two\nlines"},
+        {"event": "note", "text": "\u202emirrored"},
+        {"event": "note", "text": "x" * 10_000},
+        {"event": "note", "text": ["x"]},
+        {"event": "note"},
+        {"event": "memory", "peak": 1e300},
+        {"event": "timeline", "step": 1, "machine": "f", "started_us": 0, "unix_us": 0,
+         "step_us": 1, "spans": [["forward", "forward", 0, 0, 0]], "sent": [], "received": []},
+        {"event": "resume", "step": 0, "changed": []},
+        {"event": "absence", "absent": "a", "ranks": [0], "what": "left", "step": 1},
+        {"event": "merge", "step": 1, "weights": {}},
+        {"event": "refused_reports", "sender": 1, "num": 10**9, "reason": ""},
+        {"event": "nothing of ours"},
+        {"event": ["step"]},
+        {"no": "event"},
+        {"event": "finish", "num_steps": [[[[[[[[1]]]]]]]]},
+        b"not JSON",
+        b"3",
+        b"\xff\xfe",
+        b"1" * 5000,
+        DEEP,
+        b'{"event":' + DEEP,
+    ],
+    ids=lambda line: repr(line)[:60],
+)  # fmt: skip
+def test_what_no_honest_rank_tells_is_refused_counted_and_shown_with_its_sender(
+    line: bytes | dict[str, object], desk: Desk
+) -> None:
+    desk.take(1, STEP, line, {"event": "finish"})
+    desk.intake.close()
+
+    assert [e["event"] for e in desk.written("step", "finish")] == ["step", "finish"]
+    assert desk.num_refused == {1: 1}
+    (note,) = desk.written("note")
+    assert note["rank"] == 0 and "refused a report of rank 1 (cloud a): " in note["text"]
+    assert note["text"].isprintable() and len(note["text"]) < 400
+    statistics = RunStatistics(2)
+    for event in desk.written():
+        statistics.feed(event)
+    assert statistics.summary(name="x", status="finished")["refused_reports"] == {"1": 1}
+    assert statistics.summary(name="x", status="finished")["quality"] == {}
+
+
+def test_the_rank_that_scores_tells_losses_and_scores(desk: Desk) -> None:
+    quality = {"event": "quality", "step": 20, "split": "test", "values": {"f1": float("nan")},
+               "signature": {"f1": "v1"}, "evaluation_s": 1.0}  # fmt: skip
+    desk.take(2, {**STEP, "loss": 1.5, "learning_rate": 0.1, "tokens": 9}, quality)
+
+    assert [event["event"] for event in desk.written()] == ["step", "quality"]
+    assert desk.num_refused == {}
+
+
+def test_reports_are_bounded_in_bytes_a_second_for_each_sender(desk: Desk) -> None:
+    line = json.dumps({"event": "note", "text": "x" * 3000}).encode() + b"\n"
+    chunk = line * (BYTES_PER_S // len(line))
+
+    for _ in range(2 * BURST_BYTES // len(chunk)):
+        desk.take(1, chunk)
+    burst = desk.path.stat().st_size
+    assert BURST_BYTES / 2 < burst < 1.1 * BURST_BYTES and desk.num_refused[1] > 1
+    desk.take(3, chunk)
+    assert 3 not in desk.num_refused
+    size = desk.path.stat().st_size
+    desk.now_s += 1.0
+    desk.take(1, chunk)
+    assert desk.path.stat().st_size > size + len(chunk) / 2
+    # 2 notes and a few counts, however much is refused.
+    assert len(desk.written("refused_reports")) < 10
+
+
+def test_a_report_that_is_no_text_ends_the_link(desk: Desk) -> None:
+    frame = Frame(MessageKey(Kind.REPORT), (torch.zeros(3),), 0, 0.0, 52)
+
+    with pytest.raises(FrameError, match="report of rank 1"):
+        desk.intake.take(1, frame)
+
+
+def test_the_table_of_events_names_every_event_and_field_that_a_rank_reports() -> None:
+    seen = set()
+    for file in sorted(XCLOUD.rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            first = call.args[0] if call.args else None
+            if call.func.attr != "event" or not isinstance(first, ast.Constant):
+                continue
+            if first.value in OF_RANK_0:
+                known = {*OF_RANK_0[first.value].split()}
+            else:
+                known = {*EVENT_KINDS[first.value].needs, *EVENT_KINDS[first.value].may}
+            fields = {k.arg for k in call.keywords if k.arg} - {"now", "cloud", "samples_text"}
+            assert fields <= known, (file, first.value, fields)
+            seen.add(first.value)
+    assert {"step", "quality", "fed", "timeline", "absence", "resume"} <= seen
+
+
+def test_a_log_on_disk_with_any_line_is_read_to_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one written by an earlier release, which took every line."""
+    config = OmegaConf.create(toy_config("local"))
+    configs.write(config, tmp_path / configs.EXPERIMENT_FILE)
+    head = {"rank": 0, "cloud": "local"}
+    bad: list[bytes] = [
+        DEEP, b'{"event":"note","text":' + DEEP, b"\xff", b'{"event":"step","step":1e999}',
+        *(json.dumps({**head, **line}).encode() for line in (
+            {"event": "step", "step": 1 << 80, "step_s": 1.0},
+            {"event": "resume", "step": 1 << 80},
+            {"event": "quality", "split": "test", "step": 1, "values": {"bleu": "x"}},
+            {"event": "quality", "split": "test", "step": 1, "values": {}, "signature": 3},
+            {"event": "step", "step": 1, "step_s": 1.0, "loss": "x"},
+            {"event": "note", "text": "x", "t": 1e300},
+            {"event": "note", "text": "x", "t": "noon"},
+        )),
+    ]  # fmt: skip
+    last = json.dumps({**head, "event": "finish", "t": 5.0}).encode()
+    (tmp_path / EVENTS_FILE).write_bytes(b"\n".join([*bad, last]) + b"\n")
+
+    monitor = Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path)
+    monitor.start()
+    monitor.poll()
+
+    assert monitor.finished_ranks == {0}
+    assert monitor.finish(None)["status"] == "finished"
+
+
+def test_a_monitor_that_fails_still_leaves_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs.write(OmegaConf.create(toy_config("local")), tmp_path / configs.EXPERIMENT_FILE)
+    audit_file(tmp_path, 0).write_text("{}")
+
+    def fail(self: Monitor, is_again: bool = False) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(Monitor, "start", fail)
+    monkeypatch.setattr(monitors.signal, "signal", lambda *_: None)
+    caplog.set_level(logging.CRITICAL)
+    file = tmp_path / configs.EXPERIMENT_FILE
+    assert main([str(tmp_path), "--experiment", str(file), "--parent", "1"]) == 1
+    summary = read_summary(tmp_path)
+    assert summary["status"] == "failed" and "no more" in summary["cause"]
+
+
+def test_a_reporter_s_own_lines_pass(desk: Desk) -> None:
+    reporter = Reporter(1, "a", lambda data: desk.take(1, data))
+    reporter.event("phase", name="loading")
+    reporter.note("größer als zuvor")
+    reporter.event("finish", now=True, num_steps=20)
+
+    assert [event["event"] for event in desk.written()] == ["phase", "note", "finish"]
+    assert desk.num_refused == {}

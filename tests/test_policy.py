@@ -1,0 +1,415 @@
+"""Experiment files that come from elsewhere: read as data, and held against this cloud's policy.
+Attacks by the numbers of docs/security.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from tests.configs import CONF, composed
+from tests.one_way_toy import cloud, feed_config
+from tests.runs import start
+from tests.toy import toy_config
+from xcloud.errors import ConfigError
+from xcloud.job import config as configs
+from xcloud.job import data_file
+from xcloud.job.follow_up import compose_follow_up
+from xcloud.project import project_root
+from xcloud.run.monitor import monitor_of
+from xcloud.security.constructors import CONSTRUCTORS
+from xcloud.security.policy import Policy
+
+Reader = Callable[[Path], object]
+READERS: dict[str, Reader] = {
+    "translate, generate, export": configs.read_job,
+    "resume": lambda file: configs.with_overrides(file, [], CONF),
+    "worker": lambda file: configs.shared_job(configs.read_config(file), file.parent),
+    "monitor": lambda file: monitor_of(file.parent, file),
+}
+SHARING = {name: READERS[name] for name in ("worker", "monitor")}
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives this cloud a policy; the defaults until it is called."""
+
+    def give(**settings: object) -> None:
+        file = tmp_path / "policy of this cloud.yaml"
+        file.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)))
+        monkeypatch.setenv("XCLOUD_POLICY", str(file))
+
+    give()
+    return give
+
+
+def written(folder: Path, config: DictConfig | None = None, **changed: object) -> Path:
+    """An experiment file with settings changed, by dotted name with __ for the dot."""
+    config = composed("+exp=abnet_iwslt") if config is None else config
+    settings = {key.replace("__", "."): value for key, value in changed.items()}
+    file = folder / "experiment.yaml"
+    configs.write(configs.changed(config, settings), file)
+    return file
+
+
+def refused(read: Reader, file: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(file)
+    return str(error.value)
+
+
+def test_the_list_of_constructors_is_that_of_conf() -> None:
+    found = set[str]()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            found.add(str(node.get("_target_")))
+        for entry in node.values() if isinstance(node, dict) else node:
+            if isinstance(entry, dict | list):
+                walk(entry)
+
+    for path in CONF.rglob("*.yaml"):
+        walk(OmegaConf.to_container(OmegaConf.load(path)))
+    ours = {name for name in found if name.startswith("xcloud.")}
+    assert ours == CONSTRUCTORS, "xcloud/security/constructors.py"
+
+
+def test_every_constructor_is_of_the_module_that_its_name_says() -> None:
+    for name in CONSTRUCTORS:
+        found = get_object(name)
+        assert f"{found.__module__}.{found.__qualname__}" == name
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    ("target", "more"),
+    [
+        ("pathlib.Path.write_text", {"self": "OWNED", "data": "x"}),
+        ("distutils.spawn.spawn", {"cmd": ["touch", "OWNED"]}),
+        ("torch.load", {"f": "OWNED", "weights_only": False}),
+        ("xcloud.record.whole_file.Path.write_text", {"self": "OWNED", "data": "x"}),
+        ("xcloud.comm.cast.Cast.__init__", {}),
+        ("evil_module.Anything", {}),
+        (["os.system"], {}),
+        ({"_target_": "os.getcwd"}, {}),
+    ],
+    ids=str,
+)
+def test_attacks_1_to_3_a_target_that_is_no_constructor_is_neither_imported_nor_called(
+    read: Reader,
+    target: object,
+    more: dict[str, object],
+    tmp_path: Path,
+    policy: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owned = tmp_path / "owned"
+    (tmp_path / "evil_module.py").write_text(f"open({str(owned)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    spelled = {k: str(owned) if v == "OWNED" else v for k, v in more.items()}
+    file = written(tmp_path, tracker={"_target_": target, **spelled})
+
+    message = refused(read, file)
+
+    assert message.startswith("tracker._target_ is ") and "policy.yaml" in message
+    assert not owned.exists() and "evil_module" not in sys.modules
+
+
+@pytest.mark.parametrize("key", ["_partial_", "_args_", "_recursive_", "_convert_"])
+def test_a_file_cannot_change_how_a_constructor_is_called(
+    key: str, tmp_path: Path, policy: object
+) -> None:
+    file = written(tmp_path, **{f"tracker__{key}": True})
+    assert refused(configs.read_job, file).startswith(f"tracker.{key}: ")
+
+
+def test_a_constructor_that_the_policy_names_is_called(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    file = written(tmp_path, OmegaConf.create(toy_config("local")))
+    message = refused(configs.read_job, file)
+    assert message.endswith("constructors: [tests.toy.ToyTask]")
+
+    policy(constructors=["tests.toy.ToyTask", "tests.toy.ToyModel"])
+
+    assert configs.read_job(file).name == "toy"
+
+
+@pytest.mark.slow
+def test_a_class_of_the_users_own_runs_on_one_machine_without_a_policy(
+    tmp_path: Path, policy: object
+) -> None:
+    assert start(tmp_path, toy_config("two_clouds"))["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_worker_under_torchrun_refuses_before_it_joins(tmp_path: Path, policy: object) -> None:
+    owned = tmp_path / "owned"
+    target = {"_target_": "pathlib.Path.write_text", "self": str(owned), "data": "x"}
+    file = written(tmp_path, tracker=target)
+    worker = subprocess.run(
+        [sys.executable, "-m", "xcloud", "worker", str(file)],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
+        stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    assert worker.returncode == 1
+    assert "tracker._target_ is 'pathlib.Path.write_text'" in worker.stderr
+    assert not owned.exists()
+
+
+def test_what_follows_a_run_that_was_read_may_call_no_more_than_the_run(
+    tmp_path: Path, policy: object
+) -> None:
+    owned = tmp_path / "owned"
+    target = ["_target_=pathlib.Path.write_text", f"self={owned}", "data=x"]
+    words = ["tracker=none", *(f"++tracker.{word}" for word in target)]
+    config = composed("+exp=electra_multilingual")
+    config.follow_up = ["+exp=xnli_zero_shot", *words]
+
+    with pytest.raises(ConfigError, match=r"tracker\._target_ is 'pathlib"):
+        compose_follow_up(config, CONF, tmp_path, own=False)
+    assert not owned.exists()
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("spelled", ["${oc.env:A_SECRET}", '"\\x24{oc.env:A_SECRET}"'])
+def test_attack_4_no_interpolation_is_resolved(
+    read: Reader, spelled: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "of company B")
+    file = written(tmp_path)
+    text = file.read_text()
+    assert "name: pipeline" in text
+    file.write_text(text.replace("name: pipeline", f"name: {spelled}"))
+
+    message = refused(read, file)
+
+    assert "an interpolation" in message and "of company B" not in message
+
+
+@pytest.mark.parametrize("read", SHARING.values(), ids=SHARING)
+def test_attack_5_a_file_outside_is_not_even_digested(
+    read: Reader, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(path: Path) -> bytes:
+        raise AssertionError(f"{path} was read")
+
+    secret = tmp_path.parent / "secret.json"
+    secret.write_text("{}")
+    tokenizer = {"_target_": "xcloud.tasks.tokenizer.FileTokenizer", "path": str(secret)}
+    file = written(tmp_path, task__source_tokenizer=tokenizer)
+    monkeypatch.setattr(Path, "read_bytes", reads)
+
+    assert refused(read, file).startswith(f"task.source_tokenizer.path is '{secret}'")
+
+
+ALIASES = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 10)}]\n" for name in "bcdef"
+)
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{ALIASES}_target_: x\n", "line 1: an anchor or alias"),
+        ("_target_: x\na: " + "[" * 100_000, "more than 32 values in each other"),
+        ("_target_: x\n" + "a:\n" + " - 1\n" * 10_000, "more than 4000 keys and values"),
+        (f"_target_: x\na: {'b' * 20_000}\n", "more than 10000 characters in a value"),
+        ("#" * 300_000, "longer than 128000 bytes"),
+        ("_target_: !!python/name:os.system x\n", "a tag (!)"),
+        ("_target_: x\n_target_: y\n", "duplicate key"),
+    ],
+    ids=["aliases", "deep", "many", "long", "large", "tag", "twice"],
+)
+def test_attack_6_nothing_is_built_of_a_file_that_would_take_long(
+    read: Reader,
+    text: str,
+    said: str,
+    tmp_path: Path,
+    policy: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "experiment.yaml"
+    file.write_text(text)
+    if said != "duplicate key":
+        monkeypatch.setattr(data_file, "OmegaConf", None)
+
+    assert said in refused(read, file)
+
+
+def test_a_plan_on_paper_is_read_as_data_too(tmp_path: Path) -> None:
+    file = tmp_path / "clouds.yaml"
+    file.write_text("clouds: ${oc.env:HOME}\n")
+    assert "an interpolation" in refused(configs.read_plain, file)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "no file" in refused(configs.read_plain, tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("read", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cluster.clouds.cloud_a.num_ranks", 10**9),
+        ("cache_dir", "/"),
+        ("cache_dir", "xcloud"),
+        ("cache_dir", ".cache/../conf"),
+        ("tracker.root", "/srv/other"),
+        ("tracker.uri", "http://inside:5000"),
+        ("task.path", "/srv/other_department"),
+        ("task.path", "~root/corpus"),
+        ("task.path", "../../elsewhere"),
+        ("task.path", "a\0b"),
+        ("task.files", ["fine.txt", "/etc/passwd"]),
+        ("task.name_or_path", "/srv/model"),
+    ],
+    ids=str,
+)
+def test_attack_7_folders_addresses_and_ranks_are_bounded(
+    read: Reader, key: str, value: object, tmp_path: Path, policy: object
+) -> None:
+    file = written(tmp_path, **{key.replace(".", "__"): value})
+    message = refused(read, file)
+    assert key in message.split(" ")[0] and "policy.yaml" in message
+
+
+def test_a_link_in_the_project_leads_nowhere_else(
+    tmp_path: Path, policy: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, other = tmp_path / "project", tmp_path / "other"
+    project.mkdir()
+    other.mkdir()
+    (project / "link").symlink_to(other)
+    monkeypatch.setattr("xcloud.security.policy.project_root", lambda: project)
+    settings = {"task": {"path": "link"}}
+
+    with pytest.raises(ConfigError, match=r"task\.path is 'link'"):
+        Policy().check(settings, tmp_path / "run")
+    Policy(read=[".", str(other)]).check(settings, tmp_path / "run")
+
+
+def test_a_relative_path_is_looked_up_where_the_process_runs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"task\.path is 'corpus'"):
+        Policy().check({"task": {"path": "corpus"}}, tmp_path / "run")
+    Policy().check({"task": {"path": "corpus"}}, tmp_path)
+
+
+def test_a_policy_may_allow_less_than_the_defaults(tmp_path: Path) -> None:
+    narrow = Policy(read=["docs"], clouds=["a"], max_ranks=4)
+    narrow.check({"task": {"path": "docs/plans", "kind": "a word"}}, tmp_path)
+    for settings, said in (
+        ({"task": {"path": "tests"}}, r"task\.path is 'tests'.*read: \[docs, tests\]"),
+        ({"cluster": {"clouds": {"a": {}, "b": {}}}}, r"cluster\.clouds is 'b'.*clouds: \[a, b\]"),
+        ({"a": {"num_ranks": 3}, "b": [{"num_ranks": 2}]}, r"b\[0\]\.num_ranks.*max_ranks: 5"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            narrow.check(settings, tmp_path)
+
+
+def test_what_a_policy_allows_is_read_written_and_contacted(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    changed = {
+        "cache_dir": "/srv/cache",
+        "tracker__root": "/srv/cache/mlflow",
+        "tracker__uri": "http://inside:5000",
+        "task__cache_dir": "/srv/cache",
+    }
+    file = written(tmp_path, **changed)
+    for key, line in (
+        ("write", "write: [.cache, mlruns, /srv/cache]"),
+        ("addresses", "addresses: [http://inside:5000]"),
+    ):
+        assert refused(READERS["worker"], file).endswith(line)
+        policy(
+            write=["/srv/cache"],
+            **({"addresses": ["http://inside:5000"]} if key == "addresses" else {}),
+        )
+
+    READERS["worker"](file)
+
+
+def test_the_file_cannot_widen_who_may_hold_what(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    file = written(tmp_path)
+    policy(holders={"source": ["cloud_a"], "labels": []}, weights={"head": ["cloud_b"]})
+    READERS["worker"](file)
+
+    policy(holders={"source": ["cloud_b"]})
+    assert "a cloud that holds 'source' is 'cloud_a'" in refused(READERS["worker"], file)
+    policy(weights={"head": ["cloud_a"]})
+    assert refused(READERS["worker"], file).endswith("weights: {head: [cloud_a, cloud_b]}")
+
+
+def test_a_rule_that_a_one_way_job_cannot_keep_refuses_it(
+    tmp_path: Path, policy: Callable[..., None]
+) -> None:
+    clouds = {"d": cloud(1), "a": cloud(1, 1.0)}
+    file = written(tmp_path, OmegaConf.create(feed_config(clouds, "local")))
+    own = ["tests.one_way_toy.ToyFeed"]
+    policy(constructors=own)
+    READERS["worker"](file)
+    policy(constructors=own, holders={"text": ["d"]})
+    assert "has holders, and a job of this kind" in refused(READERS["worker"], file)
+
+
+@pytest.mark.parametrize("exp", sorted(path.stem for path in (CONF / "exp").glob("*.yaml")))
+def test_a_file_that_we_write_is_read_by_every_cloud(
+    exp: str, tmp_path: Path, policy: object
+) -> None:
+    name = ["task.tokenizer.name_or_path=minilm"] if exp == "xnli_zero_shot" else []
+    config = composed(f"+exp={exp}", *name)
+    file = written(tmp_path, config)
+    job = configs.shared_job(configs.read_config(file), tmp_path)
+    assert job.headline == configs.job_from_config(config).headline
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("constructor: [a.B]", "may have these keys: constructors, read, .* got {'constructor'"),
+        ("clouds: cloud_a", "clouds must be a list, got 'cloud_a'"),
+        ("holders: {source: a}", "holders must be lists of clouds, by name, got {'source': 'a'}"),
+        ("weights: [head]", "weights must be lists of clouds, by name, got"),
+        ("max_ranks: 0", "max_ranks must be a whole number >= 1, got 0"),
+        ("- a", "may have these keys"),
+        ("read: ['${oc.env:HOME}']", "an interpolation"),
+    ],
+)
+def test_a_wrong_policy_is_refused_by_its_key(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    monkeypatch.setenv("XCLOUD_POLICY", str(file))
+    with pytest.raises(ConfigError, match=said):
+        configs.this_clouds_policy()
+    monkeypatch.setenv("XCLOUD_POLICY", str(tmp_path / "missing.yaml"))
+    with pytest.raises(ConfigError, match="no file"):
+        configs.this_clouds_policy()
+
+
+def test_the_policy_of_the_project_is_taken_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XCLOUD_POLICY")
+    monkeypatch.setattr(configs, "project_root", lambda: tmp_path)
+    assert configs.this_clouds_policy() == Policy()
+    (tmp_path / "policy.yaml").write_text("max_ranks: 7\n")
+    assert configs.this_clouds_policy() == Policy(max_ranks=7)
+    assert project_root() != tmp_path

@@ -1,0 +1,45 @@
+"""What a step sent between clouds, and how an evaluation's predictions come together."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from xcloud.cluster.frame import Kind
+from xcloud.cluster.link import LinkStats
+from xcloud.comm.step_clock import StepClock
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.run.evaluation import gather_predictions
+from xcloud.run.wan_meter import WanMeter
+from xcloud.training.trainer import StepReport
+
+
+def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> None:
+    """The middle of three clouds sends activations on, and gradients back."""
+    before, behind, control = LinkStats(), LinkStats(), LinkStats()
+    wiring: Any = SimpleNamespace(
+        wan_records=[SimpleNamespace(to=cloud) for cloud in "aca"],
+        wan_stats=[before, behind, control],
+        wan_sends=[], replicas=None, tied=None, is_emulated=True,
+    )  # fmt: skip
+    meter = WanMeter(wiring)
+    for step in (1, 2):
+        before.count_line(Kind.GRADIENT, 0.25 * step)
+        behind.count_line(Kind.ACTIVATION, 0.5)
+        behind.count_line(Kind.ACTIVATION, 0.125)
+        control.count_line(Kind.NORM, 0.75)
+    event = meter.describe(StepReport(2, 1.0, StepClock(), 0.1, None, None, 0, 0.0))
+
+    assert event["line_busy_s"] == {"forward": {"c": 1.25}, "backward": {"a": 0.75}}
+
+
+def test_a_long_split_is_gathered_sample_by_sample_without_copying_the_rest() -> None:
+    """In time that grows with its square, this takes longer than a test may."""
+    mine = {ident: [ident % 7] * 24 for ident in range(200_000)}
+
+    assert gather_predictions(mine, RankGroup.alone()) == mine
+
+
+def test_predictions_of_any_length_come_together() -> None:
+    mine = {3: [1, 2, 3], 0: [], 7: [9]}
+
+    assert gather_predictions(mine, RankGroup.alone()) == mine
+    assert gather_predictions({}, RankGroup.alone()) == {}

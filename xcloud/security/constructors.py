@@ -1,0 +1,46 @@
+"""xcloud's constructors: what an experiment file may name as a `_target_` although this cloud's
+policy does not allow it. They are those of conf/ (tests/test_policy.py compares).
+"""
+
+CONSTRUCTORS = frozenset(
+    f"xcloud.{name}"
+    for name in """
+cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
+cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
+comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
+comm.per_border.PerBorder comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
+comm.phases.Phased comm.power_sgd.PowerSgd comm.quantize.BlockInt comm.sparsify.RandomK
+comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
+electra.config.DiscriminatorSettings electra.config.Generator electra.model.MultilingualElectra
+job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining
+models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
+models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
+models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
+models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
+models.public_backbone.PublicBackbone models.split_point.Split models.transformer.Transformer
+parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
+parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer
+parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
+parallel.strategy.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
+plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
+record.tracking.MlflowTracker record.tracking.NullTracker security.defences.Defences
+security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
+security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
+security.privacy.CloudPrivacy security.privacy.SamplePrivacy security.privacy.no_privacy
+security.visibility.Visibility tasks.classification.classification_from_demo
+tasks.classification.classification_from_files tasks.classification.classification_from_hub
+tasks.corpus.monolingual.DemoText tasks.corpus.monolingual.HubText
+tasks.corpus.text_folder.FolderText tasks.cross_lingual.cross_lingual_from_demo
+tasks.cross_lingual.cross_lingual_from_files tasks.cross_lingual.cross_lingual_from_hub
+tasks.glue.glue_from_demo tasks.glue.glue_from_files tasks.glue.glue_from_hub
+tasks.language_modelling.language_modelling_from_demo
+tasks.language_modelling.language_modelling_from_files
+tasks.language_modelling.language_modelling_from_hub tasks.multilingual_text.MultilingualText
+tasks.public_text.PublicText tasks.question_answering.squad_from_demo
+tasks.question_answering.squad_from_files tasks.question_answering.squad_from_hub
+tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
+tasks.translation.translation_from_demo tasks.translation.translation_from_files
+tasks.translation.translation_from_hub tasks.translation.translation_from_paper
+training.optimizer.Optimizer training.settings.Checkpoints training.settings.Training
+""".split()
+)

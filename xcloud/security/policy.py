@@ -1,0 +1,158 @@
+"""policy.yaml of one cloud: bounds that an experiment file from elsewhere cannot widen, checked
+before anything that it names is imported. Never sent. What it stops: docs/security.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from xcloud.checks import check_int
+from xcloud.errors import ConfigError
+from xcloud.project import project_root
+from xcloud.security.constructors import CONSTRUCTORS
+
+POLICY_FILE = "policy.yaml"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an experiment file may ask of this cloud. Folders are relative to the project's.
+
+    constructors: full names of those besides xcloud's own that it may call.
+    read, write: folders below which it may name files; what may be written may be read. The run
+        folder is always among them. Written are cache_dir and the tracker's folder.
+    addresses: the tracking servers it may name, as written there.
+    clouds: names of those that may take part; None: any.
+    holders, weights: as security.holders and security.weights, beside those of the file.
+    max_ranks: of all clouds together.
+    """
+
+    constructors: Sequence[str] = ()
+    read: Sequence[str] = (".",)
+    write: Sequence[str] = (".cache", "mlruns")
+    addresses: Sequence[str] = ()
+    clouds: Sequence[str] | None = None
+    holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_ranks: int = 1024
+
+    @classmethod
+    def of(cls, settings: object, file: Path) -> Policy:
+        """Of what a file holds. Raises ConfigError."""
+        known = [one.name for one in fields(cls)]
+        if not isinstance(settings, Mapping) or not settings.keys() <= set(known):
+            raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {settings!r}")
+        for key, value in settings.items():
+            if key == "max_ranks":
+                check_int(f"{file}: max_ranks", value, 1)
+                continue
+            by_name = key in ("holders", "weights")
+            lists = list(value.values()) if isinstance(value, Mapping) else [value]
+            are_lists = all(isinstance(entry, list) for entry in lists)
+            if not are_lists or isinstance(value, Mapping) != by_name:
+                what = "lists of clouds, by name" if by_name else "a list"
+                raise ConfigError(f"{file}: {key} must be {what}, got {value!r}")
+        return cls(**settings)
+
+    def check_build(self, settings: Mapping[str, Any]) -> None:
+        """Refuse what building the job would call or make that it may not."""
+        num_ranks = 0
+        for where, key, value in _entries(settings):
+            if key == "_target_":
+                known = value in self.constructors or str(value) in CONSTRUCTORS
+                if not (known and isinstance(value, str)):
+                    more = _line("constructors", *self.constructors, str(value))
+                    raise _refusal(where, value, "xcloud's and this cloud's constructors", more)
+            elif key.startswith("_"):
+                raise ConfigError(f"{where}: an experiment file has no such key")
+            elif key == "num_ranks" and isinstance(value, int):
+                num_ranks += value
+                if num_ranks > self.max_ranks:
+                    allowed = f"{self.max_ranks} ranks in all"
+                    raise _refusal(where, value, allowed, f"max_ranks: {num_ranks}")
+
+    def check(self, settings: Mapping[str, Any], run_dir: Path) -> None:
+        """The same, and what running it would read, write or contact, and with whom."""
+        self.check_build(settings)
+        for where, key, value in _entries(settings):
+            if where == "cluster.clouds" and isinstance(value, Mapping):
+                for name in value:
+                    if self.clouds is not None and name not in self.clouds:
+                        more = _line("clouds", *self.clouds, str(name))
+                        raise _refusal(where, name, ", ".join(self.clouds), more)
+            if not isinstance(value, str) or key == "_target_" or value in self.addresses:
+                continue
+            if "://" in value:
+                allowed = ", ".join(self.addresses) or "no address"
+                raise _refusal(where, value, allowed, _line("addresses", *self.addresses, value))
+            use = "write" if key == "cache_dir" or where == "tracker.root" else "read"
+            folders = [*self.write, *(self.read if use == "read" else ()), str(run_dir.absolute())]
+            if not _lies_below(value, folders, use == "read"):
+                allowed = f"files below {', '.join(folders)} (in {project_root()})"
+                raise _refusal(where, value, allowed, _line(use, *getattr(self, use), value))
+
+    def check_held(
+        self, clouds: Iterable[str], held_by: Callable[[str, str], frozenset[str] | None]
+    ) -> None:
+        """held_by: Job.held_by, of the job that was built."""
+        for what, cloud in product(("holders", "weights"), clouds):
+            rule: Mapping[str, Sequence[str]] = getattr(self, what)
+            held = held_by(cloud, what) if rule else frozenset()
+            if held is None:
+                raise ConfigError(
+                    f"{POLICY_FILE} of this cloud has {what}, and a job of this kind has no "
+                    "fields or parts that it could restrict; without that rule it can run"
+                )
+            for name in sorted(held & rule.keys()):
+                if cloud not in rule[name]:
+                    more = f"{what}: {{{_line(name, *rule[name], cloud)}}}"
+                    allowed = f"{name!r} only in {', '.join(rule[name]) or 'no cloud'}"
+                    raise _refusal(f"a cloud that holds {name!r}", cloud, allowed, more)
+
+
+def _line(key: str, *names: str) -> str:
+    return f"{key}: [{', '.join(names)}]"
+
+
+def _refusal(where: str, came: object, allowed: str, line: str) -> ConfigError:
+    return ConfigError(
+        f"{where} is {came!r}, but an experiment file from elsewhere is allowed {allowed}. If you "
+        f"want this, put it into {POLICY_FILE} of this cloud: {line}"
+    )
+
+
+def _entries(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Whatever nested containers hold, containers too: dotted name, last key, value."""
+    if isinstance(node, Mapping):
+        named = [(f"{path}.{key}" if path else str(key), str(key), node[key]) for key in node]
+    else:
+        parts = node if isinstance(node, list) else []
+        last = path.rsplit(".", 1)[-1]
+        named = [(f"{path}[{index}]", last, entry) for index, entry in enumerate(parts)]
+    for where, key, value in named:
+        yield where, key, value
+        yield from _entries(value, where)
+
+
+def _lies_below(value: str, folders: Sequence[str], reads: bool) -> bool:
+    """Whether a value, should it be a path, leads nowhere else: links are followed, and it may be
+    relative to the project or to where this process runs. A word that names nothing in the project
+    is no path that can be read."""
+    root = project_root()
+    below = [os.path.realpath(root / os.path.expanduser(folder)) for folder in folders]
+    path = os.path.expanduser(value or ".")
+    try:
+        places = [Path(os.path.realpath(root / path))]
+        if os.path.lexists(path):
+            places.append(Path(os.path.realpath(path)))
+    except ValueError:  # a character that no path has
+        return False
+    is_inside = places[0].is_relative_to(os.path.realpath(root))
+    if reads and is_inside and not os.path.exists(places[0]):
+        del places[0]
+    return all(any(place.is_relative_to(folder) for folder in below) for place in places)
