@@ -2,6 +2,7 @@
 Go on with one that was interrupted: python run.py resume=outputs/DATE/TIME [training.max_steps=N]
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ sys.path.append(str(Path(__file__).parent / "xcloud" / "_hydra"))
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parent / "conf"
 RESUME, ANEW = "resume=", "resume_anew=true"
@@ -94,15 +97,17 @@ if __name__ == "__main__":
     if any(word.startswith(RESUME) for word in sys.argv[1:]):
         go_on(sys.argv[1:])
         sys.exit()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # it raises what is said better here
     try:
         main()
-    except SystemExit as ended:
-        if ended.code == 1 and not composed:  # Hydra has said which key, not which there are
-            from xcloud.job.config import hints
+    except (HydraException, OmegaConfBaseException) as error:
+        if composed:
+            raise
+        from xcloud.job.hints import explained
 
-            for line in hints([word for word in sys.argv[1:] if not word.startswith("-")], CONF):
-                print(f"xcloud: {line}", file=sys.stderr, flush=True)
-        raise
+        for line in explained(error, [w for w in sys.argv[1:] if not w.startswith("-")], CONF):
+            print(f"xcloud: {line}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:  # before a run began, or after a sweep's last
         print("xcloud: interrupted; nothing was running", file=sys.stderr, flush=True)
         sys.exit(130)

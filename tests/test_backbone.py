@@ -38,7 +38,8 @@ def test_the_second_call_takes_the_same_weights_from_the_cache(tmp_path: Path) -
     lines: list[str] = []
     where = context(tmp_path, report=lines.append)
     first = SMALL.weights("source", where)
-    assert "pretraining on 40 texts, 3 steps" in lines[0] and "kept as" in lines[-1]
+    assert "pretraining on 40 texts: 3 steps" in lines[0] and "kept as" in lines[-1]
+    assert "for fewer model.backbone.pretraining.steps=N" in lines[0]
     lines.clear()
     second = SMALL.weights("source", where)
     assert len(lines) == 1
@@ -67,6 +68,14 @@ def test_another_text_setting_vocabulary_or_code_is_another_backbone(
     assert made(vocabularies={"source": TokenIds(25, 0, 1, 2, 3)}) == 6
     monkeypatch.setattr(backbone, "CODE_VERSION", 99)
     assert made() == 7
+
+
+def test_caches_of_earlier_releases_are_found() -> None:
+    config = SMALL.config("source", {"source": IDS}, 16)
+    own = dataclasses.replace(SMALL, pretraining=MaskedLanguageModelling())
+    assert own._key(config, IDS, [[5, 6]]) == "f7cdbfdd4c9367b9a5fd9958434f330f"
+    other = dataclasses.replace(own, pretraining=MaskedLanguageModelling(max_epochs=3))
+    assert other._key(config, IDS, [[5, 6]]) != "f7cdbfdd4c9367b9a5fd9958434f330f"
 
 
 def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:

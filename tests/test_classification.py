@@ -48,7 +48,8 @@ def test_it_is_a_task(task: Classification, data: ClassificationData) -> None:
     as_data: TaskData = data
     assert as_task.describe() == "qnli (demo questions and sentences)"
     assert as_data.describe() == (
-        "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, seed 7"
+        "qnli (demo questions and sentences): 60 train, 10 dev, 20 test, seed 7, "
+        "labels are those of qnli: entailment, not_entailment"
     )
     assert as_data.head == Head("classes", 2)
     assert as_data.text_fields == {"text"}

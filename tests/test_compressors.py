@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.codecs import COMPRESSORS, ERRORS
+from tests.codecs import COMPRESSORS, ERRORS, rounding
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Cast
 from xcloud.comm.compressor import Compressor
@@ -109,8 +109,9 @@ def test_the_ends_of_float16_are_reached_without_overflow(compressor: Compressor
 
         assert seen.isfinite().all(), scale
         if "stochastic" not in compressor.label:
-            bound = 0.3 if "int4(" in compressor.label else 0.02
-            assert relative_error(tensor.flatten()[: len(kept)], kept) < bound, scale
+            assert relative_error(tensor.flatten()[: len(kept)], kept) < rounding(compressor), (
+                scale
+            )
 
 
 @every_compressor

@@ -200,7 +200,7 @@ def test_what_is_unclear_is_refused_with_the_names_there_are(
         (
             "train.tsv",
             b"fr\ten\na\tb\n",
-            r"no column es; the header has fr, en\. Choose with task\.source",
+            r"no column es; it has fr, en\. Choose with task\.source",
         ),
         ("train.tsv", b"es\ten\na\tb\nc\n", "line 3: 1 columns.*header has 2"),
         ("train.tsv", b"es\ten\n", "has no rows"),
@@ -220,6 +220,14 @@ def test_malformed_files_say_what_was_expected(
     with pytest.raises(DataError, match=message) as caught:
         read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_column_is_found_before_any_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_bytes(b"fr\ten\na\tb\n")
+    pairs = Pairs(Folder(str(tmp_path)))
+    pairs.check("fr", "en")
+    with pytest.raises(DataError, match=r"train\.tsv: no column es; it has fr, en"):
+        pairs.check("es", "en")
 
 
 def test_unequal_sides_of_a_line_pair_are_counted(tmp_path: Path) -> None:

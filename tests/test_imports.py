@@ -33,7 +33,9 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
     "electra": {"models", "tasks", "training"},
     "models": {"training"},  # its optimizer, to pretrain a backbone
 }
-HYDRA = {"job/config.py", "job/data_file.py", "job/follow_up.py", "run/local.py"}
+HYDRA = {
+    *("job/config.py", "job/data_file.py", "job/follow_up.py", "job/hints.py", "run/local.py"),
+}
 MLFLOW = {"record/mlflow_sender.py", "record/mlflow_store.py"}
 
 

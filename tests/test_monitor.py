@@ -16,6 +16,7 @@ from xcloud.job import config as configs
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run import local
+from xcloud.run import monitor as module
 from xcloud.run.launch import LocalRanks
 from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
@@ -34,6 +35,15 @@ def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
 
 def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) -> None:
     assert monitor_after([("finish", 0), ("finish", 1)], tmp_path).finished_ranks == {0, 1}
+
+
+def test_a_run_that_never_trained_has_no_links_to_compare_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "places_of", lambda recorded: {"compare at": "http://"})
+    monitor_after([("start", 0)], tmp_path).finish("no column es")
+    said = capsys.readouterr().out
+    assert "cause: no column es" in said and "compare at" not in said
 
 
 def test_ranks_that_stopped_in_an_earlier_attempt_have_not_finished(tmp_path: Path) -> None:

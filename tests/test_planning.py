@@ -21,6 +21,7 @@ from xcloud.comm.quantize import BlockInt
 from xcloud.contracts.stage import Batch, StageOutput
 from xcloud.errors import ConfigError
 from xcloud.job import config as configs
+from xcloud.parallel.schedule import GPipe
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
@@ -239,6 +240,17 @@ def test_without_a_plan_the_config_stays() -> None:
 
     assert planned(config, Path("nowhere")) is config
     assert "plan" not in configs.plain_settings(config)  # as in runs of earlier releases
+
+
+class BackwardFirst(GPipe):
+    pass
+
+
+def test_a_schedule_of_ones_own_is_not_priced_as_the_one_it_derives_from(tmp_path: Path) -> None:
+    config = toy(tmp_path, "plan=show")
+    config.schedule._target_ = f"{BackwardFirst.__module__}.BackwardFirst"
+    with pytest.raises(ConfigError, match=r"schedules like BackwardFirst.* are not priced yet"):
+        planned(config, tmp_path / "run")
 
 
 def test_what_cannot_be_planned_is_refused_in_words(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import math
 from collections import Counter
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS, texts
 from xcloud.errors import ConfigError, DataError
-from xcloud.models import pretraining
+from xcloud.models import descent, pretraining
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.pretraining import MaskedLanguageModelling, mask_tokens, pretrain
@@ -75,12 +77,87 @@ def test_the_result_depends_on_the_seed_and_not_on_reports_or_the_callers_random
 
     lines: list[str] = []
     quiet, other = weights(0), weights(1)
-    assert not lines
-    monkeypatch.setattr(pretraining, "REPORT_EVERY_S", 0.0)
+    assert lines == 2 * [
+        "on 30 texts: 6 steps, 2.0 passes over them; for fewer pretraining.steps=N"
+    ]
+    lines.clear()
+    monkeypatch.setattr(descent, "FIRST_REPORT_S", 0.0)
+    monkeypatch.setattr(descent, "REPORT_EVERY_S", 0.0)
     talking = weights(0)
-    assert len(lines) == 6 and lines[5].startswith("step 6/6, held-out loss ")
+    assert len(lines) == 6  # the first step is no measure of the others
+    assert lines[-1].startswith("step 6/6, about 0 s left, held-out loss ")
     assert all(torch.equal(quiet[name], talking[name]) for name in quiet)
     assert not torch.equal(quiet["layers.0.up.weight"], other["layers.0.up.weight"])
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kept", [{}, {"max_epochs": 50}], ids=["last", "best"])
+def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, int]
+) -> None:
+    monkeypatch.setattr(descent, "SAVE_EVERY_S", 0.0)
+    config = EncoderConfig(**(vars(CONFIG) | {"dropout": 0.1}))
+    settings = MaskedLanguageModelling(
+        steps=24, batch_tokens=64, warmup_steps=2, causal_share=0.4, held_out_share=0.1, **kept
+    )
+    num_steps, lines = 0, list[str]()
+
+    def pretrained(folder: Path, most: int) -> dict[str, torch.Tensor]:
+        network = fresh(config)
+        ahead, num = pretraining._loss, 0
+
+        def counted(encoder: Encoder, batch: pretraining._Guesses) -> object:
+            nonlocal num, num_steps
+            if encoder.training:
+                if num == most:
+                    raise Killed
+                num, num_steps = num + 1, num_steps + 1
+            return ahead(encoder, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pretraining, "_loss", counted)
+            pretrain(network, texts(60), IDS, settings, lines.append, folder)
+        return network.state_dict()
+
+    undisturbed = pretrained(tmp_path / "undisturbed", 99)
+    num_steps = 0
+    for most in (7, 9):
+        with pytest.raises(Killed):
+            pretrained(tmp_path / "interrupted", most)
+    went_on = pretrained(tmp_path / "interrupted", 99)
+    assert "goes on after step 7 of 24, where it was interrupted" in lines
+    assert "goes on after step 16 of 24, where it was interrupted" in lines
+    assert num_steps == 24
+    assert all(torch.equal(undisturbed[name], went_on[name]) for name in undisturbed)
+
+
+def test_steps_follow_the_size_of_the_corpus_and_the_best_weights_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, losses = list[str](), list[float]()
+    settings = MaskedLanguageModelling(
+        steps=5000, batch_tokens=64, warmup_steps=500, learning_rate=1e-2, max_epochs=40
+    )
+    judged = pretraining.evaluate
+
+    def noted(*given: Any) -> pretraining.HeldOutScore:
+        score = judged(*given)
+        losses.append(score.loss)
+        return score
+
+    monkeypatch.setattr(pretraining, "evaluate", noted)
+    score = pretrain(fresh(), texts(40), IDS, settings, lines.append)  # noise: cannot be learned
+    passes = losses[:-1]
+    a_pass = int(lines[0].split(": ")[1].split()[0]) // 40
+    assert 0 < a_pass < 10 and lines[0].endswith("40.0 passes over them; for fewer "
+                                                 "pretraining.max_epochs=N")  # fmt: skip
+    assert lines[-1] == f"ends at step {a_pass * len(passes)}: the held-out loss rises"
+    best = min(passes)
+    assert passes.index(best) == len(passes) - 1 - pretraining.PATIENCE
+    assert score.loss == best < passes[-1]
 
 
 def test_weight_decay_spares_biases_and_norms() -> None:
@@ -161,7 +238,8 @@ def test_settings_are_checked_when_given(change: dict[str, object], words: str) 
 def test_a_causal_batch_predicts_every_token_from_those_before_it() -> None:
     texts = [torch.tensor([IDS.bos, 7, 8, 9, IDS.eos]), torch.tensor([IDS.bos, 9, 7, IDS.eos])]
     encoder, draw = fresh().eval(), torch.Generator().manual_seed(0)
-    found, _, num = pretraining._loss(encoder, texts, IDS, 0.3, draw, causal=True)
+    batch = pretraining._guesses(texts, IDS, 0.3, draw, causal=True)
+    found, num = pretraining._loss(encoder, batch)[0], len(batch.truth_M)
 
     losses = []
     for text in texts:  # each prefix by itself: what comes after it cannot matter

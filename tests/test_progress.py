@@ -79,20 +79,20 @@ def test_loss_is_smoothed_and_starts_unbiased() -> None:
     clock = Clock()
     progress = ProgressLine(100, stream=stream, clock=clock)
     for step, loss in enumerate([4.0, 2.0], start=1):
-        clock.now_s += 10
+        clock.now_s += 30
         progress.update(totals(step, loss=loss))
     first, second = stream.getvalue().splitlines()
     assert "loss 4.000" in first
     assert "loss 2.947" in second  # (0.9 * 4 + 2) / 1.9
 
 
-def test_elsewhere_than_on_a_terminal_a_line_comes_every_ten_seconds() -> None:
+def test_elsewhere_than_on_a_terminal_a_line_comes_every_thirty_seconds() -> None:
     stream = io.StringIO()
     clock = Clock()
     progress = ProgressLine(1000, stream=stream, clock=clock)
     for step in range(1, 204):  # 25 s, eight steps a second
         progress.update(totals(step))
-        clock.now_s += 0.125
+        clock.now_s += 0.375
     progress.close()
 
     lines = stream.getvalue().splitlines()
@@ -129,6 +129,18 @@ def test_a_terminal_that_cannot_rewrite_gets_lines_as_a_file_does(
     progress.close()
 
     assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["step 1", "step 3"]
+
+
+def test_the_last_step_is_printed_before_the_evaluation() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(2, stream=stream, clock=Clock())
+    progress.update(totals(1))
+    progress.update(totals(2))
+    progress.show({"event": "phase", "cloud": "source", "name": "evaluation"})
+    progress.close()
+    assert [line[:8] for line in stream.getvalue().splitlines()] == [
+        *("step 1/2", "step 2/2", "evaluati"),
+    ]
 
 
 def test_notes_stand_above_the_line_and_leave_nothing_of_it() -> None:

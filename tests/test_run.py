@@ -226,6 +226,15 @@ def test_nothing_starts_when_a_setting_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nothing_starts_where_a_gpu_is_asked_for_and_none_is_there(tmp_path: Path) -> None:
+    config = toy_config("two_clouds", ["cluster.clouds.cloud_b.device=cuda"])
+    with pytest.raises(ConfigError, match=r"cluster\.clouds\.cloud_b\.device is cuda, but torch"):
+        start(tmp_path / "run", config)
+
+    assert not (tmp_path / "run").exists()
+
+
 def test_three_hundred_micro_batches_in_flight_do_not_deadlock(tmp_path: Path) -> None:
     schedule = ["schedule=one_forward_one_backward", "schedule.num_micro_batches=300",
                 "schedule.num_in_flight=300"]  # fmt: skip

@@ -1,3 +1,6 @@
+import textwrap
+from pathlib import Path
+
 import pytest
 
 from xcloud.errors import ConfigError
@@ -28,6 +31,10 @@ SCHEDULES = [
     ZeroBubble(6, 3, 1),
     ZeroBubble(6, 1, 99),
 ]
+# The example of docs/add-a-schedule.md, as a newcomer would copy it.
+PAGE = Path(__file__).parent.parent / "docs" / "add-a-schedule.md"
+exec(textwrap.dedent(PAGE.read_text().split("```python\n")[1].split("```")[0]), globals())
+SCHEDULES.append(OneAtATime(6))  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])

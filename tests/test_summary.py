@@ -19,7 +19,7 @@ ALLOWED = REQUIRED | {
     *("cause", "dev_quality", "signatures", "started_at", "wall_s", "sync_s"),
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
     *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
-    *("num_resumes", "num_steps_done_twice", "goodput"),
+    *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
 }
 
 
@@ -48,6 +48,14 @@ def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
 
 def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
     return statistics.summary(**{"name": "a", "status": "finished", "commit": "1a2b3c4", **fields})
+
+
+def test_texts_that_were_cut_are_counted_by_field() -> None:
+    statistics = RunStatistics(num_ranks=2)
+    for _ in range(2):  # loaded again after a resume
+        statistics.feed({"event": "cut", "rank": 0, "cloud": "a", "field": "source", "num": 248})
+    assert summarise(statistics)["num_cut"] == {"source": 248}
+    assert summarise(RunStatistics(num_ranks=2))["num_cut"] == {}
 
 
 def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.colors import to_rgb
 from rich.console import Console
 
 from tests.sweep_runs import compose, write_run
@@ -16,7 +17,7 @@ from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.tracking import MlflowTracker, NullTracker
 from xcloud.report import ui
-from xcloud.sweep import report
+from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.published import published_for
 from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, rows_of
@@ -116,11 +117,29 @@ def test_settings_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert labels == ["none max_steps=8", "none max_steps=9"]
 
 
+def test_a_share_has_the_noise_of_both_its_times(tmp_path: Path) -> None:
+    times = [
+        ("none seed=1", 0.6),
+        ("none seed=2", 1.0),
+        ("int8 seed=1", 0.8),
+        ("int8 seed=2", 1.6),
+    ]
+    for number, (choice, step_s) in enumerate(times):
+        config = compose(f"compression={choice}".split())
+        write_run(tmp_path / str(number), config, step_s=step_s)
+    none, int8 = sorted(rows_of(from_folder(tmp_path)), key=lambda row: row.share or 0)
+
+    relative = ((0.2 * 2**0.5 / 0.8) ** 2 + (0.4 * 2**0.5 / 1.2) ** 2) ** 0.5
+    assert int8.share == pytest.approx(1.5) and int8.share_std == pytest.approx(1.5 * relative)
+    assert none.share == 1.0 and none.share_std is None
+    assert "150 ± 88 %" in printed([none, int8])
+
+
 def test_table_shows_mean_spread_share_and_what_is_missing(sweep: Path) -> None:
     text = printed(rows_of(from_folder(sweep)))
 
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
-    assert lines["int8+int8"] == "int8+int8 2 42.00 ± 1.41 450 ± 71 ms 45 % 3.90x"
+    assert lines["int8+int8"] == "int8+int8 2 42.00 ± 1.41 450 ± 71 ms 45 ± 7 % 3.90x"
     assert lines["int2+int2"] == "int2+int2 1 of 2 12.00 200 ms 20 % 14.00x"
     assert "paper" not in text and "standard deviation over seeds" in text
 
@@ -184,6 +203,20 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     assert front([]) == []
 
 
+def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
+    sweep: Path,
+) -> None:
+    marks = pictures._marks(rows_of(from_folder(sweep)), "bleu", "step_time_s", ["s"])
+    assert len({mark.colour for mark in marks}) == 3
+    _, axes = pictures._figure("x")
+    pictures._scatter(axes, marks, "s", "BLEU")
+    pictures._draw_front(axes, marks, "BLEU")
+    (line,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert line.get_xydata().tolist() == [[0.2, 12.0], [pytest.approx(0.45), 42.0]]
+    for mark, drawn in zip(marks, axes.containers, strict=True):
+        assert all(to_rgb(bar.get_color()[0]) == to_rgb(mark.colour) for bar in drawn.lines[2])
+
+
 def test_pictures_are_drawn_and_not_blank(sweep: Path, tmp_path: Path) -> None:
     written = write_pictures(tmp_path, rows_of(from_folder(sweep)), "sweep s")
 
@@ -226,7 +259,10 @@ def test_an_unknown_sweep_is_named_with_those_there_are(
     (sweep / "sweep.json").write_text('{"points": {}}')
 
     assert report.main(["nope", "--root", str(sweep / "no")]) == 2
-    assert "no run of a sweep 'nope'" in (said := capsys.readouterr().err) and ": s\n" in said
+    assert "no run of a sweep 'nope'" in (said := capsys.readouterr().err)
+    assert re.search(r"known sweeps: s  \d{4}-\d\d-\d\d \d\d:\d\d  6 points\n", said)
+    assert report.main([]) == 0
+    assert re.fullmatch(r"s  \S+ \S+  6 points\n", capsys.readouterr().out)
     with pytest.raises(ConfigError):
         open_sweep("nope")
 

@@ -82,7 +82,7 @@ def test_an_unknown_option_is_said_with_those_there_are_wherever_m_stands(tmp_pa
     refused = completed(words, tmp_path / "log")
 
     assert refused.returncode == 2, refused.stderr
-    assert "Could not find 'compression/int9'; there are: bf16, " in refused.stderr
+    assert "no compression/int9; did you mean 'int8'? There are: bf16, " in refused.stderr
     assert "provider" not in refused.stderr
 
 

@@ -16,7 +16,7 @@ from xcloud.contracts.stage import TokenIds
 from xcloud.contracts.task import Task, TaskData
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
-from xcloud.tasks.corpus.text import Parallel
+from xcloud.tasks.corpus.text import SPLITS, Parallel
 from xcloud.tasks.token_table import TokenTable
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.tasks.translation import (
@@ -58,6 +58,17 @@ def test_it_is_a_task(task: Translation, data: TranslationData) -> None:
     )
     assert [as_data.num_samples(s) for s in ("train", "dev", "test")] == [250, 20, 30]
     assert data.vocabulary("source").size == 400
+
+
+def test_texts_that_are_cut_are_counted_on_visible_sides(
+    task: Translation, data: TranslationData
+) -> None:
+    whole = replace(task, max_length=200).load(BOTH, seed=1)
+    for side in ("source", "target"):
+        lengths = [len(ids) for split in SPLITS for ids in whole._tables[split, side]]
+        assert len(lengths) == 300 and data.num_cut[side] == sum(n > 10 for n in lengths) > 0
+    assert whole.num_cut == {"source": 0, "target": 0}
+    assert task.load(SOURCE, seed=1).num_cut.keys() == {"source"}
 
 
 def test_a_batch_is_padded_to_its_longest_and_cut_to_max_length(data: TranslationData) -> None:

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from xcloud.job.config import hints
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from tests.configs import composed
+from xcloud.errors import ConfigError
+from xcloud.job import config as configs
+from xcloud.job.hints import explained, hints
 
 CONF = Path(__file__).parent.parent / "conf"
 
@@ -22,9 +29,47 @@ def test_the_nearest_key_and_all_beside_it_are_named() -> None:
     assert hint("model.splot.rank=3").startswith("unknown setting 'model.splot'; did you mean")
 
 
-def test_a_key_that_has_no_value_yet_is_known() -> None:
-    wrong = hints(["model=transformer", "name=t", "task.num_train=200"], CONF)
-    assert [line.split("'")[1] for line in wrong] == ["task.num_train"]
+def test_a_right_key_beside_a_wrong_one_is_not_accused() -> None:
+    words = ["+exp=abnet_iwslt", "profile=files", "task.path=DIR", "compresion=int8"]
+    (line,) = hints(words, CONF)  # task.path has no value before this line gives it one
+    assert line.startswith("unknown setting 'compresion'; did you mean 'compression'?")
+
+
+def test_a_key_of_another_part_of_the_config_is_found() -> None:
+    assert "did you mean 'training.optimizer.learning_rate'?" in hint("training.learning_rate=3")
+    assert "did you mean 'training.max_steps'?" in hint("max_step=3")
+
+
+def test_optional_keys_are_listed_with_their_plus() -> None:
+    said = hint("cluster.clouds.owner.slowdown=3")
+    assert said.endswith("write +cluster.clouds.owner.slowdown=VALUE")
+    assert "+slowdown" in hint("cluster.clouds.owner.slowdwn=3")
+
+
+def test_a_run_that_goes_on_takes_an_optional_key_with_its_plus(tmp_path: Path) -> None:
+    configs.write(composed("+exp=abnet_iwslt"), tmp_path / "experiment.yaml")
+    slower = "cluster.clouds.cloud_b.slowdown=2.0"
+    with pytest.raises(ConfigError, match=r"optional and not set yet: write \+cluster\.clouds"):
+        configs.with_overrides(tmp_path / "experiment.yaml", [slower], CONF)
+    config = configs.with_overrides(tmp_path / "experiment.yaml", [f"+{slower}"], CONF)
+    assert configs.built(config, "cluster").clouds["cloud_b"].slowdown == 2.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["compression=in8"], "there is no compression/in8; did you mean 'int8'? There are: bf16"),
+        (["model=transformer", "model.encoder.pretraining.steps=2"], "unknown setting 'model.enc"),
+        (["seed=["], "no viable alternative at input '['"),
+    ],
+)
+def test_hydras_own_words_are_one_line_without_its_dump(words: list[str], said: str) -> None:
+    words = ["+exp=abnet_iwslt", *words]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(HydraException) as raised:
+            compose("config", overrides=words)
+    (line,) = explained(raised.value, words, CONF)
+    assert line.startswith(said) and "\n" not in line and "To append" not in line
 
 
 def test_each_wrong_key_has_a_line() -> None:
@@ -32,7 +77,7 @@ def test_each_wrong_key_has_a_line() -> None:
     assert [line.split("'")[1] for line in wrong] == ["trainin", "model.spit"]
 
 
-def test_nothing_is_said_where_hydra_has_said_it() -> None:
+def test_no_key_is_accused_where_hydra_names_the_cause() -> None:
     assert hints(["+exp=no_such", "sed=3"], CONF) == []
     assert hints(["+exp=abnet_iwslt", "training.batch_size=3", "hydra.nothing=3"], CONF) == []
     assert hints(["what is this"], CONF) == []

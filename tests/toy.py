@@ -43,6 +43,10 @@ class ToyData:
         return self.fields
 
     @property
+    def num_cut(self) -> dict[str, int]:
+        return {}
+
+    @property
     def head(self) -> None:
         return None
 

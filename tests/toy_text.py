@@ -63,6 +63,10 @@ class ToyTextData:
         return self.fields & {"text"}
 
     @property
+    def num_cut(self) -> dict[str, int]:
+        return {}
+
+    @property
     def head(self) -> Head | None:
         return Head("classes", self.task.num_classes) if "label" in self.fields else None
 

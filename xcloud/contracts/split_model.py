@@ -21,6 +21,7 @@ class BuildContext:
     sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
     lane: index among the ranks that hold the same stage; lane 0 fills the cache.
     barrier: waits for the other lanes. report: one line of progress for the user.
+    setting: dotted name of what is being built, to name its settings in messages.
     head: what the last stage predicts; None if labels are not visible, and in translation.
     samples: n -> a batch of n evenly spaced training samples, visible fields only.
     deal: called with each block of the stage as soon as it is complete, by a model that can build
@@ -37,6 +38,7 @@ class BuildContext:
     lane: int
     barrier: Callable[[], None]
     report: Callable[[str], None]
+    setting: str = "model.backbone"
     head: Head | None = None
     samples: Callable[[int], Batch] = field(default=lambda count: {})
     deal: Callable[[nn.Module], None] = field(default=lambda block: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -32,6 +32,10 @@ class TaskData(Protocol):
     @property
     def text_fields(self) -> frozenset[str]:
         """The visible fields that hold token ids and have a vocabulary."""
+
+    @property
+    def num_cut(self) -> Mapping[str, int]:
+        """Samples whose text was cut to max_length, by visible text field."""
 
     @property
     def head(self) -> Head | None:

@@ -198,6 +198,7 @@ def _encoder(
         lane=lane,
         barrier=context.barrier,
         report=report,
+        setting=f"model.{'generators.CLOUD' if name == 'generator' else name}.backbone",
     )
     weights = backbone.weights(name, build)
     assert weights.tensors is not None

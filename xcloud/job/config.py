@@ -22,6 +22,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from xcloud.errors import ConfigError, DataError
 from xcloud.job.data_file import read_data
+from xcloud.job.hints import hint
 from xcloud.job.job import Job
 from xcloud.project import project_root
 from xcloud.security.policy import POLICY_FILE, Policy
@@ -180,8 +181,11 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
                 if loader.get_group_options(override.key_or_group):
                     chosen = compose("config", overrides=[str(override.input_line)])
                     value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
-                elif OmegaConf.select(config, key, default=_lines) is _lines:
-                    raise ConfigError(next(_hint(config, key)))
+                elif (
+                    not override.is_add()
+                    and OmegaConf.select(config, key, default=_lines) is _lines
+                ):
+                    raise ConfigError(next(hint(config, key)))
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_lines(error)[0]) from error
@@ -249,47 +253,3 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _lines(error: BaseException) -> list[str]:
     return str(error).strip().splitlines() or [type(error).__name__]
-
-
-def hints(overrides: Sequence[str], conf_dir: Path) -> list[str]:
-    """For each override that sets a key the chosen groups do not have, a line that names the
-    nearest and all that stand beside it. Empty if the groups themselves cannot be composed:
-    Hydra lists the options then. Ends the Hydra that is initialised."""
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_dir.absolute()), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            parsed = OverridesParser.create().parse_overrides(list(overrides))
-            keys = [
-                override.get_key_element()
-                for override in parsed
-                if not (override.is_add() or override.is_delete() or override.is_sweep_override())
-                and not loader.get_group_options(override.key_or_group)
-            ]
-            chosen = [
-                override.input_line or ""
-                for override in parsed
-                if override.is_add() or loader.get_group_options(override.key_or_group)
-            ]
-            config = compose("config", overrides=chosen)
-    except (HydraException, OmegaConfBaseException):
-        return []
-    finally:
-        GlobalHydra.instance().clear()
-    return [line for key in keys if not key.startswith("hydra.") for line in _hint(config, key)]
-
-
-def _hint(config: DictConfig, key: str) -> Iterator[str]:
-    node: object = config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig):
-            return
-        if part not in node.keys():  # "in" is False for what has no value yet
-            beside = [str(name) for name in node if name != "_target_"]
-            near = difflib.get_close_matches(part, beside, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            where = ".".join(parts[: depth + 1])
-            yield f"unknown setting {where!r}{hint} Allowed here: {', '.join(beside)}"
-            return
-        node = node._get_node(part)

@@ -206,11 +206,11 @@ class AbNet(EncoderDecoder):
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         self.check_stage(stage, num_stages)
         if stage < num_stages - 1:
-            weights = self.encoder.weights(SOURCE, context)
+            weights = self.encoder.weights(SOURCE, replace(context, setting="model.encoder"))
             ids = context.vocabularies.get(SOURCE)
             built: Stage = self._source_stage(weights, stage, num_stages, ids, context.seed)
         else:
-            weights = self.decoder.weights(TARGET, context)
+            weights = self.decoder.weights(TARGET, replace(context, setting="model.decoder"))
             if context.lane == 0 and not weights.have_head:
                 context.report("the decoder's checkpoint has no tied output head: training one")
             ids = context.vocabularies[TARGET]

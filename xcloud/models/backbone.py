@@ -4,6 +4,7 @@ The network is in encoder.py, the pretraining loop in pretraining.py.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -69,10 +70,14 @@ class Backbone(Protocol):
         """ "weight" and "bias" of the pooler's dense layer, if there is one."""
 
 
-def make_in_lane_0(path: Path, context: BuildContext, make: Callable[[Path], None]) -> bool:
+def make_in_lane_0(path: Path, context: BuildContext, make: Callable[[Path, Path], None]) -> bool:
     """Make `path` in the cache unless it is there; returns whether this rank made it. Every lane
-    calls it. Raises DataError in a lane that does not find what lane 0 wrote."""
-    made = context.lane == 0 and make_once(path, make)
+    calls it. make: called with the path to write, and with a folder that outlives an interrupted
+    call. Raises DataError in a lane that does not find what lane 0 wrote."""
+    unfinished = path.with_suffix(".unfinished")
+    made = context.lane == 0 and make_once(path, lambda part: make(part, unfinished))
+    if made:
+        shutil.rmtree(unfinished, ignore_errors=True)
     context.barrier()  # Every lane must reach this line, cached or not, or the others hang.
     if not path.exists():
         raise DataError(
@@ -193,9 +198,9 @@ class OwnBackbone(OwnSizes):
         sentences: Sequence[Sequence[int]],
         context: BuildContext,
         path: Path,
+        unfinished: Path,
     ) -> None:
-        said = f"backbone for {name!r}: pretraining on {len(sentences)} texts"
-        context.report(f"{said}, {self.pretraining.steps} steps")
+        said = f"backbone for {name!r}: pretraining"
         with seeded(self.pretraining.seed, "backbone"):
             encoder = Encoder(config).to(context.device)
         score = pretrain(
@@ -203,7 +208,9 @@ class OwnBackbone(OwnSizes):
             sentences,
             context.vocabularies[name],
             self.pretraining,
-            lambda line: context.report(f"{said}, {line}"),
+            lambda line: context.report(f"{said} {line}"),
+            unfinished,
+            f"{context.setting}.pretraining",
         )
         tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
         about = {"loss": str(score.loss), "accuracy": str(score.accuracy)}
@@ -212,10 +219,13 @@ class OwnBackbone(OwnSizes):
     def _key(
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
     ) -> str:
+        pretraining = asdict(self.pretraining)
+        if self.pretraining.max_epochs is None:  # the key it had before there was this setting
+            del pretraining["max_epochs"]
         described = {
             "code": CODE_VERSION,
             "config": asdict(config),
-            "pretraining": asdict(self.pretraining),
+            "pretraining": pretraining,
             "ids": asdict(ids),
         }
         return key_of(described, bytes_of(sentences))

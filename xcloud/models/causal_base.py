@@ -6,10 +6,11 @@ Shapes: B samples, S positions.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from xcloud.models.causal_network import (
 )
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.causal_weights import draw_weights, write_checkpoint
+from xcloud.models.descent import Descent
 from xcloud.models.encoder import check_heads
-from xcloud.models.pretraining import Descent
 from xcloud.models.seeding import seed_of
 from xcloud.models.text_source import PublicTexts, check_public_text
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 2
-REPORT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,22 @@ class OwnCausal:
         texts: Sequence[Sequence[int]],
         context: BuildContext,
         folder: Path,
+        unfinished: Path,
     ) -> None:
         said = f"{self.describe()}: pretraining on {len(texts):,} public texts"
-        context.report(f"{said}, {self.pretraining.steps} steps")
+        shorter = "model.own.pretraining.steps=N makes it shorter"
+        context.report(f"{said}, {self.pretraining.steps} steps; {shorter}")
         part = Part(range(self.num_layers), True, True)
         network = network_of(config, part)
         draw_weights(network, self.pretraining.seed)
         stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
         loss = _pretrain(
-            stage, texts, ids, self.pretraining, lambda line: context.report(f"{said}, {line}")
+            stage,
+            texts,
+            ids,
+            self.pretraining,
+            lambda line: context.report(f"{said}, {line}"),
+            unfinished,
         )
         write_checkpoint(network, folder)
         if self.pretraining.steps:
@@ -178,7 +185,8 @@ def _pretrain(
     texts: Sequence[Sequence[int]],
     ids: TokenIds,
     settings: NextTokenPretraining,
-    report: Any,
+    report: Callable[[str], None],
+    unfinished: Path,
 ) -> float:
     """Train in place; nats per token of the last batches. Depends on settings and texts alone."""
     flat = torch.tensor([token for text in texts for token in (ids.bos, *text, ids.eos)])
@@ -190,20 +198,21 @@ def _pretrain(
     device = next(stage.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "windows"))
 
-    def loss_of_a_batch() -> Tensor:
-        batch = _windows(flat, settings, draw)
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = stage(None, {name: part.to(device) for name, part in batch.items()}).loss
         return loss / batch[LABEL].numel()
 
-    mean, last_report_at_s = float("nan"), time.monotonic()
+    mean = math.nan
+
+    def said() -> str:
+        return f"loss {mean:.3f}"
+
+    batches = map(_windows, repeat(flat), repeat(settings), repeat(draw))
     with torch.enable_grad():
         stage.train()
-        for step, loss in settings.descend(stage, loss_of_a_batch):
+        for _, loss in settings.descend(stage, batches, loss_of, report, said, unfinished):
             now = float(loss)
-            mean = now if step == 0 else 0.95 * mean + 0.05 * now
-            if time.monotonic() - last_report_at_s > REPORT_EVERY_S:
-                last_report_at_s = time.monotonic()
-                report(f"step {step + 1}/{settings.steps}, loss {mean:.3f}")
+            mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
     return mean
 
 

@@ -7,10 +7,12 @@ Shapes: R rows (tokens that are not padding), M rows to predict from, H features
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,55 +22,14 @@ from xcloud.checks import check_int, check_number
 from xcloud.contracts.stage import TokenIds
 from xcloud.errors import DataError
 from xcloud.models.attention import Packing
+from xcloud.models.descent import Descent
 from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of
-from xcloud.training.optimizer import Optimizer
 
-REPORT_EVERY_S = 5.0
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
-
-
-class Descent:
-    """How a backbone is pretrained: AdamW with linear warm-up, then linear decay to zero, and
-    gradients of norm 1 at most. Weight decay spares biases and norms, as in training/optimizer.py.
-    """
-
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    weight_decay: float
-    seed: int
-
-    def check_descent(self, owner: str) -> None:
-        check_int(f"{owner}.steps", self.steps, 0)
-        check_number(f"{owner}.learning_rate", self.learning_rate, 0, above=True)
-        check_int(f"{owner}.warmup_steps", self.warmup_steps, 0)
-        check_number(f"{owner}.weight_decay", self.weight_decay, 0)
-        check_int(f"{owner}.seed", self.seed, 0)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
-        warm = (step + 1) / (self.warmup_steps + 1)
-        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
-        return self.learning_rate * min(1.0, warm, left)
-
-    def descend(
-        self, network: nn.Module, loss_of_a_batch: Callable[[], Tensor]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Train `network` in place; yields each step, counted from 0, and its loss."""
-        decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
-        optimizer = decayed.build(network.parameters())
-        for step in range(self.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate_at(step)
-            loss = loss_of_a_batch()
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            yield step, loss.detach()
+PATIENCE = 3  # passes over the texts without a smaller held-out loss
 
 
 @dataclass(frozen=True)
@@ -84,6 +45,9 @@ class MaskedLanguageModelling(Descent):
     without their segments and sequence-to-sequence masks).
     seed is the backbone's own, not the run's: runs with different seeds share one cached backbone,
     as they would share a published checkpoint. steps=0 keeps random weights (an ablation).
+    max_epochs: `steps` is reduced to so many passes over the texts (and warmup_steps to a tenth of
+    that at most); it ends earlier when the held-out loss has not fallen for PATIENCE of them, and
+    keeps the weights with which it was least. None: `steps`, and the last weights.
     """
 
     steps: int = 2000
@@ -95,6 +59,7 @@ class MaskedLanguageModelling(Descent):
     held_out_share: float = 0.02
     seed: int = 0
     causal_share: float = 0.0
+    max_epochs: int | None = None
 
     def __post_init__(self) -> None:
         owner = "MaskedLanguageModelling"
@@ -103,6 +68,8 @@ class MaskedLanguageModelling(Descent):
         check_number(f"{owner}.mask_share", self.mask_share, 0, 0.9, above=True)
         check_number(f"{owner}.held_out_share", self.held_out_share, 0, 0.5, above=True)
         check_number(f"{owner}.causal_share", self.causal_share, 0, 1)
+        if self.max_epochs is not None:
+            check_int(f"{owner}.max_epochs", self.max_epochs, 1)
 
 
 @dataclass(frozen=True)
@@ -117,17 +84,37 @@ class HeldOutScore:
         return f"held-out loss {self.loss:.3f}, accuracy {self.accuracy:.3f}"
 
 
+class _Best(nn.Module):
+    """The network of least held-out loss, and for how many passes there was no smaller one."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = deepcopy(encoder)
+        self.loss = nn.Buffer(torch.tensor(math.inf))
+        self.num_worse = nn.Buffer(torch.tensor(0))
+
+    def take(self, encoder: Encoder, loss: float) -> None:
+        self.num_worse.add_(1)
+        if loss < self.loss:
+            self.loss.fill_(loss)
+            self.num_worse.zero_()
+            self.encoder.load_state_dict(encoder.state_dict())
+
+
 def pretrain(
     encoder: Encoder,
     sentences: Sequence[Sequence[int]],
     ids: TokenIds,
     settings: MaskedLanguageModelling,
     report: Callable[[str], None],
+    unfinished: Path | None = None,
+    setting: str = "pretraining",
 ) -> HeldOutScore:
     """Train `encoder` in place, on its device. Deterministic given settings, sentences and initial
-    weights; independent of timing and reports.
+    weights; independent of timing, reports and interruptions (`unfinished`: see descent.py).
 
-    sentences: token ids without special ids; DataError if fewer than two are non-empty.
+    sentences: token ids without special ids; DataError if fewer than two are non-empty. setting:
+    the dotted name of `settings`, for the user who wants it shorter.
     """
     config = encoder.config
     device = next(encoder.parameters()).device
@@ -146,26 +133,39 @@ def pretrain(
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
     held_out = [texts[i] for i in order[:num_held_out]]
     train = [texts[i] for i in order[num_held_out:]]
+    a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
+    if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
+        warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
+        settings = replace(settings, steps=most, warmup_steps=warmup)
+    passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
+    report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
 
-    batches = _batches(train, settings.batch_tokens, draw)
-    started_at_s = last_report_at_s = time.monotonic()
+    modes = _evenly(settings.causal_share)
+    batches = (
+        _guesses(batch, ids, settings.mask_share, draw, next(modes))
+        for batch in _batches(train, settings.batch_tokens, draw)
+    )
+    best = None if settings.max_epochs is None else _Best(encoder)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(seed_of(settings.seed, "dropout"))
         encoder.train()
-        modes = _evenly(settings.causal_share)
-
-        def loss() -> Tensor:
-            batch, causal = next(batches), next(modes)
-            return _loss(encoder, batch, ids, settings.mask_share, draw, causal)[0]
-
-        for step, _ in settings.descend(encoder, loss):
-            now_s = time.monotonic()
-            if now_s - last_report_at_s > REPORT_EVERY_S:
-                last_report_at_s = now_s
-                score = evaluate(encoder, held_out, ids, settings)
-                elapsed_s = now_s - started_at_s
-                report(f"step {step + 1}/{settings.steps}, {score}, {elapsed_s:.0f} s")
+        for step, _ in settings.descend(
+            encoder,
+            batches,
+            lambda batch: _loss(encoder, batch)[0],
+            report,
+            lambda: evaluate(encoder, held_out, ids, settings),
+            unfinished,
+            best,
+        ):
+            if best is not None and (step + 1) % a_pass == 0:
+                best.take(encoder, evaluate(encoder, held_out, ids, settings).loss)
+                if best.num_worse == PATIENCE:
+                    report(f"ends at step {step + 1}: the held-out loss rises")
+                    break
+        if best is not None and best.loss < math.inf:
+            encoder.load_state_dict(best.encoder.state_dict())
         encoder.eval()
         return evaluate(encoder, held_out, ids, settings)
 
@@ -182,7 +182,9 @@ def evaluate(
     for start in range(0, len(texts), 64):
         batch = texts[start : start + 64]
         causal = settings.causal_share == 1
-        loss, hits, masked = _loss(encoder, batch, ids, settings.mask_share, draw, causal)
+        guesses = _guesses(batch, ids, settings.mask_share, draw, causal)
+        loss, hits = _loss(encoder, guesses)
+        masked = len(guesses.truth_M)
         total, right, num = total + float(loss) * masked, right + int(hits), num + masked
     encoder.train(was_training)
     return HeldOutScore(total / num, right / num)
@@ -224,32 +226,44 @@ def _cut(texts: Sequence[Tensor], batch_tokens: int) -> list[list[Tensor]]:
     return batches
 
 
-def _loss(
-    encoder: Encoder,
+class _Guesses(NamedTuple):
+    """A batch as the network sees it: its rows [R], texts' lengths, the rows to predict from [M]
+    and what is to be predicted [M]."""
+
+    seen_R: Tensor
+    lengths: Tensor
+    from_M: Tensor
+    truth_M: Tensor
+    causal: bool
+
+
+def _guesses(
     texts: Sequence[Tensor],
     ids: TokenIds,
     mask_share: float,
     draw: torch.Generator,
     causal: bool = False,
-) -> tuple[Tensor, Tensor, int]:
-    """Mean cross-entropy of the predicted tokens, number correct, and their number."""
-    device = next(encoder.parameters()).device
+) -> _Guesses:
     truth_R = torch.cat(list(texts))
     lengths = torch.tensor([len(text) for text in texts])
     if causal:
-        seen_R = truth_R
         is_last_R = torch.zeros(len(truth_R), dtype=torch.bool)
         is_last_R[lengths.cumsum(0) - 1] = True
         from_M = (~is_last_R).nonzero().flatten()
-        truth_M = truth_R[from_M + 1].to(device)
-    else:
-        seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
-        truth_M = truth_R[from_M].to(device)
-    rows = encoder(seen_R.to(device), Packing(lengths.to(device)), causal=causal)
+        return _Guesses(truth_R, lengths, from_M, truth_R[from_M + 1], True)
+    seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw)
+    return _Guesses(seen_R, lengths, from_M, truth_R[from_M], False)
+
+
+def _loss(encoder: Encoder, batch: _Guesses) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the predicted tokens, and how many are right."""
+    device = next(encoder.parameters()).device
+    packing = Packing(batch.lengths.to(device))
+    rows = encoder(batch.seen_R.to(device), packing, causal=batch.causal)
     # These rows only: the head is most of the work in a small network.
-    scores = encoder.logits(rows.index_select(0, from_M.to(device)))
-    loss = F.cross_entropy(scores.float(), truth_M)
-    return loss, (scores.argmax(1) == truth_M).sum(), len(from_M)
+    scores = encoder.logits(rows.index_select(0, batch.from_M.to(device)))
+    truth_M = batch.truth_M.to(device)
+    return F.cross_entropy(scores.float(), truth_M), (scores.argmax(1) == truth_M).sum()
 
 
 def mask_tokens(

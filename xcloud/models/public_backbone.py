@@ -70,7 +70,10 @@ class PublicBackbone:
             )
         sentences = self.text.sentences(self.num_texts, context.cache_dir)
         public = replace(
-            context, vocabularies={PUBLIC: ids}, sentences=lambda field_name: sentences
+            context,
+            vocabularies={PUBLIC: ids},
+            sentences=lambda field_name: sentences,
+            setting=f"{context.setting}.network",
         )
         return self.network.weights(PUBLIC, public)
 

@@ -77,6 +77,7 @@ _TIMES = " ".join(f"{name}:number" for name in TIMES)
 _TABLE = {
     "note": "text:text",
     "phase": "name:text",
+    "cut": "field:text num:whole",
     "step": f"step:whole step_s:number | {_TIMES} samples:whole tokens:number sent:numbers "
     "raw:numbers line_busy_s:lines loss:figure learning_rate:number grad_norm:number "
     "values:figures counts:numbers taken:numbers skipped:numbers fed_bytes:numbers line_s:numbers",

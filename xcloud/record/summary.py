@@ -23,6 +23,7 @@ How the figures are made:
   steps that it lost by that. `goodput`: the share of the time from the first event to the last
   that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
   each step as it was done last (events.one_timeline).
+- `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
@@ -74,6 +75,7 @@ class RunStatistics:
         self.final_loss: float | None = None
         self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
         self._lost_s = self._pause_s = 0.0
+        self._num_cut: dict[str, int] = {}
         self._lost_checkpoints: set[int] = set()
         self.lost_files: list[str] = []
         self._merges: Counter[str] = Counter()
@@ -115,6 +117,8 @@ class RunStatistics:
             self._switches.append({name: event[name] for name in ("step", "choice", "before")})
         if event["event"] == "absence":
             self._merges[event["what"]] += 1
+        if event["event"] == "cut":
+            self._num_cut[str(event["field"])] = int(event["num"])
         if event["event"] == "lost_file":
             self.lost_files.append(str(event["name"]))
         if event["event"] == "lost_checkpoint":
@@ -186,6 +190,7 @@ class RunStatistics:
             "goodput": self._goodput(),
             "num_lost_checkpoints": len(self._lost_checkpoints),
             "privacy": self._privacy,
+            "num_cut": dict(self._num_cut),
             "lost_files": list(self.lost_files),
             "signatures": signatures,
             "started_at": self._started_at(),

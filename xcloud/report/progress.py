@@ -1,7 +1,7 @@
 """Progress line of a run: step, speed, waiting. Shows; measures nothing.
 
 On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
-line is printed about every 10 s:
+line is printed about every 30 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
@@ -23,7 +23,7 @@ from xcloud.record.events import AVERAGING, Event, Line, StepTotals
 from xcloud.record.scores import score_name, score_text
 
 REDRAWS_PER_S = 10
-PRINT_S = 10.0
+PRINT_S = 30.0
 SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
 
 
@@ -90,6 +90,7 @@ class ProgressLine:
             self.note(f"{event['cloud']}: {event['text']}")
         elif kind == "phase" and event["name"] != self._phase:
             self._phase = event["name"]  # every rank reports it; print it once
+            self._print_line()  # the last step before an evaluation, not after it
             self.note(self._phase)
         elif kind == "quality":
             self.note(_describe_quality(event))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from xcloud.errors import ConfigError, RunFailed
@@ -53,6 +54,7 @@ def run(
             f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
             f"with it: python run.py resume={run_dir}"
         )
+    _check_devices(experiment)
     if resumes and has_events(run_dir):
         check_can_go_on(experiment, run_dir, configs.plain_settings(config), anew)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -123,6 +125,15 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Di
     return config, True
 
 
+def _check_devices(job: Job) -> None:
+    asking = [name for name, cloud in job.cluster.clouds.items() if cloud.device == "cuda"]
+    if asking and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.clouds.{asking[0]}.device is cuda, but torch finds no GPU on this machine; "
+            "auto takes one where there is one"
+        )
+
+
 def _train(
     ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
 ) -> None:
@@ -145,7 +156,7 @@ def _train(
 def _rest(run_dir: Path) -> str:
     agreed = CheckpointFolder(run_dir).agreed_steps()
     if not agreed:
-        return "it was too short for a checkpoint, so it cannot go on"
+        return "it has no checkpoint to go on from; an unfinished backbone is kept in the cache"
     return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
 
 
@@ -178,7 +189,7 @@ class StopSignals:
             raise KeyboardInterrupt
         self._was_asked = True
         self.came_late = self._writes_record
-        doing = "writing the record of the run" if self.came_late else "finishing this step"
+        doing = "writing the record of the run" if self.came_late else "saving what there is"
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())
         self._on_first()

@@ -225,7 +225,9 @@ class Monitor:
             places["model"] = self.run_dir / MODEL_DIR
             if cause is None and (command := experiment.next_command(self.run_dir)) is not None:
                 places["next"] = command
-        print_report(summary, {**places, **places_of(tracker.recorded())})
+        if summary["num_steps"]:  # else there is nothing to compare
+            places |= places_of(tracker.recorded())
+        print_report(summary, places)
         return summary
 
     def _audit_wire(self) -> dict[str, Any]:

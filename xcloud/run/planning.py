@@ -97,7 +97,8 @@ class Planner:
                 "plan: compression differs from border to border, which is not priced yet; choose "
                 "one compression for all"
             )
-        if not isinstance(job.schedule, GPipe | OneForwardOneBackward):
+        # Not what derives from them: it may have another order.
+        if type(job.schedule) not in (GPipe, OneForwardOneBackward, ZeroBubble):
             raise ConfigError(f"plan: schedules like {job.schedule!r} are not priced yet")
         self.batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)

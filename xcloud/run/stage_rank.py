@@ -4,6 +4,7 @@ ranks, export, evaluate.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -44,9 +45,12 @@ from xcloud.security.averaging_leaks import AveragingObserver, Victim
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.privacy import CloudPrivacy
+from xcloud.tasks.corpus.text import SPLITS
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer, Work
+
+log = logging.getLogger(__name__)
 
 
 class StageRank(Role[Experiment]):
@@ -93,6 +97,15 @@ class StageRank(Role[Experiment]):
         data = load(self.job, self.rank, self.facts or self.wiring.control)
         if self.rank == 0:
             self.reporter.note(data.describe())
+        for name, num in data.num_cut.items():
+            of = sum(map(data.num_samples, SPLITS))
+            said = f"{num:,} of {of:,} {name} texts are longer than {self.job.task.max_length} "
+            said += "tokens and were cut (task.max_length)"
+            if num and self.rank == 0:
+                self.reporter.note(said)
+                self.reporter.event("cut", field=name, num=num)
+            elif num:  # what this cloud's texts are like is nobody else's matter
+                log.warning(said)
         self._train(self._build(data), data)
 
     @property

@@ -84,9 +84,16 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) -> list[Mark]:
+    """In the colour of their sweep; of a single sweep each in its own."""
+    several = len(sweeps) > 1
     return [
-        Mark(row.label, x, row.quality[score], LINES[sweeps.index(row.sweep) % len(LINES)])
-        for row in rows
+        Mark(
+            row.label,
+            x,
+            row.quality[score],
+            LINES[(sweeps.index(row.sweep) if several else number) % len(LINES)],
+        )
+        for number, row in enumerate(rows)
         if score in row.quality and (x := getattr(row, x_name)) is not None
     ]
 
@@ -110,7 +117,7 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
             yerr=mark.y.std,
             fmt="o",
             color=mark.colour,
-            ecolor=FAINT,
+            ecolor=(mark.colour, 0.6),
             elinewidth=0.9,
             capsize=2.5,
             markersize=6,
@@ -122,15 +129,14 @@ def _scatter(axes: Axes, marks: Sequence[Mark], x_label: str, score: str) -> Non
 
 
 def _draw_front(axes: Axes, marks: Sequence[Mark], score: str) -> None:
-    """As a step line: from the worst edge at the fastest, on to the other edge after the best."""
+    """As a step line from its first point to its last; a single point is no trade-off."""
     sign = -1 if score in LESS_IS_BETTER else 1
     best = front([(mark.x.mean, sign * mark.y.mean) for mark in marks])
-    best = [(cost, sign * quality) for cost, quality in best]
-    limits = axes.get_xlim(), axes.get_ylim()
-    (_, right), (bottom, top) = limits
+    if len(best) < 2:
+        return
     axes.step(
-        [best[0][0], *(cost for cost, _ in best), right],
-        [bottom if sign > 0 else top, *(quality for _, quality in best), best[-1][1]],
+        [cost for cost, _ in best],
+        [sign * quality for _, quality in best],
         where="post",
         color=INK,
         linewidth=1.1,
@@ -138,7 +144,6 @@ def _draw_front(axes: Axes, marks: Sequence[Mark], score: str) -> None:
         zorder=1,
         label="trade-off front: nothing is faster and better",
     )
-    axes.set(xlim=limits[0], ylim=limits[1])
 
 
 def _save(

@@ -16,7 +16,7 @@ from xcloud.record.scores import score_text
 from xcloud.record.tracking import Tracker
 from xcloud.sweep import view
 from xcloud.sweep.points import differences, varying
-from xcloud.sweep.results import Result, Row, from_folder, open_sweep, rows_of
+from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
 from xcloud.sweep.swept import print_swept, swept_of, write_swept
 from xcloud.sweep.table import print_table, write_csv
 
@@ -25,12 +25,15 @@ MOST_DIFFERENCES = 12
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud report", description=__doc__)
-    parser.add_argument("sweep", nargs="+", help="name of a sweep, or its folder")
+    parser.add_argument("sweep", nargs="*", help="name of a sweep, or its folder; none: list them")
     parser.add_argument("--to", type=Path, help="where table.csv, points.csv and pictures go")
     parser.add_argument("--root", default="mlruns", help="folder of mlflow.db (tracker.root)")
     parser.add_argument("--uri", help="address of a tracking server (tracker.uri)")
     parser.add_argument("--experiment", default="xcloud", help="in MLflow (tracker.experiment)")
     settings = parser.parse_args(arguments)
+    if not settings.sweep:
+        print("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
+        return 0
     store = Store(project_root() / settings.root, settings.experiment, settings.uri)
     try:
         opened = [open_sweep(name, store) for name in dict.fromkeys(settings.sweep)]

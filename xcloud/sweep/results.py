@@ -4,11 +4,13 @@ Read from the run folders, or from MLflow if these are gone. Prints and draws no
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ class Row:
     rates: dict[str, Spread] = field(default_factory=dict)  # samples and tokens per second
     step_ratio: StepRatio | None = None  # of runs that were timed together
     share: float | None = None  # step time / that of the uncompressed runs of the same sweep
+    share_std: float | None = None  # from both spreads over seeds
     # Of each rate: this row's / that of the runs in one cloud of the same sweep.
     share_of_one_cloud: dict[str, float] = field(default_factory=dict)
 
@@ -172,14 +175,21 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     rows = [Row(group[0].label, group) for group in groups.values()]
     _tell_apart(rows)
     uncompressed = {
-        (row.sweep, reference_key(row.settings)): row.step_time_s.mean
+        (row.sweep, reference_key(row.settings)): row.step_time_s
         for row in rows
         if row.compression == UNCOMPRESSED and row.step_time_s
     }
     for row in rows:
-        reference_s = uncompressed.get((row.sweep, reference_key(row.settings)))
-        if row.step_time_s and reference_s:
-            row.share = row.step_time_s.mean / reference_s
+        reference, own = (
+            uncompressed.get((row.sweep, reference_key(row.settings))),
+            row.step_time_s,
+        )
+        if own and reference:
+            row.share = own.mean / reference.mean
+            noises = [spread.std / spread.mean for spread in (own, reference) if spread.std]
+            row.share_std = (
+                row.share * math.hypot(*noises) if noises and own != reference else None
+            )
     _share_of_one_cloud(rows)
     return sorted(rows, key=_by_score)
 
@@ -198,6 +208,19 @@ def _share_of_one_cloud(rows: Sequence[Row]) -> None:
                 row.share_of_one_cloud[name] = rate.mean / reference.mean
 
 
+def known_sweeps(newest: int | None = None) -> list[str]:
+    """Of multirun/, a line each, the newest last: name, date, points."""
+    states = sorted(
+        Path("multirun").glob(f"*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime
+    )
+    lines = []
+    for path in states[-newest if newest else 0 :]:
+        date = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        num = len([*path.parent.glob(f"*/{EXPERIMENT_FILE}")])
+        lines.append(f"{path.parent.name}  {date}  {num} points")
+    return lines
+
+
 def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result]]:
     """Folder and runs of a sweep, given its name or folder. Raises ConfigError if unknown."""
     folder = Path(name) if Path(name).is_dir() else Path("multirun") / name
@@ -205,8 +228,8 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[Result
     if not results and store is not None:
         results = from_store(store, folder.name)
     if not results:
-        known = sorted(path.parent.name for path in Path("multirun").glob(f"*/{STATE_FILE}"))
-        hint = f"known sweeps: {', '.join(known[-10:])}" if known else "there are none yet"
+        known = known_sweeps(10)
+        hint = f"known sweeps: {'; '.join(known)}" if known else "there are none yet"
         raise ConfigError(f"no run of a sweep {name!r} in multirun/ or in MLflow; {hint}")
     return folder, results
 

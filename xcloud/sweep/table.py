@@ -79,7 +79,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
         columns.append(_Column("step time ratio", cells))
     if _tells_something(rows):
         heading = "share" if _are_timed_together(rows) else "share, one after another"
-        columns.append(_Column(heading, [_percent(row.share) for row in rows]))
+        columns.append(_Column(heading, [_share(row) for row in rows]))
     columns += _known(f"{PAPER}share", [_known_percent(known.share) for known in published])
     if any(row.share_of_one_cloud for row in rows):
         name, heading = _rate(rows)
@@ -164,6 +164,7 @@ def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
         yield name, round(spread.mean, 6) if spread else None
         yield f"{name}_std", round(spread.std, 6) if spread and spread.std is not None else None
     yield "share_of_uncompressed_step_time", round(row.share, 4) if row.share else None
+    yield "share_std", round(row.share_std, 4) if row.share_std else None
     if (ratio := row.step_ratio) is not None:
         yield "step_time_ratio", round(ratio.ratio, 4)
         yield "step_time_ratio_low", round(ratio.low, 4)
@@ -239,6 +240,11 @@ def _seconds(spread: Spread | None) -> str:
     number, unit = text.split()
     digits = len(number.partition(".")[2])
     return f"{number} ± {spread.std * (1000 if unit == 'ms' else 1):.{digits}f} {unit}"
+
+
+def _share(row: Row) -> str:
+    text = _percent(row.share)
+    return text if row.share_std is None else f"{text[:-2]} ± {_percent(row.share_std)}"
 
 
 def _percent(share: float | None, digits: int = 0) -> str:

@@ -156,7 +156,10 @@ class ClassificationData(TextData):
         super().__init__(fields, rows, text, tables, labels)
 
     def describe(self) -> str:
-        return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
+        classes = self._task.classes
+        named = [f"labels are those of {self._task.name}: {', '.join(classes)}"] if classes else []
+        rows = f"{self._task.describe()}: {counted(self._rows)}"
+        return ", ".join([rows, *self._remarks, *named])
 
     def fingerprint(self) -> str:
         task = self._task

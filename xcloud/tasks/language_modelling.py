@@ -128,6 +128,10 @@ class LanguageData:
         return self._fields & {"text"}
 
     @property
+    def num_cut(self) -> dict[str, int]:
+        return {}  # long texts go on in the next sample
+
+    @property
     def head(self) -> None:
         return None
 

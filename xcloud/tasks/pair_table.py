@@ -24,7 +24,7 @@ class PairTable:
     `second_length[i]` tokens of sentence `second_of[i]` of `seconds`, from `second_start[i]` on.
 
     Samples may share a sentence (windows of one paragraph). seconds None: single texts.
-    All tensors int64 [N].
+    All tensors int64 [N]. num_cut: samples that were longer than max_length.
     """
 
     special: TokenIds
@@ -36,6 +36,7 @@ class PairTable:
     second_of: Tensor
     second_start: Tensor
     second_length: Tensor
+    num_cut: int = 0
 
     def __len__(self) -> int:
         return len(self.first_of)
@@ -57,8 +58,9 @@ class PairTable:
         none = torch.zeros(len(table), dtype=torch.int64)
         if seconds is None:
             return PairTable(
-                special, num_separators, table, each, first_length, None, none, none, none
-            )
+                special, num_separators, table, each, first_length, None, none, none, none,
+                table.num_cut,
+            )  # fmt: skip
         second_table = TokenTable(seconds, max(0, room))
         second_length = second_table.lengths(each)
         # The shorter text may use half the room plus whatever the longer one leaves.
@@ -68,6 +70,7 @@ class PairTable:
         return PairTable(
             special, num_separators, table, each, first_length,
             second_table, each, none, second_length,
+            sum(len(a) + len(b) > room for a, b in zip(firsts, seconds, strict=True)),
         )  # fmt: skip
 
     def first(self, index: int) -> list[int]:

@@ -72,6 +72,10 @@ class TextData:
     def text_fields(self) -> frozenset[str]:
         return self._fields & {"text"}
 
+    @property
+    def num_cut(self) -> dict[str, int]:
+        return {name: sum(t.num_cut for t in self._tables.values()) for name in self.text_fields}
+
     def vocabulary(self, field: str) -> TokenIds:
         return self._texts(field).tokenizer.token_ids
 

@@ -34,6 +34,7 @@ class TokenTable(Sequence[Sequence[int]]):
 
     def __init__(self, sentences: Sequence[Sequence[int]], max_tokens: int) -> None:
         cut = [sentence[:max_tokens] for sentence in sentences]
+        self.num_cut = sum(len(sentence) > max_tokens for sentence in sentences)
         lengths = torch.tensor([len(sentence) for sentence in cut], dtype=torch.int64)
         self._offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
         flat = [token for sentence in cut for token in sentence]

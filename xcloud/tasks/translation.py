@@ -194,6 +194,13 @@ class TranslationData:
         return frozenset(self.text.vocabularies)
 
     @property
+    def num_cut(self) -> dict[str, int]:
+        return {
+            name: sum(self._tables[split, name].num_cut for split in SPLITS)
+            for name in self.text_fields
+        }
+
+    @property
     def head(self) -> None:
         return None
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from xcloud.errors import DataError
+from xcloud.tasks.corpus.source import check_columns
 from xcloud.tasks.corpus.text import Rows
 
 
@@ -62,11 +63,7 @@ class TextFile:
 
     def _read_table(self, wanted: Mapping[str, str], keys: str) -> Rows:
         header = self.columns()
-        if missing := sorted(set(wanted.values()) - set(header)):
-            raise DataError(
-                f"{self.path}: no column {', '.join(missing)}; the header has "
-                f"{', '.join(header)}. Choose with {keys}"
-            )
+        check_columns(self, [*wanted.values()], keys)
         places = {name: header.index(column) for name, column in wanted.items()}
         texts: dict[str, list[str]] = {name: [] for name in wanted}
         num_rows = 0

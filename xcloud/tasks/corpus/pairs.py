@@ -10,8 +10,10 @@ from xcloud.contracts.task import Split
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import is_usual_name
-from xcloud.tasks.corpus.source import Form, Found, Source
+from xcloud.tasks.corpus.source import Form, Found, Source, check_columns
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
+
+KEYS = "task.source, task.target or, on the hub, task.source_column, task.target_column"
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,18 @@ class Pairs:
         return self.source.describe()
 
     def check(self, source: str, target: str) -> None:
-        if self.source.check():
-            self._find(source, target)
+        if not self.source.check():
+            return
+        for parts in self._find(source, target).splits.values():
+            for table in parts[""]:
+                check_columns(table, [*self._columns(source, target).values()], KEYS)
 
     def read(self, source: str, target: str, visible: frozenset[str]) -> Parallel:
         found = self._find(source, target)
-        columns = {source: self.source_column or source, target: self.target_column or target}
+        columns = self._columns(source, target)
         wanted = {language: columns[language] for language in sorted(visible)}
-        keys = "task.source, task.target or, on the hub, task.source_column, task.target_column"
         splits: dict[Split, Rows] = {
-            split: Rows.joined(table.read(wanted, keys) for table in parts[""])
+            split: Rows.joined(table.read(wanted, KEYS) for table in parts[""])
             for split, parts in found.splits.items()
         }
         if not splits["train"].num_rows:
@@ -67,6 +71,9 @@ class Pairs:
                 monolingual[language], remark = _further_texts(side, path, language, splits)
                 remarks.append(remark)
         return Parallel(self.describe(), splits, remarks, agreed, monolingual)
+
+    def _columns(self, source: str, target: str) -> dict[str, str]:
+        return {source: self.source_column or source, target: self.target_column or target}
 
     def _find(self, source: str, target: str) -> Found:
         expected = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from xcloud.contracts.task import Split
+from xcloud.errors import DataError
 from xcloud.tasks.corpus.text import Rows
 
 DEV_NAMES = ("dev", "val", "valid", "validation")
@@ -30,6 +31,17 @@ class Table(Protocol):
     def read(self, wanted: Mapping[str, str], keys: str, number: str | None = None) -> Rows:
         """wanted: new name -> column; others are dropped. keys: the settings that choose columns,
         for error messages. number: the column that may hold numbers (a label)."""
+
+
+def check_columns(table: Table, wanted: Sequence[str], keys: str) -> None:
+    """Raise DataError if a table has a header without one of these; opens no side of line pairs.
+    keys: what to change then."""
+    header = table.columns()
+    if "translation" not in header and (missing := sorted(set(wanted) - set(header))):
+        raise DataError(
+            f"{table.where}: no column {', '.join(missing)}; it has {', '.join(header)}. "
+            f"Choose with {keys}"
+        )
 
 
 @dataclass(frozen=True)

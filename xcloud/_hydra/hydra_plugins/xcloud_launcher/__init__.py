@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,14 +164,12 @@ class SweepLauncher(Launcher):
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
         from xcloud.errors import ConfigError
+        from xcloud.job.hints import in_one_line
 
         try:
             return self.context.config_loader.load_sweep_config(self.config, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
-            lines = str(error).strip().splitlines()[:1]
-            lines += str(error.__cause__ or "").strip().splitlines()[:1]
-            reason = " ".join(dict.fromkeys(lines))
-            raise ConfigError(reason + _options(str(error))) from error
+            raise ConfigError(in_one_line(error)) from error
 
     def _run_here(self, point: Point, run_dir: Path) -> None:
         """Run a point in this process, as Hydra would. Raises what the task function raised."""
@@ -196,15 +194,6 @@ class SweepLauncher(Launcher):
             error = done._return_value  # return_value would print a second report of it
             _say_unexpected(error)
             raise error
-
-
-def _options(message: str) -> str:
-    """Hydra lists what a group has, an option a line; the same in one line, or nothing."""
-    _, found, below = message.partition("Available options in ")
-    options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
-    if not found or not options:
-        return ""
-    return f"; there are: {', '.join(takewhile(lambda o: 'provider=' not in o, options))}"
 
 
 def _say_unexpected(error: BaseException) -> None:
