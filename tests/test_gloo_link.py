@@ -16,7 +16,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, first_line
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
@@ -242,3 +242,8 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
     )
 
     assert results[0][1].startswith("closed\nrank 1 of cloud 'x' did not say goodbye and gave no")
+
+
+def test_of_gloos_errors_neither_source_position_nor_advice_is_shown() -> None:
+    said = "[/__w/tcp/pair.cc:553] Connection closed by peer [::1]:5. This is typically caused by"
+    assert first_line(RuntimeError(said)) == "Connection closed by peer [::1]:5"

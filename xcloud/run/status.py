@@ -40,6 +40,7 @@ class RankStatus:
     has_ended: bool
     process: str
     waits: tuple[tuple[int, str, float], ...]
+    by_torchrun: bool = False
 
     @property
     def is_well(self) -> bool:
@@ -64,7 +65,7 @@ def _status(state: dict[str, Any], now: float) -> RankStatus:
     return RankStatus(
         state["rank"], state["phase"], now - state["phase_since"], state.get("step"),
         None if step_at is None else now - step_at, now - state["written"], state["ended"],
-        process, tuple(sorted(waits, key=lambda wait: -wait[2])),
+        process, tuple(sorted(waits, key=lambda wait: -wait[2])), state.get("torchrun", False),
     )  # fmt: skip
 
 
@@ -164,7 +165,11 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     try:
         summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return f"ended without a summary; go on: python run.py resume={run_dir}"
+        if all(one.phase.startswith("has done its part") for one in ranks) and ranks:
+            return "this cloud's part is done; the first cloud has the summary"
+        if any(one.by_torchrun for one in ranks):
+            return "ended before its time; go on: give the same torchrun command again"
+        return f"ended without a summary; go on: python run.py resume={run_dir.resolve()}"
     cause = summary.get("cause")
     return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
 
