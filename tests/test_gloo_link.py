@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud.cluster.gloo_link import first_line
+
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink, first_line
+from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
