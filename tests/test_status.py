@@ -127,6 +127,12 @@ def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
     assert "last checkpoint: step 12, 0 s ago" in said
 
 
+def test_a_rank_that_may_leave_is_away_and_the_run_well(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    write(tmp_path, 1, ended=True, phase="has failed: killed", may_leave=True)
+    assert ": running; rank 1 is away and may come back\n" in describe(tmp_path)
+
+
 def test_another_clouds_folder_says_whether_its_part_is_done(tmp_path: Path) -> None:
     write(tmp_path, 1, ended=True, phase="has done its part", torchrun=True)
     assert "this cloud's part is done" in describe(tmp_path)

@@ -59,6 +59,7 @@ class RankState:
         self.lives: Mapping[int, PeerLife] = {}
         self._path, self._rank, self.says = state_file(run_dir, rank), rank, says
         self._facts: dict[str, Any] = {"torchrun": torchrun}
+        self.may_leave = False  # the run can do without this rank, which may come back
         self.enter("joining the others")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="state", daemon=True)
@@ -101,6 +102,6 @@ class RankState:
         _write_json(self._path, {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
-            "waits_for": waits,
+            "may_leave": self.may_leave, "waits_for": waits,
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         })  # fmt: skip

@@ -20,6 +20,7 @@ How the figures are made:
 - `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
   steps that it lost by that. `goodput`: the share of the wall time, from the first event to the
   last, that was not lost so. Figures are of each step as it was done last (events.one_timeline).
+- `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
 - `privacy`: what clipping with noise guarantees, see run/privacy_account.py; null without it.
@@ -116,7 +117,7 @@ class RunStatistics:
             self.num_steps_done_twice += event.get("steps_again", 0)
             self._lost_s += event.get("lost_s", 0.0)
         if event["event"] == "quality":
-            self._quality[event["split"]] = event
+            self._quality[event["split"] if event["step"] else "before"] = event
         if event["event"] == "memory":
             known = ("rank", "cloud", *MEMORY)
             self._memory[event["rank"]] = {name: event[name] for name in known if name in event}
@@ -168,6 +169,7 @@ class RunStatistics:
             "link_utilisation": timed.link_utilisation(self.bandwidth_bits_per_s),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality_of("dev"),
+            "quality_before": self._quality_of("before"),
             "num_resumes": self.num_resumes,
             "num_steps_done_twice": self.num_steps_done_twice,
             "goodput": self._goodput(),

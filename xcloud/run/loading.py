@@ -36,9 +36,12 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
 
     if control is None:
         return data
-    facts = {"the task's data": data.fingerprint()} if fields or not told else {}
+    sizes = {split: data.num_samples(split) for split in SPLITS}
+    facts: dict[str, str] = {}
+    if fields or not told:  # sizes are compared first: they say more than a digest
+        facts = {f"samples of {split}": str(size) for split, size in sizes.items()}
+        facts["the task's data"] = data.fingerprint()
     if told:
-        sizes = {split: data.num_samples(split) for split in SPLITS}
         if rank == 0 and not isinstance(control, StoreFacts):
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
         unread = told_sizes(task, sizes).load(frozenset(), seed)

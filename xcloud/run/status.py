@@ -41,6 +41,7 @@ class RankStatus:
     process: str
     waits: tuple[tuple[int, str, float], ...]
     by_torchrun: bool = False
+    is_away: bool = False
 
     @property
     def is_well(self) -> bool:
@@ -61,11 +62,13 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
 def _status(state: dict[str, Any], now: float) -> RankStatus:
     waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
     process = "gone" if state["ended"] else _process(state["pid"], state["host"])
+    is_away = process == "gone" and state.get("may_leave", False)
     step_at = state.get("step_at")
     return RankStatus(
         state["rank"], state["phase"], now - state["phase_since"], state.get("step"),
         None if step_at is None else now - step_at, now - state["written"], state["ended"],
         process, tuple(sorted(waits, key=lambda wait: -wait[2])), state.get("torchrun", False),
+        is_away,
     )  # fmt: skip
 
 
@@ -152,9 +155,10 @@ def describe(run_dir: Path) -> str:
 
 def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
-        ill = [one for one in ranks if not one.is_well]
+        ill = [one for one in ranks if not one.is_well and not one.is_away]
         if not ill:
-            return "running"
+            away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
+            return "; ".join(["running", *away])
         return "running, but not well: " + ", ".join(f"rank {one.rank} {_ill(one)}" for one in ill)
     try:
         launcher = json.loads((run_dir / LAUNCHER_FILE).read_text("utf-8"))

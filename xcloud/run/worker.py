@@ -259,7 +259,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     file = arguments.experiment
     file = file / EXPERIMENT_FILE if file.is_dir() else file
-    run_dir = arguments.run_dir or file.resolve().parent
+    run_dir = (arguments.run_dir or file.parent).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
     for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
@@ -278,6 +278,7 @@ def main(words: Sequence[str] | None = None) -> None:
         config = read_config(file)
         job = job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
+        state.may_leave = rank not in job.essential_ranks
         settings, transport = plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if under_torchrun:
