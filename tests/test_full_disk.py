@@ -1,6 +1,8 @@
 """A log that cannot be written costs lines, never the run; a model that cannot be is an error."""
 
+import io
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,22 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(
         export_stage(tmp_path, 0, Stage(), {"w": weight}, Data())  # type: ignore[arg-type]
     (saved,) = spare.glob("*/stage0.safetensors")
     assert str(saved.parent) in str(failed.value) and torch.equal(load_file(saved)["w"], weight)
+
+
+def test_a_log_that_cannot_be_written_says_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    config = OmegaConf.create(toy_config("local"))
+    configs.write(config, tmp_path / configs.EXPERIMENT_FILE)
+    Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path).start()
+    (logger := logging.Logger("full")).addHandler(logging.StreamHandler(Full()))
+    logger.warning("a line")
+    assert "Logging error" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,13 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
 
 
 def test_a_run_folder_holds_the_experiment_that_was_run_in_it(tmp_path: Path) -> None:
-    worker._keep_experiment(CONFIG, tmp_path)
-    assert read_job(tmp_path / "experiment.yaml") == job_from_config(CONFIG)
+    (mine := tmp_path / "mine.yaml").write_text("# mine")
+    worker._keep_experiment(mine, CONFIG, tmp_path)
+    kept = tmp_path / "experiment.yaml"
+    assert read_job(kept) == job_from_config(CONFIG)
+    kept.write_text("# mine")
+    worker._keep_experiment(kept, CONFIG, tmp_path)
+    assert kept.read_text() == "# mine"
 
 
 @pytest.mark.parametrize(

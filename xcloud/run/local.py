@@ -4,7 +4,6 @@ interrupted."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +53,6 @@ def run(
     run_dir.mkdir(parents=True, exist_ok=True)
     configs.write(config, run_dir / configs.EXPERIMENT_FILE)
     print(experiment.headline, flush=True)
-    logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         stale.unlink()
 

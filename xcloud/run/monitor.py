@@ -88,6 +88,7 @@ class Monitor:
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
+        logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         self._read_anew(is_again)
         experiment = self.experiment
         tags = {

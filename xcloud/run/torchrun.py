@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or 29500}"
     print(f"waiting for all machines at {place}", flush=True)
     try:
-        run(given)
+        run(given)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0:  # it could say nothing

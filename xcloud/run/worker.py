@@ -31,13 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.config import (
-    EXPERIMENT_FILE,
-    job_from_config,
-    plain_settings,
-    read_config,
-    write,
-)
+from xcloud.job import config as configs
 from xcloud.job.job import Job
 from xcloud.project import MODEL_DIR
 from xcloud.record.events import EVENTS_FILE
@@ -258,7 +252,7 @@ def main(words: Sequence[str] | None = None) -> None:
         end_with_parent()
 
     file = arguments.experiment
-    file = file / EXPERIMENT_FILE if file.is_dir() else file
+    file = file / configs.EXPERIMENT_FILE if file.is_dir() else file
     run_dir = (arguments.run_dir or file.parent).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
@@ -275,11 +269,11 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.install(signal.SIGUSR1, *ends, exit_code=EXIT_START_AGAIN)
     try:
         _set_threads()
-        config = read_config(file)
-        job = job_from_config(config)
+        config = configs.read_config(file)
+        job = configs.job_from_config(config)
         _check_cloud(job, rank, arguments.cloud)
         state.may_leave = rank not in job.essential_ranks
-        settings, transport = plain_settings(config), None
+        settings, transport = configs.plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         if under_torchrun:
             lifeline = Lifeline(
@@ -297,7 +291,7 @@ def main(words: Sequence[str] | None = None) -> None:
             _check_started(job)
             _check_unfinished(job, run_dir)
         if is_first_here:
-            _keep_experiment(config, run_dir)
+            _keep_experiment(file, config, run_dir)
             print(job.headline, flush=True)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
@@ -326,11 +320,12 @@ def main(words: Sequence[str] | None = None) -> None:
         os._exit(code)
 
 
-def _keep_experiment(config: Any, run_dir: Path) -> None:
-    """For `export`, `translate` and the tracker, which look in the run folder. By one rank of a
-    machine, once all have agreed to run it."""
+def _keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
+    """For `export` and the tracker, once all ranks have agreed to run it."""
+    kept = run_dir / configs.EXPERIMENT_FILE
     with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
-        write(config, run_dir / EXPERIMENT_FILE)
+        if file.resolve() != kept:
+            configs.write(config, kept)
 
 
 def _failed(error: BaseException) -> str:
