@@ -110,9 +110,8 @@ def test_a_stopped_rank_ends_with_its_launcher() -> None:
 
 
 def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "torch.json"))
     try:
         raise ConfigError("max_steps is negative") from KeyError("cause")
     except ConfigError as error:
@@ -120,7 +119,6 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
     assert capsys.readouterr().err == "xcloud: rank 3: max_steps is negative\n"
     kept = json.loads((tmp_path / "rank3.error.json").read_text())
     assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
-    assert json.loads((tmp_path / "torch.json").read_text()) == {"message": kept["message"]}
 
     worker._write_failure(tmp_path, 3, ValueError("a defect"))
     assert "ValueError: a defect" in capsys.readouterr().err

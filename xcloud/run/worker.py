@@ -223,8 +223,6 @@ def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     with contextlib.suppress(OSError):
         said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
         print(said, end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError, KeyError):  # torchrun's own table
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
     return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
 
 
