@@ -120,7 +120,10 @@ def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_fil
     kept = json.loads((tmp_path / "rank3.error.json").read_text())
     assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
 
-    worker._write_failure(tmp_path, 3, ValueError("a defect"))
+    worker._write_failure(tmp_path, 3, LinkClosed("what follows from it"))
+    assert json.loads((tmp_path / "rank3.error.json").read_text()) == kept
+    assert not capsys.readouterr().err
+    worker._write_failure(tmp_path, 4, ValueError("a defect"))
     assert "ValueError: a defect" in capsys.readouterr().err
 
 

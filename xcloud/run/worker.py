@@ -217,6 +217,8 @@ def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     message = (text if expected else f"{type(error).__name__}: {text}").strip()
     lines = traceback.format_exception(error)
     failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    if error_file(run_dir, rank).exists():  # another thread has named the first cause
+        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
     with contextlib.suppress(OSError):
         error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
