@@ -37,7 +37,7 @@ def run_on_two_machines(
             run_dir = folder / cloud
             run_dir.mkdir(parents=True)
             command = [
-                *inside(host), sys.executable, "-m", "torch.distributed.run",
+                *inside(host), sys.executable, "-m", "xcloud", "torchrun",
                 "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1",
                 "--master-addr", ADDRESSES[0], "--master-port", "29500",
                 "-m", "xcloud", "worker", str(file), "--cloud", cloud, "--run-dir", str(run_dir),

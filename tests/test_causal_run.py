@@ -205,7 +205,8 @@ def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
     expected = written_on(model, tmp_path)
     generate.main([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
 
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    said = "".join(f"{p}{text}\n" for p, text in zip(PROMPTS, expected, strict=True))
+    assert capsys.readouterr().out == said
 
 
 def test_a_missing_part_or_another_kind_of_run_is_named(two_clouds: Path, tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """A log that cannot be written costs lines, never the run; a model that cannot be is an error."""
 
+import io
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
@@ -137,7 +141,12 @@ def test_files_beside_the_run_are_warnings_and_counted(
     assert (event["event"], event["name"]) == ("lost_file", "samples.txt")
 
 
-def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (spare := tmp_path / "spare").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spare))
+
     class Data:
         def save_tokenizers(self, folder: Path) -> None:
             raise OSError(28, "No space left on device")
@@ -146,8 +155,27 @@ def test_a_model_that_cannot_be_written_is_an_error_that_names_the_disk(tmp_path
         export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
     (tmp_path / "model" / "stage0.safetensors").mkdir()
     Data.save_tokenizers = lambda self, folder: None  # type: ignore[method-assign]
-    with pytest.raises(RunFailed, match="model could not be written"):
-        export_stage(tmp_path, 0, Stage(), {}, Data())  # type: ignore[arg-type]
+    weight = torch.ones(2)
+    with pytest.raises(RunFailed, match=r"could not be written .* copy it there") as failed:
+        export_stage(tmp_path, 0, Stage(), {"w": weight}, Data())  # type: ignore[arg-type]
+    (saved,) = spare.glob("*/stage0.safetensors")
+    assert str(saved.parent) in str(failed.value) and torch.equal(load_file(saved)["w"], weight)
+
+
+def test_a_log_that_cannot_be_written_says_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    config = OmegaConf.create(toy_config("local"))
+    configs.write(config, tmp_path / configs.EXPERIMENT_FILE)
+    Monitor(configs.job_from_config(config), configs.flatten(config), tmp_path).start()
+    (logger := logging.Logger("full")).addHandler(logging.StreamHandler(Full()))
+    logger.warning("a line")
+    assert "Logging error" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

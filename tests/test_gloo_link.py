@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud.cluster.gloo_link import first_line
+
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
@@ -244,3 +246,8 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
     )
 
     assert results[0][1].startswith("closed\nrank 1 of cloud 'x' did not say goodbye and gave no")
+
+
+def test_of_gloos_errors_neither_source_position_nor_advice_is_shown() -> None:
+    said = "[/__w/tcp/pair.cc:553] Connection closed by peer [::1]:5. This is typically caused by"
+    assert first_line(RuntimeError(said)) == "Connection closed by peer [::1]:5"

@@ -94,14 +94,20 @@ def test_only_answers_are_guessed_in_a_chat(tmp_path: Path, folder: Path) -> Non
     assert torch.equal(label[places], text[places + 1]), "each guesses the token behind it"
 
 
-def test_a_chat_is_rendered_as_the_tokenizer_of_transformers_does(folder: Path) -> None:
+def test_a_chat_is_rendered_as_the_tokenizer_of_transformers_does(
+    folder: Path, tmp_path: Path
+) -> None:
     tokenizer = CausalTokenizer.load(folder)
     theirs = tokenizer._pretrained.apply_chat_template(CHAT[:4], return_dict=False)
     assert tokenizer.chat(CHAT[:4], "here").ids == theirs
     asked = tokenizer._pretrained.apply_chat_template(
         CHAT[:1], add_generation_prompt=True, return_dict=False
     )
+    assert tokenizer.decode(tokenizer.prompt("Who came?")) == "Who came?", "it learns plain texts"
+    tokenizer.learns_chats = True
     assert tokenizer.prompt("Who came?") == asked
+    tokenizer.save(tmp_path)
+    assert CausalTokenizer.load(tmp_path).prompt("Who came?") == asked
 
 
 def test_a_cloud_without_the_text_keeps_the_answers_and_one_without_labels_none(
@@ -144,6 +150,24 @@ def test_plain_text_is_guessed_whole_and_ends_with_the_end_token(
     first = text[types == 0]
     assert tokenizer._pretrained.decode(first) == "One line.\nAnother.</s>"
     assert label[: len(first)].tolist() == [*first[1:].tolist(), NO_LABEL]
+
+
+def test_a_file_without_a_blank_line_is_said_to_be_one_document(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("one\n\ntwo\n")
+    for split in ("dev", "test"):
+        (tmp_path / f"{split}.txt").write_text("a line\nanother\na third\n")
+    said = "dev has 3 lines and no blank one, so it is one document: is task.document=line meant?"
+    remarks = DocumentFolder(str(tmp_path)).read().remarks
+    assert said in remarks and not any("train" in remark for remark in remarks)
+    assert not DocumentFolder(str(tmp_path), document="file").read().remarks
+
+
+def test_a_folder_without_a_tokenizer_is_named_before_any_rank_starts(tmp_path: Path) -> None:
+    task = LanguageModelling(DemoStories(), PretrainedTokenizer(str(tmp_path)))
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        task.check()
+    (tmp_path / "tokenizer.json").touch()
+    task.check()
 
 
 @pytest.mark.parametrize(("document", "count"), [("blank_line", 2), ("line", 3), ("file", 1)])

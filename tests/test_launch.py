@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from xcloud.errors import FrameError, LinkClosed, RunFailed
+from xcloud.record.rank_state import state_file
 from xcloud.run import launch
 from xcloud.run.launch import LocalRanks, RunStopped, failure_of, ready_file
 from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
@@ -122,6 +123,22 @@ def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
     assert _write_failure(tmp_path, 1, LinkClosed("rank 0 is gone")) == EXIT_PEER_LOST
     found = [failure_of(tmp_path, rank) for rank in range(3)]
     assert [f and f["peer_lost"] for f in found] == [False, True, None]
+
+
+def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(LocalRanks, "_start", lambda self, rank: started.append(rank))
+    ranks = LocalRanks(tmp_path, ["a", "b"], frozenset({0}))
+    ranks.log(1).touch()
+    ranks.processes = [subprocess.Popen(["true"]), subprocess.Popen(["false"])]
+    for process in ranks.processes:
+        process.wait()
+    for phase, expected in (("evaluation", []), ("training", [1])):
+        state_file(tmp_path, 0).write_text(json.dumps({"phase": phase}))
+        ranks._begin_again(0.0)
+        assert started == expected
 
 
 def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(

@@ -17,7 +17,7 @@ from xcloud.record.events import EVENTS_FILE
 from xcloud.record.summary import read_summary
 from xcloud.run import local
 from xcloud.run import monitor as module
-from xcloud.run.launch import LocalRanks
+from xcloud.run.launch import LocalRanks, error_file
 from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
 
@@ -119,3 +119,22 @@ def test_a_rank_that_is_lost_at_its_end_is_not_waited_for_once_rank_0_has_closed
         for number, handler in before.items():
             signal.signal(number, handler)
     assert read_summary(tmp_path)["cause"] == "the run ended before rank 1 had finished"
+
+
+@pytest.mark.timeout(60)
+def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor_after([("step", 0)], tmp_path)
+    audit_file(tmp_path, 0).write_text("{}")
+
+    def write_later(seconds: float) -> None:
+        for rank, lost in ((0, True), (1, False)):
+            failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
+            error_file(tmp_path, rank).write_text(json.dumps(failure))
+
+    monkeypatch.setattr("xcloud.run.monitor.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.run.monitor.signal.signal", lambda number, handler: None)
+    words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
+    assert main([*words, "--parent", str(os.getppid())]) == 1
+    assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody

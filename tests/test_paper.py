@@ -94,6 +94,25 @@ def test_stages_and_lanes_inside_a_cloud_pay_for_the_lines_inside() -> None:
     assert stages[name].priced.memory["a"] < stages["data_parallel"].priced.memory["a"]
 
 
+def test_weights_that_are_not_trained_take_no_moments_and_cross_in_no_average() -> None:
+    search = {"compressors": ["none"], "strategies": ["data_parallel"]}
+    whole, lora = (
+        rows(paper(model=SMALL["model"] | {"trained_share": share}, search=search))[0].priced
+        for share in (1.0, 0.25)
+    )
+    assert lora.bytes_per_step == pytest.approx(whole.bytes_per_step / 4, rel=0.01)
+    assert lora.compute_s == pytest.approx(whole.compute_s * (1 + 1.25) / 3)
+    weights = 4 * (4 * LAYER + 2 * 100 * 32)
+    assert whole.memory["a"] - lora.memory["a"] >= 3 * 0.75 * weights
+
+
+def test_by_default_stages_are_tried_up_to_the_number_of_ranks() -> None:
+    search = {"compressors": ["none"], "strategies": ["data_parallel"]}
+    found = rows(paper(clouds={"*": {"ranks": 4}, "a": {}, "b": {}}, search=search))
+    inside = {"data_parallel", "data_parallel, 2 inside"}
+    assert {row.name for row in found} == inside, "four layers over two clouds"
+
+
 def test_a_part_comes_back_after_its_slowest_contribution_and_its_slowest_answer() -> None:
     """Three clouds, every way of its own length: the longest way to a merging cloud and on."""
     latency_s = {"a-b": 1.0, "b-a": 2.0, "a-c": 4.0, "c-a": 8.0, "b-c": 16.0, "c-b": 32.0}

@@ -127,6 +127,20 @@ def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
     assert "last checkpoint: step 12, 0 s ago" in said
 
 
+def test_a_rank_that_may_leave_is_away_and_the_run_well(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    write(tmp_path, 1, ended=True, phase="has failed: killed", may_leave=True)
+    assert ": running; rank 1 is away and may come back\n" in describe(tmp_path)
+
+
+def test_another_clouds_folder_says_whether_its_part_is_done(tmp_path: Path) -> None:
+    write(tmp_path, 1, ended=True, phase="has done its part", torchrun=True)
+    assert "this cloud's part is done" in describe(tmp_path)
+    write(tmp_path, 1, ended=True, phase="has failed: rank 0 is gone", torchrun=True)
+    assert "give the same torchrun command again" in describe(tmp_path)
+    assert "run.py" not in describe(tmp_path)
+
+
 def test_between_the_death_of_a_rank_and_its_restart_the_run_is_starting_again(
     tmp_path: Path,
 ) -> None:
@@ -207,3 +221,15 @@ def test_the_status_of_a_real_run_names_the_rank_that_is_stopped(tmp_path: Path)
     assert "rank 0: training" in said and "; waits for " in said and " from rank 1 for" in said
     running.join()
     assert "ended, finished" in describe(tmp_path)
+
+
+def test_a_rank_that_no_monitor_tells_of_says_its_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = RankState(tmp_path, 1, says=True)
+    state.hear("phase", {"name": "training"})
+    state.close("has done its part")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"rank 1: {x}" for x in ("joining the others", "training", "has done its part")
+    ]

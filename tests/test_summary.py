@@ -20,6 +20,7 @@ ALLOWED = REQUIRED | {
     *("link_utilisation", "xcloud_version", "num_warmup_steps_left_out"),
     *("num_skipped_updates", "lost_files", "num_lost_checkpoints", "memory", "privacy"),
     *("num_cut", "num_resumes", "num_steps_done_twice", "goodput"),
+    *("num_resumes", "num_steps_done_twice", "goodput", "quality_before"),
 }
 
 
@@ -107,6 +108,17 @@ def test_keys_are_the_agreed_ones() -> None:
     failed = summarise(RunStatistics(2), status="failed", cause="rank 1 died")
     assert set(finished) == ALLOWED - {"cause"}
     assert set(failed) == ALLOWED and failed["cause"] == "rank 1 died"
+
+
+def test_what_was_scored_before_the_first_step_is_not_taken_for_the_result() -> None:
+    statistics = RunStatistics(2)
+    quality = {"event": "quality", "split": "test", "signature": {}}
+    statistics.feed({**quality, "step": 0, "values": {"perplexity": 185.6}})
+    assert summarise(statistics)["quality"] == {}
+    statistics.feed({**quality, "step": 300, "values": {"perplexity": 95.2}})
+    found = summarise(statistics)
+    assert found["quality"] == {"perplexity": 95.2}
+    assert found["quality_before"] == {"perplexity": 185.6}
 
 
 @pytest.mark.parametrize(("num_steps", "left_out"), [(9, 0), (10, 1), (29, 2), (30, 3), (200, 3)])

@@ -20,7 +20,7 @@ from xcloud.parallel.one_way.plan import Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.run.local import run
 from xcloud.run.one_way.wiring import ConsumerWiring, _arrived
-from xcloud.security.wire_audit import compact, join_audit, main, write_rank_audit
+from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 
 OFFSET = 70_001  # labels whose bytes can be told from others
@@ -152,7 +152,7 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
                  "reports": {"step": ["loss", f"x{rank}"]}}  # fmt: skip
         (tmp_path / f"rank{rank}.wire.json").write_text(json.dumps(audit))
 
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path), "--json"]) == 0
     audit = json.loads((tmp_path / "wire_audit.json").read_text())
     (message,) = audit["messages"]
     assert message["parts"][0]["shape"] == ["3-7", 8]
@@ -164,6 +164,13 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
     assert short["a -> b"]["activation 0"] == {
         "messages": 3, "bytes": 30, "carries": ["hidden float32 [R, 8]"]
     }  # fmt: skip
+    assert main([str(tmp_path)]) == 0
+    said, _, row = capsys.readouterr().out.splitlines()
+    assert said.startswith("text: no, labels: no; not known of ranks 2")
+    assert row.split()[:5] == ["a", "->", "b", "activation", "0"] and "30 bytes  hidden" in row
+    message["parts"][0]["carries"] = "label int64 [B]"
+    assert as_table(audit).startswith("text: no, labels: yes")
+    assert as_table({**audit, "messages": [message | {"kind": "batch"}]}).startswith("text: yes")
     with pytest.raises(DataError, match=r"no rank\*\.wire\.json"):
         join_audit(tmp_path / "elsewhere")
 

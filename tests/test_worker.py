@@ -1,5 +1,6 @@
 """The shell around every role: what it reports, closes and leaves behind. One rank, no network."""
 
+import argparse
 import json
 import os
 import signal
@@ -11,14 +12,17 @@ from typing import Any, cast
 
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.one_way_toy import cloud, feed_config
 from xcloud.errors import ConfigError, LinkClosed
 from xcloud.job import config as configs
-from xcloud.job.config import job_from_config
+from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.run import worker
+from xcloud.run import torchrun, worker
 from xcloud.run.agreement import Agreed, Verdict
 from xcloud.run.checkpointing import StopSignal
 from xcloud.run.resume import Holder
@@ -164,3 +168,62 @@ def test_ranks_meet_in_their_run_folder_whatever_its_name(
 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "rendezvous" in {path.name for path in run_dir.iterdir()}
+
+
+def test_an_error_of_our_own_is_said_in_one_line_and_its_traceback_kept_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        raise ConfigError("max_steps is negative") from KeyError("cause")
+    except ConfigError as error:
+        worker._write_failure(tmp_path, 3, error)
+    assert capsys.readouterr().err == "xcloud: rank 3: max_steps is negative\n"
+    kept = json.loads((tmp_path / "rank3.error.json").read_text())
+    assert kept["message"] == "max_steps is negative" and "KeyError" in "".join(kept["traceback"])
+
+    worker._write_failure(tmp_path, 3, LinkClosed("what follows from it"))
+    assert json.loads((tmp_path / "rank3.error.json").read_text()) == kept
+    assert not capsys.readouterr().err
+    worker._write_failure(tmp_path, 4, ValueError("a defect"))
+    assert "ValueError: a defect" in capsys.readouterr().err
+
+
+def test_a_run_folder_holds_the_experiment_that_was_run_in_it(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.yaml").write_text("# mine")
+    worker._keep_experiment(mine, CONFIG, tmp_path)
+    kept = tmp_path / "experiment.yaml"
+    assert read_job(kept) == job_from_config(CONFIG)
+    kept.write_text("# mine")
+    worker._keep_experiment(kept, CONFIG, tmp_path)
+    assert kept.read_text() == "# mine"
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "code", "said"),
+    [
+        (None, 0, ""),
+        (ChildFailedError("x", {1: ProcessFailure(0, 7, 75, "")}), 75, ""),
+        (ChildFailedError("x", {1: ProcessFailure(0, 7, 1, "")}), 1, ""),
+        (ChildFailedError("x", {1: ProcessFailure(0, 7, -9, "")}), 1, "rank 1 was ended by SIGK"),
+        (SignalException("x", signal.SIGINT), 75, ""),
+        (DistNetworkError("name: EADDRINUSE"), 1, "host:123: the port is taken"),
+    ],
+    ids=["well", "stopped", "failed", "killed", "asked", "port"],
+)
+def test_torchrun_repeats_nothing_and_names_what_its_ranks_could_not_say(
+    ends_with: BaseException | None, code: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def run(given: argparse.Namespace) -> None:
+        assert given.training_script_args == ["worker", "file"]
+        if ends_with is not None:
+            raise ends_with
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    words = ["--master-addr=host", "--master-port=123", "-m", "xcloud", "worker", "file"]
+    assert torchrun.main(words) == code
+    shown = capsys.readouterr()
+    assert shown.out == "waiting for all machines at host:123\n"
+    assert (said in shown.err) if said else (not shown.err)

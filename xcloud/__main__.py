@@ -42,6 +42,11 @@ COMMANDS = {
         "plan a job on paper: what it would take and cost on clouds that a file describes",
         "plan docs/plans/eight_clouds.yaml",
     ),
+    "torchrun": Command(
+        "xcloud.run.torchrun",
+        "start this cloud's ranks of a run over several machines",
+        "torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml",
+    ),
     "worker": Command(
         "xcloud.run.worker",
         "one rank of a run over several machines; torchrun starts it in each cloud",

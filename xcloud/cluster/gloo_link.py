@@ -10,6 +10,7 @@ so that averaging links, which are idle for most of a step, hold none.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once
+_SOURCE = re.compile(r"^\[\S+:\d+\] ")
 _OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.AVERAGING)
 
 
@@ -137,7 +139,7 @@ class GlooOutLink(SendingEnd):
                     settings.life.note(slot.deliver_at_s if slot is not None else None)
                 del item, frame  # not held until the next message
         except RuntimeError as error:
-            self._failure = LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}")
+            self._failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
         except Exception as error:  # a thread that dies in silence loses what is sent
             self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
 
@@ -198,7 +200,7 @@ class GlooInLink(ReceivingEnd):
         except LinkError as error:
             self._end(error)
         except RuntimeError as error:
-            self._end(LinkClosed(f"{self.peer_name} is gone: {_first_line(error)}"))
+            self._end(LinkClosed(f"{self.peer_name} is gone: {first_line(error)}"))
         except Exception as error:  # a thread that dies in silence leaves its reader waiting
             self._end(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
@@ -206,7 +208,7 @@ class GlooInLink(ReceivingEnd):
         return torch.empty(self._settings.capacity_bytes, dtype=torch.uint8)
 
 
-def _first_line(error: BaseException) -> str:
-    """Gloo puts its source position and peer first; the rest is advice and a C++ trace."""
+def first_line(error: BaseException) -> str:
+    """Without gloo's source position, advice and C++ trace."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return line.partition(". This is typically caused")[0].strip()
+    return _SOURCE.sub("", line).partition(". This is typically caused")[0].strip()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.frame import MessageKey, decode_frame, encode_frame, seal_frame
+from xcloud.cluster.gloo_link import first_line
 from xcloud.cluster.link import LinkStats, Parts, expect
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import FrameError, LinkClosed, LinkTimeout
@@ -68,7 +69,7 @@ class MeetingLink:
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0]
+            reason = first_line(error)
             if "timed out" in reason.lower():
                 raise LinkTimeout(
                     f"{key} was not exchanged between this rank and {self._peer_name} in "

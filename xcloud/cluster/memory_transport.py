@@ -62,7 +62,7 @@ class MemoryTransport:
 
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd:
         if settings.clock is not None:
-            raise ConfigError("links in memory emulate no line; set cluster.wan=free")
+            raise ConfigError("links in memory emulate no line; set cluster/wan=free")
         return MemoryOutLink(self._world.line(line, self.rank, peer), settings)
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd:

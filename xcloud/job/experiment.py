@@ -168,6 +168,11 @@ class Experiment(Job):
         return self.strategy.is_elastic and self.cluster.num_replicas > 1
 
     @property
+    def scores_first(self) -> bool:
+        """Whether the test set is scored before the first step too, for comparison."""
+        return getattr(self.model, "is_pretrained", False) and not self.is_elastic
+
+    @property
     def essential_ranks(self) -> frozenset[int]:
         local = self.strategy.averaging
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":

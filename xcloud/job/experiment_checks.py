@@ -85,7 +85,7 @@ def check_autopilot(job: Checked) -> None:
         is_real = layout.wan_between(ends[0][0], ends[1][0]) == "real"
         if is_real and max(map(len, ends)) > 1:
             raise ConfigError(
-                f"autopilot measures the real network behind stage {stage} (cluster.wan=real) "
+                f"autopilot measures the real network behind stage {stage} (cluster/wan=real) "
                 f"from what one rank at each end sees, and {max(map(len, ends))} ranks share it: "
                 "give the clouds on both sides one rank each, or set autopilot=off"
             )

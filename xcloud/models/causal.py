@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ class CausalLM:
     vocabulary_chunk: words of which the loss has the logits at a time.
     activation_checkpointing: keep the input of each block only, and compute it again backwards.
     """
+
+    is_pretrained: ClassVar[bool] = True
 
     checkpoint: str | None = None
     own: OwnCausal | None = None

@@ -4,6 +4,7 @@ nothing is measured, nothing runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -121,7 +122,7 @@ def _arranged(paper: Paper) -> tuple[dict[str, Arranged], dict[str, str]]:
     """Every strategy with its clouds, by name; and those that they do not suit."""
     num_clouds = len(paper.clouds)
     found, left_out = dict[str, Arranged](), dict[str, str]()
-    for inside in paper.search.stages_inside:
+    for inside in paper.search.stages_inside or _stages_inside(paper):
         more = f", {inside} inside" if inside > 1 else ""
         odd = [name for name, cloud in paper.clouds.items() if cloud.ranks % inside]
         if odd:
@@ -136,6 +137,12 @@ def _arranged(paper: Paper) -> tuple[dict[str, Arranged], dict[str, str]]:
             else:
                 found[name + more] = Arranged(strategy, _layout(paper, replicas, inside))
     return found, left_out
+
+
+def _stages_inside(paper: Paper) -> list[int]:
+    each = math.gcd(*(cloud.ranks for cloud in paper.clouds.values()))
+    most = each if paper.model is None else paper.model.layers // len(paper.clouds)
+    return [2**n for n in range(each.bit_length()) if each % 2**n == 0 and 2**n <= max(1, most)]
 
 
 def _strategies(paper: Paper) -> Iterator[tuple[Strategy, str]]:

@@ -58,13 +58,14 @@ class Prices:
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried. stages_inside: stages that each cloud holds, dealt over its ranks. replicas:
+    """What is tried. stages_inside: stages that each cloud holds, dealt over its ranks; null =
+    powers of two that every cloud can deal its ranks to. replicas:
     of hybrid; null = every number that the clouds can be dealt to. every: of local updates.
     micro_batches: null = as many as leave no rank without work, and multiples."""
 
     strategies: Sequence[str] = STRATEGIES
     compressors: Sequence[str] = COMPRESSORS
-    stages_inside: Sequence[int] = (1,)
+    stages_inside: Sequence[int] | None = None
     replicas: Sequence[int] | None = None
     every: Sequence[int] = (50,)
     micro_batches: Sequence[int] | None = None

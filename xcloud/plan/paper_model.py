@@ -64,6 +64,8 @@ class Decoder:
     seconds_per_layer: in place of both, forward of one sample through one layer.
     parameters_per_layer: null = 12 hidden². checkpointing: a layer's activations are computed
         again in the backward, and only its input is kept.
+    trained_share: of the weights, as 0.005 with LoRA; the others take no gradient, no moments and
+        cross in no average.
     """
 
     layers: int
@@ -75,6 +77,7 @@ class Decoder:
     seconds_per_layer: float | None = None
     parameters_per_layer: int | None = None
     checkpointing: bool = False
+    trained_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "vocabulary", "sequence_length"):
@@ -87,6 +90,7 @@ class Decoder:
         check_number("model.utilisation", self.utilisation, 0.0, 1.0, above=True)
         if self.parameters_per_layer is not None:
             check_int("model.parameters_per_layer", self.parameters_per_layer, 1)
+        check_number("model.trained_share", self.trained_share, 0.0, 1.0, above=True)
         check_choice("model.checkpointing", self.checkpointing, (True, False))
 
     @property
@@ -111,7 +115,12 @@ class Decoder:
     @property
     def step_flop(self) -> float:
         """Forward and backward of one sample; what checkpointing computes again does not count."""
-        return (1 + SHARE_OF_FIRST) * (self.layers * self.layer_flop + self.head_flop)
+        return (1 + self.backward_share) * (self.layers * self.layer_flop + self.head_flop)
+
+    @property
+    def backward_share(self) -> float:
+        """Of the forward: gradients of what a layer reads, and of what is trained of it."""
+        return (SHARE_OF_FIRST - 1) + self.trained_share
 
     def profile(
         self,
@@ -147,13 +156,15 @@ class Decoder:
             assert self.seconds_per_layer is not None
             layer_s = self.seconds_per_layer
         head_s = layer_s * self.head_flop / self.layer_flop if is_last else 0.0
-        backward_s = (SHARE_OF_FIRST + self.checkpointing) * layer_s + SHARE_OF_FIRST * head_s
+        share = self.backward_share
+        backward_s = (share + self.checkpointing) * layer_s + share * head_s
         outer = (i == 0) + is_last
         weights = self.layer_parameters + outer * self.vocabulary * self.hidden
         kept = (2 if self.checkpointing else ACTIVATION_BYTES) * self.sequence_length * self.hidden
         return Piece(
             f"layer {i}", Curve([(1, layer_s + head_s)]), Curve([(1, backward_s)]),
-            None if is_last else 0, WEIGHT_BYTES * weights, WEIGHT_BYTES * weights,
+            None if is_last else 0, WEIGHT_BYTES * weights,
+            round(WEIGHT_BYTES * weights * self.trained_share),
             Curve([(1, kept)]), blocks=1,
         )  # fmt: skip
 
@@ -171,8 +182,9 @@ class Decoder:
             specs = compression.for_tensor(name, torch.Size(shape)).wire_specs(matrix)
             copies = 1 if name in ("embeddings", "head") else self.layers
             sent += copies * sum(spec.num_bytes for spec in specs)
+        sent, trained = round(sent * self.trained_share), self.parameters * self.trained_share
         is_identity = last.backward.family == "none" and last.averaging is None
-        encode_s, decode_s = (0.0, 0.0) if is_identity else speed.seconds(4 * self.parameters)
+        encode_s, decode_s = (0.0, 0.0) if is_identity else speed.seconds(4 * trained)
         # Who encodes also decodes, for error feedback.
         averaging = AveragingCodec(sent, encode_s + decode_s, decode_s)
         return CompressorCosts(compression.label, [BorderCodec(*ways)], averaging)

@@ -20,6 +20,7 @@ from xcloud.plan.profile import Piece
 
 MOST_SPLITS = 5000
 TRIES = 32  # of a search; see fastest
+WORTH = 0.98  # a change that leaves more of a step is no advice
 BANDWIDTHS = [10 ** (4 + n / 4) for n in range(33)]  # 10 kbit/s to 1 Tbit/s
 
 
@@ -91,13 +92,13 @@ class Ranked:
         mine = self.best[place]
         for other in self.best[:place]:
             changed = _changes(mine.plan, other.plan)
-            if len(changed) == 1:
+            if len(changed) == 1 and other.step_s < WORTH * mine.step_s:
                 return f"{changed[0]}: {1 - other.step_s / mine.step_s:.0%} less"
         return _remedy(mine.bound)
 
     @property
     def advice_to_own(self) -> str:
-        if self.near_own is not None and self.near_own[0] < self.own.step_s:
+        if self.near_own is not None and self.near_own[0] < WORTH * self.own.step_s:
             (change,) = _changes(self.own.plan, self.near_own[1])
             return f"{change}: {1 - self.near_own[0] / self.own.step_s:.0%} less"
         return _remedy(self.own.bound)

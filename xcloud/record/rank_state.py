@@ -49,19 +49,26 @@ def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
 class RankState:
     """`lives` is set once the rank has links: their ends note there what they wait for.
 
-    phase: what the rank does, or how it has ended. step: of its last finished update.
+    phase: what the rank does, or how it has ended. step: of its last finished update. torchrun:
+    it has started the rank. says: each phase on standard output.
     """
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
+    ) -> None:
         self.lives: Mapping[int, PeerLife] = {}
-        self._path, self._rank = state_file(run_dir, rank), rank
-        self._facts: dict[str, Any] = {"phase": "joining the others", "phase_since": time.time()}
+        self._path, self._rank, self.says = state_file(run_dir, rank), rank, says
+        self._facts: dict[str, Any] = {"torchrun": torchrun}
+        self.may_leave = False  # the run can do without this rank, which may come back
+        self.enter("joining the others")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="state", daemon=True)
         self._thread.start()
 
     def enter(self, phase: str) -> None:
         self._facts |= {"phase": phase, "phase_since": time.time()}
+        if self.says:
+            print(f"rank {self._rank}: {phase}", flush=True)
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:
         """Each event that the rank reports."""
@@ -95,6 +102,6 @@ class RankState:
         _write_json(self._path, {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(),
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
-            "waits_for": waits,
+            "may_leave": self.may_leave, "waits_for": waits,
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         })  # fmt: skip

@@ -23,6 +23,7 @@ How the figures are made:
   steps that it lost by that. `goodput`: the share of the time from the first event to the last
   that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
   each step as it was done last (events.one_timeline).
+- `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
@@ -131,7 +132,11 @@ class RunStatistics:
             self._refused[str(event["sender"])] = int(event["num"])
         if event["event"] == "quality":
             signature, step = dict(event.get("signature") or {}), int(event["step"])
-            self._quality[event["split"]] = _scores(event["values"]), signature, step
+            self._quality[event["split"] if step else "before"] = (
+                _scores(event["values"]),
+                signature,
+                step,
+            )
         if event["event"] == "memory":
             kept = {"rank", "cloud", *MEMORY} & event.keys()
             self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
@@ -185,6 +190,7 @@ class RunStatistics:
             "link_utilisation": timed.link_utilisation(),
             "memory": [self._memory[rank] for rank in sorted(self._memory)],
             "dev_quality": self._quality.get("dev", none)[0],
+            "quality_before": self._quality.get("before", none)[0],
             "num_resumes": self.num_resumes,
             "num_steps_done_twice": self.num_steps_done_twice,
             "goodput": self._goodput(),

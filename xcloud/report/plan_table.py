@@ -66,6 +66,10 @@ def print_plans(report: Report, console: Console | None = None) -> None:
             row["bound"], row["change_next"],
         )  # fmt: skip
     console.print(table)
+    own = ranked.own.plan.strategy
+    place = next((name for name, row in rows if row["strategy"] == own), "yours")
+    if place not in ("1", "yours"):
+        say(f"same strategy as yours ({own}): best is row {place}")
     say("* changes what is learned, too; quality is not predicted (docs/planning.md)")
     for name, row in rows:
         if epochs := row["over_epochs"]:
@@ -110,11 +114,10 @@ def human_bandwidth(bits_per_s: float) -> str:
 
 
 def best_m(counted: Sequence[AtCount]) -> str:
-    """One line: the best number of micro-batches, and the paper's formulas at it."""
+    """One line: the best number of micro-batches. The paper's formulas are in plan.json."""
     best = min(counted, key=lambda entry: entry.step_s)
     others = ", ".join(f"{e.micro_batches}: {human_seconds(e.step_s)}" for e in counted)
     return (
-        f"best m = {best.micro_batches}: bubble {best.bubble_ratio:.3f} simulated, "
-        f"{best.free:.3f} by (1), {best.blocking:.3f} by (2), {best.overlapped:.3f} by (2'); "
+        f"best m = {best.micro_batches}: bubble {best.bubble_ratio:.3f}; "
         f"step by m, with the best pipeline's other settings: {others}"
     )

@@ -193,6 +193,6 @@ def _describe_quality(event: Event) -> str:
     if event.get("evaluation_s") is not None:
         text += f"  ({human_duration(event['evaluation_s'])})"
     # Dev is scored repeatedly; only the final samples are worth the space.
-    if event["split"] == "test" and event.get("samples_text"):
+    if event["split"] == "test" and event["step"] and event.get("samples_text"):
         text += "\n" + str(event["samples_text"]).rstrip("\n")
     return text

@@ -126,8 +126,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, value in summary["quality"].items():
         score = UNKNOWN if value is None else score_text(name, value)
         at_step = summary.get("quality_at_step")
-        yield score_name(name), score, "test set" + (f" at step {at_step}" if at_step else "")
-    yield "final loss", _number(summary["final_loss"], ".4f"), ""
+        remark = "test set" + (f" at step {at_step}" if at_step else "")
+        if (before := summary.get("quality_before", {}).get(name)) is not None:
+            remark += f"; {score_text(name, before)} before training"
+        yield score_name(name), score, remark
+    yield "final loss", _number(summary["final_loss"], ".4f"), "training loss of the last step"
     left_out = summary.get("num_warmup_steps_left_out")
     remark = f"times and rates leave out {left_out} first steps" if left_out else ""
     if num_skipped := summary.get("num_skipped_updates"):

@@ -182,7 +182,7 @@ class LinkClocks:
                 # Delivery times are by the machine's clock, which another does not share.
                 raise ConfigError(
                     "an emulated link (cluster.wan) works between ranks on one machine only; this "
-                    "run spans several: set cluster.wan=real"
+                    "run spans several: set cluster/wan=real"
                 )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +28,20 @@ def export_stage(
 ) -> Path:
     """Write a stage's weights and the tokenizers of this side. tensors: what it exports, whole."""
     path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
-    architecture = json.dumps(getattr(module, "architecture", None))
-    with exporting(run_dir):
-        path.parent.mkdir(exist_ok=True)
-        data.save_tokenizers(path.parent)
-        save_file(tensors, path, metadata={"architecture": architecture})
+
+    def write(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        data.save_tokenizers(folder)
+        architecture = json.dumps(getattr(module, "architecture", None))
+        save_file(tensors, folder / path.name, metadata={"architecture": architecture})
+
+    try:
+        with exporting(run_dir):
+            write(path.parent)
+    except RunFailed as error:  # hours of training: any other disk will do
+        with exporting(run_dir):
+            write(spare := Path(tempfile.mkdtemp(prefix="xcloud-model-")))
+        raise RunFailed(f"{error}. This part of it is in {spare}: copy it there") from error
     return path
 
 

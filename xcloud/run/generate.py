@@ -3,7 +3,7 @@
 RUN is a run's output folder, with the parts of all clouds in it. It writes on as it goes: the most
 probable token each time, or one drawn (--temperature, --top-p, --seed). The message between two
 clouds goes through the run's compressors, as it did in training (--uncompressed leaves them out).
-A model with a chat template takes the text as a question.
+A model that has learned chats takes the text as a question.
 
 Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token. A
 compressor that looks at all rows together (low rank, top-k) sees another matrix then than in
@@ -87,6 +87,7 @@ class Generator:
         self, trained: TrainedCausal, compressed: bool = True, cached: bool = True
     ) -> None:
         self._tokenizer = trained.tokenizer
+        self.between = "\n" if trained.tokenizer.learns_chats else ""  # question and answer
         stages = [stage for stage in trained.stages() if isinstance(stage, CausalStage)]
         borders = TrainedBorders(trained.experiment, compressed)
         self._writer = Writer(stages, borders.carry, cached)
@@ -101,7 +102,8 @@ class Generator:
     ) -> Iterator[str]:
         """The same as it comes."""
         tokenizer = self._tokenizer
-        given, ids, said = tokenizer.prompt(prompt), list[int](), ""
+        given = tokenizer.prompt(prompt)
+        ids, said = list(given), tokenizer.decode(given)
         if len(given) >= self._longest:
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {self._longest} positions"
@@ -147,6 +149,7 @@ def main(words: Sequence[str] | None = None) -> None:
         )
         for text in arguments.text:
             choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+            print(text, end=generator.between, flush=True)
             for piece in generator.pieces(text, arguments.max_new_tokens, choice):
                 print(piece, end="", flush=True)
             print(flush=True)

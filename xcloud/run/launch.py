@@ -19,6 +19,7 @@ from typing import Any
 
 from xcloud.cluster.machine import num_cores
 from xcloud.errors import RunFailed
+from xcloud.record.rank_state import state_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
@@ -221,6 +222,8 @@ class LocalRanks:
         now_s = time.monotonic()
         lost = {self.clouds[r] for r, process in enumerate(self.processes) if process.poll()}
         failed = {self.clouds[r] for r in self._own_failures() if failure_of(self.run_dir, r)}
+        if lost and _phase_of(self.run_dir, 0) == "evaluation":  # nothing is left to come back to
+            return
         for cloud in lost - failed - self._due_s.keys():
             self._due_s[cloud] = now_s + restart_s
         for cloud in [c for c, due_s in self._due_s.items() if due_s <= now_s]:
@@ -312,6 +315,13 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] == b"T"
     except OSError:
         return False
+
+
+def _phase_of(run_dir: Path, rank: int) -> str:
+    try:
+        return str(json.loads(state_file(run_dir, rank).read_text())["phase"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def _has_failed(code: int | None) -> bool:

@@ -14,6 +14,7 @@ from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 
 DATA = "the task's data"
+SAMPLES = {split: f"samples of {split}" for split in SPLITS}
 
 
 def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None) -> TaskData:
@@ -38,14 +39,18 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
 
     if control is None:
         return data
-    facts = {DATA: data.fingerprint()} if fields or not told else {}
+    sizes = {split: data.num_samples(split) for split in SPLITS}
+    facts: dict[str, str] = {}
+    if fields or not told:  # sizes are compared first: they say more than a digest
+        facts = {SAMPLES[split]: str(size) for split, size in sizes.items()}
+        facts[DATA] = data.fingerprint()
     if told:
-        sizes = {split: data.num_samples(split) for split in SPLITS}
         if rank == 0 and not isinstance(control, StoreFacts):
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
         unread = told_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()
-    control.agree(facts, dict.fromkeys(unseeing, (DATA,)) if told else {})
+    unread_facts = (DATA, *SAMPLES.values())
+    control.agree(facts, dict.fromkeys(unseeing, unread_facts) if told else {})
     return data
 
 

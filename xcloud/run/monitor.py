@@ -45,6 +45,7 @@ from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.report.progress import ProgressLine
 from xcloud.report.table import print_report
 from xcloud.run.evaluation import SAMPLES_FILE
+from xcloud.run.launch import error_file
 from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 
@@ -87,6 +88,7 @@ class Monitor:
 
     def start(self, is_again: bool = False) -> None:
         """is_again: in place of a monitor that was lost; else events are of earlier attempts."""
+        logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         self._read_anew(is_again)
         experiment = self.experiment
         tags = {
@@ -288,11 +290,20 @@ def monitor_of(run_dir: Path, file: Path) -> Monitor:
 
 def first_failure(run_dir: Path, rank: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine."""
+    found = []
     for path in sorted(run_dir.glob("rank*.error.json")):
         with contextlib.suppress(OSError, ValueError):  # half a file, where the disk is full
-            message = json.loads(path.read_text())["message"]
-            return f"{path.name.removesuffix('.error.json')}: {message}"
-    return f"the run ended before rank {rank} had finished"
+            failure, number = json.loads(path.read_text()), path.name.split(".")[0][4:]
+            found.append((failure["peer_lost"], f"rank {number}: {failure['message']}"))
+    # Whoever has a reason of its own before those that lost it.
+    return min(found)[1] if found else f"the run ended before rank {rank} had finished"
+
+
+def _await(file: Path, parent: int) -> None:
+    """As long as the parent is there, RECORD_WITHIN_S at most."""
+    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
+    while os.getppid() == parent and not file.exists() and time.monotonic() < give_up_at_s:
+        time.sleep(0.1)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -330,17 +341,15 @@ def _follow(monitor: Monitor, parent: int, is_again: bool) -> int:
         monitor.lost_lines()
         time.sleep(0.1)
     # Rank 0 writes its record of what left its cloud once its links have closed.
-    give_up_at_s = time.monotonic() + RECORD_WITHIN_S
-    while os.getppid() == parent and not record.exists():
-        if time.monotonic() > give_up_at_s:
-            break
-        time.sleep(0.1)
+    _await(record, parent)
     monitor.poll()
     monitor.lost_lines()
     lost = sorted(essential - monitor.finished_ranks)
+    if 0 in lost:  # and after it why it ends
+        _await(error_file(run_dir, 0), parent)
     cause = first_failure(run_dir, lost[0]) if lost else None
     if monitor.is_stopped and cause is None:
-        cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C); the same command goes on"
+        cause = "interrupted (SIGTERM, SIGUSR1 or Ctrl+C) and saved; the same command goes on"
     monitor.finish(cause, monitor.is_stopped and not lost)
     print(run_dir / SUMMARY_FILE)
     return 1 if lost else 0

@@ -11,7 +11,8 @@ FILE is YAML; docs/plans/eight_clouds.yaml is one, with every key explained. The
 clouds: ranks, slowdown, memory_gb. links, inside: bandwidth_bits_per_s, latency_s.
 prices: rank_hour, egress_per_gb; by cloud, pair of clouds (a-b) or "*".
 model: as above, and utilisation, seconds_per_layer (in place of flop_per_s),
-    parameters_per_layer, checkpointing; or profile: a JSON file, as plan.profile of run.py.
+    parameters_per_layer, trained_share, checkpointing; or profile: a JSON file, as plan.profile
+    of run.py.
 codecs: compress_bytes_per_s, decompress_bytes_per_s; by compressor or "*"; else they take no time.
 search: strategies, compressors (files of conf/compression), stages_inside, replicas, every,
     micro_batches: lists of what is tried.
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"xcloud: {given.file}: {error}", file=sys.stderr)
         return 2
     rows = ranked(planned, given.by)
+    if paper.model is not None and paper.model.trained_share == 1:
+        print("all weights are trained; with LoRA or frozen parts give model.trained_share")
     has_prices = bool(paper.prices.rank_hour or paper.prices.egress_per_gb)
     print_planned(rows[: given.rows], planned, has_prices, time.perf_counter() - started_s)
     if given.out:

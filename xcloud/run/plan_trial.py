@@ -33,7 +33,7 @@ from xcloud.run.launch import RunStopped
 from xcloud.run.local import run
 
 WARM_UP = 2  # steps that are not counted
-USUAL = (0.5, 3.0)  # factors beyond these have another cause
+USUAL = (0.5, 1.5)  # factors beyond these have another cause
 
 
 def why_none(job: Experiment, plan: Planning) -> str:
@@ -76,7 +76,7 @@ def unusual_because(factor: WorkFactor | None) -> list[str]:
     return [
         f"work is said to take {factor.value:.3g} times as long in a run as by itself "
         f"({factor.source}), and {least:g} to {most:g} is usual: were there more ranks than "
-        "processors, or was something else running?"
+        "processors, or was something else running? To measure anew: plan.max_age_days=0"
     ]
 
 

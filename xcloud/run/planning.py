@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from xcloud.report.plan_picture import write_plan_picture
 from xcloud.report.plan_table import print_plans
 from xcloud.run import plan_trial, profile_key, profiling
 from xcloud.run.reference import reference_s
+from xcloud.security.defences import LABEL
 
 PICTURE = "plan.png"
 
@@ -225,7 +227,7 @@ class Planner:
                 layout = strategy.arrange(self.cluster)
                 fewest = layout.min_micro_batches()
                 schedule = GPipe(max(fewest, self.job.schedule.num_micro_batches))
-                replace(
+                other = replace(
                     self.job, cluster=self.cluster, strategy=strategy, schedule=schedule, plan=None
                 )
             except ConfigError as error:
@@ -236,8 +238,20 @@ class Planner:
             if layout.num_replicas == 1 and strategy.averaging is not None:
                 self.not_planned[name] = "there is one replica, so nothing is averaged"
                 continue
+            if self._takes_texts_elsewhere(other):
+                self.not_planned[name] = (
+                    "each of two clouds has texts that the other has not, and would need these"
+                )
+                continue
             found[name] = Arranged(strategy, layout)
         return found or {own.name: Arranged(own, self.job.cluster)}
+
+    def _takes_texts_elsewhere(self, other: Experiment) -> bool:
+        """Whether two clouds hold texts of their own, not labels, and one would read more."""
+        own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
+        texts = [fields - {LABEL} for fields in own.values()]
+        apart = any(a - b and b - a for a, b in combinations(texts, 2))
+        return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)
 
     def _own(self, profile: Profile) -> Plan:
         job, arranged = self.job, self.arranged.get(self.job.strategy.name)
@@ -290,7 +304,7 @@ class Planner:
             stale = found.stale_because(of, plan.max_age_days)
             if not stale:
                 off_speed = self._off_speed(found)
-                told = [f"{why} To measure again delete {file}" for why in off_speed]
+                told = [f"{why} To measure anew: plan.max_age_days=0" for why in off_speed]
                 return self._with_factor(found, file), told
             print(f"measuring again: {'; '.join(stale)}", flush=True)
         found = profiling.measure(

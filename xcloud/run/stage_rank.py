@@ -217,6 +217,11 @@ class StageRank(Role[Experiment]):
                 local.welcome(trainer.num_updates)
             else:
                 trainer.num_updates = local.rejoin()
+        if job.scores_first and not trainer.num_updates:  # what training is to improve on
+            if is_first:
+                evaluator.evaluate("test", 0)
+            self.wiring.meet()
+            meter.forget()
         self.context.asked.is_armed = is_told and job.checkpoint.are_made
         for step in range(trainer.num_updates + 1, job.training.max_steps + 1):
             with self.clock.paused():

@@ -40,6 +40,8 @@ class RankStatus:
     has_ended: bool
     process: str
     waits: tuple[tuple[int, str, float], ...]
+    by_torchrun: bool = False
+    is_away: bool = False
 
     @property
     def is_well(self) -> bool:
@@ -60,11 +62,13 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
 def _status(state: dict[str, Any], now: float) -> RankStatus:
     waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
     process = "gone" if state["ended"] else _process(state["pid"], state["host"])
+    is_away = process == "gone" and state.get("may_leave", False)
     step_at = state.get("step_at")
     return RankStatus(
         state["rank"], state["phase"], now - state["phase_since"], state.get("step"),
         None if step_at is None else now - step_at, now - state["written"], state["ended"],
-        process, tuple(sorted(waits, key=lambda wait: -wait[2])),
+        process, tuple(sorted(waits, key=lambda wait: -wait[2])), state.get("torchrun", False),
+        is_away,
     )  # fmt: skip
 
 
@@ -150,9 +154,10 @@ def describe(run_dir: Path) -> str:
 
 def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
-        ill = [one for one in ranks if not one.is_well]
+        ill = [one for one in ranks if not one.is_well and not one.is_away]
         if not ill:
-            return "running"
+            away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
+            return "; ".join(["running", *away])
         return "running, but not well: " + ", ".join(f"rank {one.rank} {_ill(one)}" for one in ill)
     try:
         launcher = json.loads((run_dir / LAUNCHER_FILE).read_text("utf-8"))
@@ -163,7 +168,11 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     try:
         summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return f"ended without a summary; go on: python run.py resume={run_dir}"
+        if all(one.phase.startswith("has done its part") for one in ranks) and ranks:
+            return "this cloud's part is done; the first cloud has the summary"
+        if any(one.by_torchrun for one in ranks):
+            return "ended before its time; go on: give the same torchrun command again"
+        return f"ended without a summary; go on: python run.py resume={run_dir.resolve()}"
     cause = summary.get("cause")
     return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
 

@@ -4,7 +4,7 @@
 READ THIS FIRST. A run on one machine starts this module once per rank (launch.py):
     python -m xcloud worker RUN_DIR --rank R --parent PID
 On several machines torchrun starts the same module in each cloud (docs/several-machines.md):
-    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 ... -m xcloud worker experiment.yaml
+    python -m xcloud torchrun --nnodes 2 --node-rank 0 ... -m xcloud worker experiment.yaml
 """
 
 from __future__ import annotations
@@ -32,14 +32,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.errors import ConfigError, FrameError, LinkError, XcloudError
-from xcloud.job.config import (
-    EXPERIMENT_FILE,
-    job_from_config,
-    plain_settings,
-    read_config,
-    shared_job,
-)
+from xcloud.job import config as configs
 from xcloud.job.job import Job
+from xcloud.project import MODEL_DIR
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.intake import Intake
 from xcloud.record.rank_state import RankState
@@ -62,7 +57,10 @@ EXIT_FAILED = 1
 EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 MONITOR_NOTE_S = 60.0  # how often to say that the monitor still writes the run's record
 LAST_WORDS_S = 0.3
+TABLE_WITHIN_S = 30.0  # of a run that has failed
 _SETUP_TIMEOUT = timedelta(hours=12)  # one cloud may pretrain its backbone while others wait
+
+Monitoring = subprocess.Popen[bytes] | None
 
 
 def live(
@@ -217,13 +215,17 @@ def _write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
         and any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
     )
     expected = isinstance(error, XcloudError)
-    message = text if expected else f"{type(error).__name__}: {text}"
-    failure = {"message": message.strip(), "peer_lost": peer_lost, "expected": expected}
+    message = (text if expected else f"{type(error).__name__}: {text}").strip()
+    lines = traceback.format_exception(error)
+    failure = {"message": message, "peer_lost": peer_lost, "expected": expected}
+    if error_file(run_dir, rank).exists():  # another thread has named the first cause
+        return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
     # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
     with contextlib.suppress(OSError):
-        error_file(run_dir, rank).write_text(json.dumps(failure))
+        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
     with contextlib.suppress(OSError):
-        traceback.print_exception(error)
+        said = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
+        print(said, end="", file=sys.stderr, flush=True)
     return EXIT_PEER_LOST if peer_lost else EXIT_FAILED
 
 
@@ -251,30 +253,36 @@ def main(words: Sequence[str] | None = None) -> None:
         end_with_parent()
 
     file = arguments.experiment
-    file = file / EXPERIMENT_FILE if file.is_dir() else file
-    run_dir = arguments.run_dir or file.resolve().parent
+    file = file / configs.EXPERIMENT_FILE if file.is_dir() else file
+    run_dir = (arguments.run_dir or file.parent).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ["RANK"]) if under_torchrun else arguments.rank
     for stale in (error_file(run_dir, rank), audit_file(run_dir, rank)):
         stale.unlink(missing_ok=True)  # of an earlier run in this folder
-    state, ending = RankState(run_dir, rank), "has done its part"
-    code, monitor, lifeline = 0, None, None
+    is_first_here = under_torchrun and os.environ.get("LOCAL_RANK", "0") == "0"
+    # The monitor tells of rank 0; in every other cloud its first rank says what it does.
+    state = RankState(run_dir, rank, under_torchrun, says=is_first_here and rank != 0)
+    ending = "has done its part"
+    code, lifeline = 0, None
+    monitor: Monitoring = None
     asked = StopSignal()
     ends = (signal.SIGTERM, signal.SIGINT) if under_torchrun else ()
     asked.install(signal.SIGUSR1, *ends, exit_code=EXIT_START_AGAIN)
     try:
         _set_threads()
-        config = read_config(file)
+        config = configs.read_config(file)
         # The launcher of this machine has composed or checked what it gives its ranks.
-        job = shared_job(config, run_dir) if under_torchrun else job_from_config(config)
+        read = partial(configs.shared_job, run_dir=run_dir)
+        job = (read if under_torchrun else configs.job_from_config)(config)
         _check_cloud(job, rank, arguments.cloud)
-        settings, transport = plain_settings(config), None
+        state.may_leave = rank not in job.essential_ranks
+        settings, transport = configs.plain_settings(config), None
         holder = Holder.of(job, rank, run_dir, settings)
         held = holder.table()  # reads whole files: before the others wait for this rank
         if under_torchrun:
             lifeline = Lifeline(
                 rank, lambda r: rank_name(job, r), job.cluster.liveness.lost_after_s,
-                lambda error: _end_alone(run_dir, rank, state, error),
+                lambda error: _end_alone(run_dir, rank, state, error, monitor),
                 partial(is_needed, job, rank) if job.is_elastic else bool,
             )  # fmt: skip
         if job.is_elastic:
@@ -285,22 +293,27 @@ def main(words: Sequence[str] | None = None) -> None:
         if under_torchrun:
             _check_started(job)
             _check_unfinished(job, run_dir)
+        if is_first_here:
+            _keep_experiment(file, config, run_dir)
+            print(job.headline, flush=True)
         if under_torchrun and rank == 0:
             monitor = _start_monitor(run_dir, file)
-            print(job.headline, flush=True)
         if live(job, rank, run_dir, agreed, holder, asked, transport, state, lifeline):
-            ending = "has stopped as it was asked to"
+            ending = "has stopped as it was asked to, and saved its last step"
             code = EXIT_START_AGAIN
+        elif is_first_here and rank != 0 and (run_dir / MODEL_DIR).is_dir():
+            print(f"this cloud's part of the model: {(run_dir / MODEL_DIR).resolve()}", flush=True)
         if monitor is not None:
             state.enter("waiting for the monitor")
             if _await_monitor(monitor) < 0:
                 print("the monitor was killed; another one writes the run's record", flush=True)
                 _await_monitor(_start_monitor(run_dir, file, "--again"))
     except BaseException as error:
-        code, ending = EXIT_FAILED, _failed(error)
+        code, ending, state.says = EXIT_FAILED, _failed(error), False
         if lifeline is not None:
             lifeline.close()
         code = _write_failure(run_dir, rank, error)
+        _await_table(monitor)
     finally:
         state.close(ending)
         for stream in (sys.stdout, sys.stderr):
@@ -310,14 +323,33 @@ def main(words: Sequence[str] | None = None) -> None:
         os._exit(code)
 
 
+def _keep_experiment(file: Path, config: Any, run_dir: Path) -> None:
+    """For `export` and the tracker, once all ranks have agreed to run it."""
+    kept = run_dir / configs.EXPERIMENT_FILE
+    with contextlib.suppress(OSError):  # a full disk: the monitor says what it cannot write
+        if file.resolve() != kept:
+            configs.write(config, kept)
+
+
 def _failed(error: BaseException) -> str:
     return f"has failed: {str(error)[:300]}"
 
 
-def _end_alone(run_dir: Path, rank: int, state: RankState, error: LinkError) -> None:
+def _end_alone(
+    run_dir: Path, rank: int, state: RankState, error: LinkError, monitor: Monitoring
+) -> None:
     """From another thread: the main one may wait for a rank that is gone, inside torch."""
+    code = _write_failure(run_dir, rank, error)
     state.close(_failed(error))
-    os._exit(_write_failure(run_dir, rank, error))
+    _await_table(monitor)
+    os._exit(code)
+
+
+def _await_table(monitor: Monitoring) -> None:
+    """Of a run that has failed, before the command that started the ranks ends."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if monitor is not None:
+            monitor.wait(TABLE_WITHIN_S)
 
 
 def _start_monitor(run_dir: Path, file: Path, *more: str) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ sent is missing. If a rank's file is missing, what its receivers recorded is use
 jobs, which outlive a producer). `join_audit` merges the files of a folder into `wire_audit.json`;
 for a run on several machines copy them into one folder first and run
     python -m xcloud wire-audit RUN_DIR
+Token ids count as text. What activations and gradients give away is the leak meter's matter.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from xcloud.cluster.wire_record import LinkRecord
 from xcloud.errors import DataError
 
 AUDIT_FILE = "wire_audit.json"
+
+_TEXT = {"text", "source", "target", "ids", "tokens", "first", "second"}  # fields of tasks
+_LABELS = {"label", "labels", "start", "end"}
 
 log = logging.getLogger(__name__)
 _DIRECTION = {
@@ -169,6 +173,22 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
     return short
 
 
+def as_table(audit: Mapping[str, Any]) -> str:
+    """What left each cloud, for a terminal; whether texts or labels did comes first."""
+    parts = [(m["kind"], p["carries"].split()[0]) for m in audit["messages"] for p in m["parts"]]
+    crosses = {"text": any(kind == "batch" or name in _TEXT for kind, name in parts),
+               "labels": any(name in _LABELS for _, name in parts)}  # fmt: skip
+    said = ", ".join(f"{what}: {'yes' if found else 'no'}" for what, found in crosses.items())
+    if missing := audit["missing_ranks"]:
+        said += f"; not known of ranks {', '.join(map(str, missing))}, whose records are not here"
+    lines = [said, ""]
+    for way, kinds in compact({**audit, "missing_ranks": []}).items():
+        for kind, found in kinds.items():
+            head = f"{way}  {kind:<14}{found['messages']:>8} messages {found['bytes']:>14,} bytes"
+            lines.append(f"{head}  {'; '.join(found['carries'])}".rstrip())
+    return "\n".join(lines)
+
+
 def _messages(rank: Mapping[str, Any], missing: Sequence[int]) -> Iterator[dict[str, Any]]:
     """What a rank sent, and what it received from ranks whose own record is missing."""
     for message in rank["messages"]:
@@ -188,10 +208,12 @@ def _span(a: int | str, b: int | str) -> int | str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m xcloud wire-audit")
     parser.add_argument("run_dir", type=Path, help="folder with the rank*.wire.json of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON (wire_audit.json has all)")
+    given = parser.parse_args(arguments)
     try:
-        audit = join_audit(parser.parse_args(arguments).run_dir)
+        audit = join_audit(given.run_dir)
     except DataError as error:
         print(f"xcloud: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(compact(audit), indent=1, ensure_ascii=False))
+    print(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))
     return 0

@@ -20,6 +20,9 @@ Chat = Sequence[Mapping[str, str]]
 """Messages, each with "role" (system, user, assistant …) and "content"."""
 
 
+CHATS_FILE = "learned_chats"  # beside a tokenizer whose model has
+
+
 class Document(NamedTuple):
     """learned: for each token, whether a model is to guess it."""
 
@@ -36,6 +39,7 @@ class CausalTokenizer:
         if pretrained.eos_token_id is None:
             raise DataError(f"tokenizer {name}: has no end-of-text token (eos_token)")
         self._pretrained, self._name = pretrained, name
+        self.learns_chats = False  # or it did: a prompt is then a question
         self._first = [] if pretrained.bos_token_id is None else [pretrained.bos_token_id]
         self._eos = pretrained.eos_token_id
 
@@ -56,10 +60,14 @@ class CausalTokenizer:
 
     @staticmethod
     def load(folder: Path) -> CausalTokenizer:
-        return CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+        found = CausalTokenizer(PretrainedTokenizer(str(folder)).load(), str(folder))
+        found.learns_chats = (folder / CHATS_FILE).exists()
+        return found
 
     def save(self, folder: Path) -> None:
         self._pretrained.save_pretrained(folder)
+        if self.learns_chats:
+            (folder / CHATS_FILE).touch()
 
     @property
     def token_ids(self) -> TokenIds:
@@ -107,9 +115,9 @@ class CausalTokenizer:
         return document
 
     def prompt(self, text: str) -> list[int]:
-        """What a model is given to go on from: a chat with one question where there is a chat
-        template, else the begin token and the text."""
-        if self._template is None:
+        """What a model is given to go on from: a chat with one question if it has learned chats,
+        else the begin token and the text."""
+        if not self.learns_chats:
             return [*self._first, *self._encode([text])[0]] or [self._eos]
         asked = self._render([{"role": "user", "content": text}], True, "prompt")
         return self._encode([asked])[0]

@@ -84,6 +84,7 @@ class LanguageModelling(SizedTask):
         where = f"{self.describe()}, {split}"
         documents: list[Document] = tokenizer.texts(rows.texts.get(TEXT, ()))
         chats = rows.texts.get(MESSAGES, ())
+        tokenizer.learns_chats |= bool(chats)
         for number, chat in enumerate(chats, start=1):
             documents.append(tokenizer.chat(json.loads(chat), f"{where}, chat {number}"))
         pieces = pieces_of(documents, self.max_length, split=not chats)

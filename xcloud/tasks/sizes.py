@@ -11,7 +11,7 @@ from xcloud.contracts.task import Split, Task
 from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.text_pairs import digest_of
-from xcloud.tasks.tokenizer import TokenizerChoice
+from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
 
 Sizes = Mapping[Split, int] | None
 """task.sizes: samples of train, dev and test. A rank that sees no field opens no file: if sizes
@@ -38,6 +38,8 @@ class SizedTask:
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
         self.corpus.check()
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.check()
 
     def fingerprint(
         self, rows: Mapping[Split, int], agreed: Mapping[str, object], **more: object

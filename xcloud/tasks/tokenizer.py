@@ -29,6 +29,7 @@ FORMAT = "xcloud tokenizer 1"
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[MASK]", "[UNK]")
 UNKNOWN_TOKENS = ("[UNK]", "<unk>")
 BYTES = 256
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer:
@@ -311,6 +312,15 @@ class PretrainedTokenizer:
             raise ConfigError(
                 "PretrainedTokenizer.name_or_path must name a model or a folder, as "
                 f"task.tokenizer.name_or_path=DIR; got {self.name_or_path!r}"
+            )
+
+    def check(self) -> None:
+        """Raise DataError if a local folder holds no tokenizer. Loads none."""
+        folder = Path(resolve(self.name_or_path)).expanduser()
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise DataError(
+                f"task.tokenizer: {folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)}); "
+                "copy its model's there, or give task.tokenizer.name_or_path"
             )
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:

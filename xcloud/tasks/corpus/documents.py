@@ -112,6 +112,13 @@ class DocumentFolder(Folder):
         if len({name for rows in splits.values() for name in rows.texts}) > 1:
             raise DataError(f"{self.where}: some splits are chats and some are plain texts")
         result, remarks = self.sampling.apply(splits, self.where)
+        if self.document == "blank_line":
+            remarks = [*remarks, *(
+                f"{split} has {text.count(chr(10)) + 1} lines and no blank one, so it is one "
+                "document: is task.document=line meant?"
+                for split, rows in splits.items() for text in rows.texts.get(TEXT, ())
+                if rows.num_rows == len(chosen[split]) == 1 and "\n" in text
+            )]  # fmt: skip
         names = {split: [file.path.name for file in files] for split, files in chosen.items()}
         return Parallel(self.describe(), result, remarks, {"files": names})
 
