@@ -83,7 +83,8 @@ def check_figures(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
     """That summary, closing table and MLflow say what the events do."""
     wanted = figures_of(events)
     for name, value in wanted.items():
-        assert _at(summary, name) == (value if value is None else _rounded(name, value)), name
+        wanted_here = value if value is None else _rounded(name, value)
+        assert _at(summary, name) == wanted_here, (name, _at(summary, name), value)
     check_metrics(wanted, summary)
     check_curves(events)
     check_table(wanted, summary)
@@ -149,11 +150,12 @@ def check_table(wanted: Figures, summary: Mapping[str, Any]) -> None:
 
 
 def _rounded(name: str, value: float) -> Any:
-    """The value to as many digits as a summary has of it."""
+    """The value to as many digits as a summary has of it; steps of some milliseconds are kept in
+    microseconds."""
     if name.startswith("wan_bytes"):
         return pytest.approx(value, abs=0.51)
     is_time = name.partition(".")[0] in (*KINDS, "step_time_s", "final_loss")
-    return pytest.approx(value, abs=2e-6 if is_time else 6e-4, rel=1e-6)
+    return pytest.approx(value, abs=2e-6 if is_time else 6e-4, rel=1e-4)
 
 
 def reports_with_loss(steps: Sequence[list[Mapping[str, Any]]]) -> list[list[Mapping[str, Any]]]:

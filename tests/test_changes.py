@@ -230,7 +230,7 @@ def test_one_replica_of_local_updates_becomes_no_two_and_two_become_one_after_a_
     strategy = Strategy("local_updates", 1, LocalUpdates(every=4))
     alone = Shape(ClusterLayout({"a": Cloud(1, [0, 1])}), GPipe(4), strategy=strategy)
     attempt(tmp_path / "one", alone).train(4)
-    with pytest.raises(ConfigError, match="one replica made it: nothing was merged"):
+    with pytest.raises(ConfigError, match="one replica made it, so nothing was merged"):
         attempt(tmp_path / "one", two("local updates"), cluster__clouds="more")
     attempt(tmp_path / "two", two("local updates")).train(7)
     fewer = attempt(tmp_path / "two", alone, cluster__clouds="one")

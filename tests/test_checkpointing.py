@@ -393,6 +393,35 @@ def test_a_disk_that_takes_longer_than_the_interval_stops_no_training_and_costs_
     assert same_state(attempt.state, whole(SHAPES[shape]).state)
 
 
+def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, folder, reporter = (
+        threading.Event(),
+        CheckpointFolder(tmp_path),
+        Reporter(0, "a", len),
+    )
+
+    def write(folder: Any, *rest: Any, of: Any = CheckpointFolder.write) -> Any:
+        assert may_write.wait(60)
+        return of(folder, *rest)
+
+    def wait(own: Any, *rest: Any, of: Any = Checkpointer.wait) -> None:
+        may_write.set()
+        of(own, *rest)
+
+    monkeypatch.setattr(CheckpointFolder, "write", write)
+    made = Checkpointer(Checkpoints(3, 0), folder, 0, None, {}, {}, reporter, last_step=6)
+    made.after(3, Word.CHECKPOINT)
+    monkeypatch.setattr(Checkpointer, "wait", wait)
+    made.after(6, Word.CHECKPOINT)
+    may_write.set()
+    for _ in range(2):  # what is written, what follows from it
+        made.wait()
+    made.close()
+    assert folder.agreed_steps() == [6, 3]
+
+
 def _but_for_times(attempt: Attempt) -> Any:
     return [{k: v for k, v in one.items() if "pace.numbers" not in k} for one in attempt.state]
 

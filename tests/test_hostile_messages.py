@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.in_process_link import InProcessLink
 from tests.memory_group import MemoryGroup
 from tests.peak_bytes import PeakBytes
 from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import GlooInLink
-from xcloud.cluster.link import InProcessLink
 from xcloud.cluster.link_end import InSettings
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.cluster.tensor_spec import TensorSpec

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.elastic_replicas import Diary, end_of
+from tests.in_process_link import InProcessLink
 from tests.local_replicas import MEAN, Post
 from tests.replicas import connected
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.cluster.link import InProcessLink
 from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.errors import ConfigError, FrameError
@@ -192,7 +192,7 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
     with pytest.raises(FrameError, match="rank 3 tells of more than 16 open checkpoints"):
         for step in range(10**6):
             rank_0._take(3, step, News.DONE)
-    with pytest.raises(FrameError, match="rank 3 tells rank 0 that all have checkpoint 5"):
+    with pytest.raises(FrameError, match="rank 3 tells rank 0 what rank 0 decides"):
         rank_0._take(3, 5, News.AGREED)
     rank_0.close()
 

@@ -88,7 +88,7 @@ def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) 
     done = command("-m", "xcloud", "translate", str(tmp_path), "x")
 
     assert done.returncode == 1
-    assert done.stderr.startswith("xcloud: there is no file")
+    assert done.stderr.endswith("holds no run: there is no experiment.yaml\n")
     assert "Traceback" not in done.stderr
 
 

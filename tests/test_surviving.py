@@ -30,7 +30,7 @@ def config() -> dict[str, object]:
 
 
 def pid_of(run_dir: Path, rank: int) -> int:
-    words = ["pgrep", "-f", f"xcloud worker {run_dir} --rank {rank}"]
+    words = ["pgrep", "-f", f"xcloud worker {run_dir}[^ ]* --rank {rank}"]
     return int(subprocess.run(words, capture_output=True, text=True).stdout.split()[0])
 
 

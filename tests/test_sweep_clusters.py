@@ -164,7 +164,7 @@ def test_the_published_share_stands_beside_pre_training_across_clouds() -> None:
 
 
 def test_ranks_that_only_feed_others_are_not_waited_for_in_the_curves(tmp_path: Path) -> None:
-    step = {"event": "step", "rank": 0, "cloud": "disc", "step_s": 0.1}
+    step = {"event": "step", "rank": 0, "cloud": "disc", "step_s": 0.1, "t": 5.0}
     fed = {"event": "fed", "rank": 2, "cloud": "one", "num_batches": 1, "loss": 3.0}
     events = [{**step, "step": 1, "loss": 2.0}, fed, {**step, "step": 2, "loss": 1.0}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))

@@ -70,6 +70,7 @@ def test_what_a_follow_up_names_itself_is_left_as_it_is(tmp_path: Path) -> None:
 
     own = tmp_path / "own"
     saved(own, "bert", max_position_embeddings=64)
+    (own / "tokenizer.json").write_text("{}")
     for other in (f"task.tokenizer.name_or_path={own}", f"task.tokenizer={{name_or_path: {own}}}"):
         found = following(tmp_path, f"['+exp=xnli_zero_shot','{other}']")
         assert found is not None

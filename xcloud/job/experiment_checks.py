@@ -253,7 +253,7 @@ def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
         found = "; ".join(f"at border {stage} {why}" for stage, why in reasons.items())
         why = (
             "no border between clouds has the same rows in every epoch "
-            f"({found or 'none leaves its cloud'})"
+            f"({found or f'none leaves its cloud with strategy={job.strategy.name}'})"
         )
         if not hasattr(job.model, "split"):
             raise ConfigError(

@@ -181,7 +181,7 @@ class Places:
 
     def row(self, now: Places) -> str | None:
         """Of TABLE, that says what it means to go on with `now`; None if nobody moves."""
-        if self.ranks == now.ranks:
+        if list(self.ranks) == list(now.ranks):
             return None
         if self._num_stages != now._num_stages:
             return CUT

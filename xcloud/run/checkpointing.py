@@ -202,7 +202,7 @@ class Checkpointer:
             self._has_told_stop = True
             if self.rank != 0:
                 self._tell(0, step, News.STOP)
-        if word is Word.CHECKPOINT and self._is_writing:
+        if word is Word.CHECKPOINT and self._is_writing and step < self._final_step:
             self.fail(step, f"that of step {self._last_step} is still being written")
         elif word is not Word.GO_ON:
             self.save(step)

@@ -272,8 +272,11 @@ def main(words: Sequence[str] | None = None) -> None:
         _set_threads()
         config = configs.read_config(file)
         # The launcher of this machine has composed or checked what it gives its ranks.
-        read = partial(configs.shared_job, run_dir=run_dir)
-        job = (read if under_torchrun else configs.job_from_config)(config)
+        job = (
+            configs.shared_job(config, run_dir)
+            if under_torchrun
+            else configs.job_from_config(config)
+        )
         _check_cloud(job, rank, arguments.cloud)
         state.may_leave = rank not in job.essential_ranks
         settings, transport = configs.plain_settings(config), None

@@ -44,7 +44,7 @@ UNFRAMED = [
     "start: int64 [1] from rank 0, a number for this run's emulated links (where there are any)",
     "start: int64 [1] from each rank, a number for its machine (emulated links only)",
     "start: a barrier before the first step",
-    "end: float64 [8] or fewer from each rank, the times of its last steps",
+    "end: float64 [16] or fewer from each rank, when its last steps began and ended",
 ]
 UNFRAMED_ELASTIC = [
     "rendezvous: addresses and ports of the ranks, names of their process groups, how often each "
