@@ -70,7 +70,7 @@ class PairStage(Stage):
         super().__init__()
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.is_frozen = stage < model.num_frozen
-        self.ties = model.tied and num_stages > 1
+        self.ties = model.ties_ends(num_stages)
         if self.is_first or (self.is_last and self.ties):
             self.words = nn.Parameter(_drawn(99, VOCABULARY, HIDDEN))
         if not (self.is_last and self.ties):
@@ -116,7 +116,7 @@ class PairModel:
         return "pair model"
 
     def ties_ends(self, num_stages: int) -> bool:
-        return self.tied and num_stages > 1
+        return self.tied and num_stages > 1 and not self.num_frozen
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         first, last = stage == 0, stage == num_stages - 1

@@ -26,14 +26,17 @@ from tests.combinations import (
     state,
     whole,
 )
+from xcloud.training.batch_plan import BatchPlan
 
 AVERAGES_ALL = ("pipeline", "data_parallel", "hybrid")
 
 
 def has_draws(row: Row) -> bool:
-    """Noise that the machine draws, or choices by measured times: no two runs are alike."""
+    """Noise that the machine draws, choices by measured times, clouds that begin again with what
+    the first one merged: no two runs are alike."""
     noise = row["privacy"] != "none" or row["defences"] == "gaussian"
-    return noise or row["defences"] == "max_norm" or row["autopilot"] == "on"
+    noise |= row["defences"] == "max_norm"
+    return noise or row["autopilot"] == "on" or row["strategy"] == "elastic"
 
 
 def check(row: Row, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -56,6 +59,7 @@ def check(row: Row, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
         assert not different
 
     plain = row["compression"] == "none" and row["strategy"] in AVERAGES_ALL
+    plain &= type(job.batch_plan(40)) is BatchPlan  # one process deals samples to no lanes
     if plain and not has_draws(row):
         alone = tmp_path / "alone"
         run(whole(row), alone, patch)

@@ -141,6 +141,14 @@ def test_a_skipped_update_is_told_to_the_exchange_too() -> None:
     assert all(spy.calls == [("before", 1), ("after", 1)] for spy in spies)
 
 
+def test_a_buffer_whose_gradients_another_end_counts_has_no_norm_below_0() -> None:
+    buffer = FlatBuffer(nn.Linear(3, 2).parameters())
+    buffer.squares_elsewhere = -1e-17
+    assert buffer.squared_norm() == 0.0
+    buffer.squares_elsewhere = math.nan
+    assert math.isnan(buffer.squared_norm())
+
+
 def test_the_squared_norm_is_that_of_float64_whatever_the_size() -> None:
     for size in (0, 1, 70_000, 2 * 65_536):
         values = torch.randn(size, generator=torch.Generator().manual_seed(size))

@@ -20,6 +20,7 @@ from xcloud.job.experiment_checks import (
     check_autopilot,
     check_choices,
     check_defences,
+    check_feedback,
     check_keeping,
     check_privacy,
     check_sharded,
@@ -75,6 +76,7 @@ class Experiment(Job):
         layout = self.cluster
         if layout.num_replicas > 1:
             _ = self.compression.averaging_label  # raises for one that cannot be
+            check_feedback(self)
         if isinstance(self.compression, PerBorder):
             for border in self.compression.borders:
                 if border >= layout.num_stages - 1:

@@ -224,6 +224,22 @@ def check_defences(job: Checked, replica: int) -> None:
                 )
 
 
+def check_feedback(job: Checked) -> None:
+    """Before any rank has tensors to choose for; those chosen by name are checked there."""
+    averaging = job.strategy.averaging
+    if averaging is None or averaging.feedback:
+        return
+    for shape in ((2,), (2, 2)):
+        chosen = job.compression.for_tensor("", shape)
+        if chosen.feedback == "needed":
+            raise ConfigError(
+                f"strategy.averaging.feedback is false, but compression averages with "
+                f"{chosen.label}, which leaves out the same part again and again unless it is "
+                "added to the next message: set feedback to true, or choose a compressor that "
+                "needs none (docs/averaging.md lists them)"
+            )
+
+
 def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
     """Rows may be kept only where the same ones would cross again in every epoch."""
     megabytes, layout = job.training.keep_frozen_mb, job.cluster

@@ -80,7 +80,8 @@ class FlatBuffer:
 
     def squared_norm(self) -> float:
         """Sum of the squared gradients, in float64."""
-        return squared_norm(self.gradients) + self.squares_elsewhere
+        squares = squared_norm(self.gradients) + self.squares_elsewhere
+        return 0.0 if squares < 0 else squares  # of nothing but what another end counts, rounded
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
