@@ -3,8 +3,6 @@ numbers leaves it as it is.
 
     python -m tests.golden write FILE      # losses, bytes by kind, digests of all states
     python -m tests.golden compare FILE    # bit for bit, on the machine that wrote FILE
-
-`golden.json` holds the losses and bytes; test_golden.py compares them on any machine.
 """
 
 from __future__ import annotations
