@@ -26,8 +26,8 @@ composed = False
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """1: failed, 75: start me again (EX_TEMPFAIL), 130: interrupted."""
-    from xcloud.errors import XcloudError
-    from xcloud.run.launch import EXIT_START_AGAIN, RunStopped
+    from xcloud.base.errors import XcloudError
+    from xcloud.launch.processes import EXIT_START_AGAIN, RunStopped
 
     try:
         yield
@@ -47,8 +47,8 @@ def main(config: DictConfig) -> None:
     global composed
     composed = True
     from xcloud.job.follow_up import compose_follow_up
-    from xcloud.run.local import run
-    from xcloud.run.planning import planned
+    from xcloud.launch.local import run
+    from xcloud.planner.planning import planned
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -69,9 +69,9 @@ def main(config: DictConfig) -> None:
 def go_on(words: list[str]) -> None:
     """The rest of a run, and of the one that follows it."""
     with exit_codes():
-        from xcloud.errors import ConfigError
+        from xcloud.base.errors import ConfigError
         from xcloud.job.follow_up import compose_follow_up
-        from xcloud.run.local import resumed, run
+        from xcloud.launch.local import resumed, run
 
         asked = [word for word in words if word.startswith(RESUME)]
         overrides = [word for word in words if word not in (*asked, ANEW)]

@@ -25,7 +25,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks.machine import say_where
-from xcloud.run.local import run
+from xcloud.launch.local import run
 
 CONF = Path(__file__).parent.parent / "conf"
 ONE_CLOUD = "one cloud"

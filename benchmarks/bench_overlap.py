@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.parallel.early_sums import BUCKET_BYTES, EarlySums
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.overlapped_sums import BUCKET_BYTES, OverlappedSums
 from xcloud.parallel.rank_group import RankGroup
 
 
@@ -41,11 +41,11 @@ def worker(rank: int, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=given.meet)
     group = RankGroup(rank, (0, 1), GlooCollectives(dist.new_group([0, 1])))
-    ways: dict[str, tuple[nn.Module, FlatBuffer, EarlySums | None]] = {}
+    ways: dict[str, tuple[nn.Module, FlatBuffer, OverlappedSums | None]] = {}
     for way in ("after", "during"):
         module = network(given.width, given.layers)
         buffer = FlatBuffer(module.parameters())
-        early = EarlySums({0: buffer}, {0: group}, {0: 1}, int(given.bucket * 2**20))
+        early = OverlappedSums({0: buffer}, {0: group}, {0: 1}, int(given.bucket * 2**20))
         if way == "after":
             buffer.finish_sum = None
         ways[way] = (module, buffer, early if way == "during" else None)

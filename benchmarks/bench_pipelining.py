@@ -233,12 +233,12 @@ def ours(rank: int, schedule, compression):
 
     from xcloud.cluster.layout import Cloud, ClusterLayout
     from xcloud.cluster.transport import GlooTransport
-    from xcloud.comm.border import Border, BorderField
+    from xcloud.comm.boundary import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
     from xcloud.contracts.stage import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline
-    from xcloud.run.wiring import wire
     from xcloud.training.batch_plan import cut
+    from xcloud.wire.wiring import wire
 
     class Layers(Stage):
         def __init__(self) -> None:
@@ -251,12 +251,12 @@ def ours(rank: int, schedule, compression):
             found = self.layers(received["hidden"])
             return StageOutput(loss=((found - batch["y"]) ** 2).mean(dim=(1, 2)).sum())
 
-    border = Border((BorderField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
+    boundary = Boundary((BoundaryField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
     wiring = wire(
-        GlooTransport(rank), layout, {0: border}, compression, BATCH, cpu, clock, Path("."), print,
-        schedule, seed=1,
+        GlooTransport(rank), layout, {0: boundary}, compression, BATCH, cpu, clock, Path("."),
+        print, schedule, seed=1,
     )  # fmt: skip
     stage = Layers()
     pipeline = Pipeline(

@@ -29,6 +29,7 @@ from tests.toy import toy_config
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job.config import EXPERIMENT_FILE, job_from_config, read_config
+from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
 from xcloud.parallel.strategy import Strategy
 from xcloud.plan.costs import Costs, TableCosts
@@ -36,11 +37,10 @@ from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import BorderCodec, CompressorCosts, Curve, Piece, Profile, Way
+from xcloud.plan.profile import BoundaryCodec, CompressorCosts, Curve, Piece, Profile, Way
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.simulator import Simulator
-from xcloud.run.local import run
 
 FREE_LINE = ("free", 1e10, 0.0)
 LINES = [FREE_LINE, ("30 Mbit/s", 30e6, 0.0), ("10 Mbit/s, 20 ms", 10e6, 0.01),
@@ -157,7 +157,7 @@ def speed(is_quick: bool = False) -> dict[str, float]:
 
 def search_speed(blocks: int, rate: float) -> dict[str, float]:
     """Of all plans of a model of so many blocks in four clouds, with 0.03 s a block and sample,
-    and 1 MB a sample and border, or an eighth of it in INT4. rate: bits per second of each line;
+    and 1 MB a sample and boundary, or an eighth of it in INT4. rate: bits per second of each line;
     of 1e9 computing bounds a step, of 3e7 the line, where INT4 is not used."""
     piece = Piece(
         "block", Curve([(1, 0.01)]), Curve([(1, 0.02)]), 0, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1
@@ -165,10 +165,10 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     way = Way(Curve([(1, 1e6)]))
     small = Way(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
     compressors = {
-        NO_COMPRESSION: CompressorCosts("none", [BorderCodec(way, way)]),
-        "int4": CompressorCosts("int4", [BorderCodec(small, small)]),
+        NO_COMPRESSION: CompressorCosts("none", [BoundaryCodec(way, way)]),
+        "int4": CompressorCosts("int4", [BoundaryCodec(small, small)]),
     }
-    pieces = [*[piece] * (blocks - 1), replace(piece, border=None)]
+    pieces = [*[piece] * (blocks - 1), replace(piece, boundary=None)]
     clouds = replace(_clouds(4, 1), wan=LinkProfile(rate, 0.01))
     arranged = {"pipeline": Arranged(Strategy(), clouds)}
     counts = (4, 8, 16, 32, 64)

@@ -38,7 +38,7 @@ from benchmarks.chaos_faults import FAULTS, WEIGHTS, Target
 from benchmarks.chaos_play import Defect, Disturbed, causes
 from benchmarks.chaos_record import GOOD, Fault, Outcome, print_table, read_record
 from benchmarks.chaos_runs import Launched, Machines, Run, Torchrun, prepare_to_fork
-from xcloud.project import commit
+from xcloud.base.project import commit
 from xcloud.record.summary import read_summary
 
 FORMS = {"launcher": 6, "machines": 5, "torchrun": 1}  # how often each is drawn

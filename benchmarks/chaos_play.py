@@ -11,9 +11,9 @@ from collections.abc import Callable
 from benchmarks.chaos_faults import FAULTS, NotInjected, Repair, Target
 from benchmarks.chaos_record import Fault, Outcome
 from benchmarks.chaos_runs import Run
-from xcloud.project import MODEL_DIR
+from xcloud.base.project import MODEL_DIR
+from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE
-from xcloud.run.launch import EXIT_START_AGAIN
 
 MOST_ATTEMPTS = 8  # after one fault
 ENDED_BY_SIGNAL = (EXIT_START_AGAIN, 130, 128 + signal.SIGTERM)  # asked to once, twice

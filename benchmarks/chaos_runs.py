@@ -21,10 +21,11 @@ from omegaconf import OmegaConf
 
 from benchmarks.namespaces import ADDRESSES, INTERFACE
 from tests.forks import Child, become
-from xcloud.errors import XcloudError
+from xcloud.base.errors import XcloudError
+from xcloud.launch import local
+from xcloud.launch import processes as launch
 from xcloud.record.checkpoints import CHECKPOINTS_DIR, CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
-from xcloud.run import launch, local
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = "chaos.log"  # in each run folder: what launcher, torchrun or a machine's ranks print
@@ -32,7 +33,7 @@ PORT = "29500"
 IMPORTED = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",
-    "xcloud.run.worker",
+    "xcloud.launch.worker",
     "xcloud.report.pictures",
     "benchmarks.chaos_jobs",
 )
@@ -198,7 +199,7 @@ class Machines(Run):
                 if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
                     raise OSError(f"cannot enter namespace {host}")
             if rank == 0:
-                worker = importlib.import_module("xcloud.run.worker")
+                worker = importlib.import_module("xcloud.launch.worker")
                 worker._start_monitor = _standing_by(2, self.first / LOG)
             words = ["worker", str(file), "--run-dir", str(folder)]
             importlib.import_module("xcloud.__main__").main(words)
@@ -264,7 +265,7 @@ def _standing_by(count: int, log: Path) -> Callable[..., Child]:
             words = os.read(its_end, 4096).decode()
             if words:
                 ctypes.CDLL(None).prctl(15, b"monitor")  # PR_SET_NAME
-                main = importlib.import_module("xcloud.run.monitor").main
+                main = importlib.import_module("xcloud.watch.monitor").main
                 sys.exit(main([*words.split("\n"), "--parent", str(parent)]))
 
         ready.append((end, fork(stand_by, log, {})))

@@ -25,10 +25,10 @@ from tests.pipelines import in_threads
 from tests.test_resume import CODECS, SHAPES, job
 from tests.trainers import Rank
 from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
+from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.run.checkpointing import Checkpointer
-from xcloud.run.launch import MEMORY_SETTINGS
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import ran_on
-from xcloud.parallel.control import Word
+from xcloud.launch.processes import MEMORY_SETTINGS
+from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.run.checkpointing import Checkpointer
-from xcloud.run.launch import MEMORY_SETTINGS
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trained_module import TrainedModule
@@ -101,7 +101,7 @@ def measure(
     pauses_s, while_preparing_s, while_writing_s = [], [], []
     started_s = time.perf_counter()
     if not is_too_early:
-        checkpoints.after(1, Word.GO_ON)
+        checkpoints.after(1, Signal.GO_ON)
         ready = threading.Thread(target=checkpoints.wait, args=(False,))
         ready.start()
         while ready.is_alive():

@@ -38,7 +38,7 @@ from benchmarks.machine import ran_on, say_where
 from benchmarks.sleeping_job import Job, Measured, measure
 from benchmarks.sleeping_model import SAMPLE_BYTES
 from tests import warm_ranks
-from xcloud.run import launch
+from xcloud.launch import processes as launch
 
 MB = 1e6
 HELD = ("parameters", "gradients", "optimizer", "activations")

@@ -1,5 +1,5 @@
 """How far a step of several stages is from its limit: all that the slowest stage computes, without
-fill, and one round trip for each border.
+fill, and one round trip for each boundary.
 
     python -m benchmarks.distance_to_limit [--stages 2 4] [--rtt-ms 0 50 150]
         [--micro-batches 8 16 32] [--steps 4] [--json FILE]

@@ -31,15 +31,15 @@ from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
-from xcloud.run.wiring import wire
 from xcloud.training.batch_plan import cut
+from xcloud.wire.wiring import wire
 
 BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
 
@@ -114,15 +114,15 @@ class System:
     ) -> None:  # fmt: skip
         clouds = {name: Cloud() for name in "abcdefgh"[:num_stages]}
         layout = ClusterLayout(clouds, wan, link_budget_bytes=budget_bytes)
-        hidden = BorderField("hidden", (LENGTH, HIDDEN), torch.float32)
+        hidden = BoundaryField("hidden", (LENGTH, HIDDEN), torch.float32)
         cpu, clock = torch.device("cpu"), StepClock()
         self._schedule = schedule
         self._pieces = cut(torch.arange(BATCH), schedule.num_micro_batches)
         self._rank, self._num_stages, self._steps = rank, num_stages, 0
         int8 = Compression(BlockInt(8), BlockInt(8))
-        borders = {stage: Border((hidden,), 1) for stage in range(num_stages - 1)}
+        boundaries = {stage: Boundary((hidden,), 1) for stage in range(num_stages - 1)}
         self.wiring = wire(
-            GlooTransport(rank), layout, borders, int8, len(self._pieces[0]),
+            GlooTransport(rank), layout, boundaries, int8, len(self._pieces[0]),
             cpu, clock, folder, print, self._schedule, seed=1,
         )  # fmt: skip
         torch.manual_seed(rank)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.machine import say_where
 from tests.toy import toy_config
-from xcloud.run.local import run
+from xcloud.launch.local import run
 
 
 def main() -> None:

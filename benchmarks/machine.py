@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from xcloud.project import commit
-from xcloud.run.profile_key import processor
+from xcloud.base.project import commit
+from xcloud.planner.profile_key import processor
 
 
 def ran_on() -> dict[str, str]:

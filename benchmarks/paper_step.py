@@ -1,5 +1,5 @@
-"""The paper's step on paper: equal stages and borders, and transfers that block those who send and
-receive (formula (2)). The simulator checks itself against it; no run behaves so.
+"""The paper's step on paper: equal stages and boundaries, and transfers that block those who send
+and receive (formula (2)). The simulator checks itself against it; no run behaves so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from xcloud.checks import check_number
+from xcloud.base.checks import check_number
 from xcloud.cluster.clouds import Wan
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
@@ -23,7 +23,7 @@ from xcloud.plan.simulator import Simulator
 
 @dataclass(frozen=True)
 class UniformCosts:
-    """Equal stages and borders, in the paper's letters: tf = forward_s and tb = backward_s of a
+    """Equal stages and boundaries, in the paper's letters: tf = forward_s and tb = backward_s of a
     micro-batch, tt = transfer_s of a message between any two ranks, l = latency_s. weights_s: the
     part of the backward that may be put off.
 

@@ -10,9 +10,9 @@ torch). 8 timed steps each, after 2 (of local updates 4). Half of the points are
 digest of their names: whoever works on the prediction looks at the others (--half open).
 benchmarks/crossings.py checks the bandwidths below which a compressor is said to pay.
 
-Before the points one trial run (run/plan_trial.py; pipeline, 3 | 3 blocks, no compressor, a free
+Before the points one trial run (planner/trial.py; pipeline, 3 | 3 blocks, no compressor, a free
 line) finds the work factor, as for a user. A shared machine changes its speed from one minute to
-the next. So before and after each point the same small work is timed (run/reference.py), in as
+the next. So before and after each point the same small work is timed (planner/reference.py), in as
 many processes at once as there are ranks. Errors are told three times: "as predicted", with the
 work factor, which is what a user gets; "as profiled", without it; and "at its speed", as profiled
 but all seconds of work in the profile multiplied by (reference around the point) / (reference in
@@ -50,13 +50,13 @@ from tests import warm_ranks
 from tests.configs import composed
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.job import config as configs
+from xcloud.launch import processes as launch
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import OFF_SPEED, Profile, stretched
-from xcloud.run import launch
-from xcloud.run.plan_trial import measured_s, steps_of_run
-from xcloud.run.planning import Planner
-from xcloud.run.reference import reference_s
+from xcloud.planner.planning import Planner
+from xcloud.planner.reference import reference_s
+from xcloud.planner.trial import measured_s, steps_of_run
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
@@ -191,7 +191,7 @@ class Bench:
 
 
 def reference_of_both_s() -> float:
-    """run/reference.py's in two processes at once, the mean."""
+    """planner/reference.py's in two processes at once, the mean."""
     device, (ours, theirs) = torch.device("cpu"), os.pipe()
     child = os.fork()
     if not child:

@@ -14,18 +14,18 @@ from omegaconf import OmegaConf
 from benchmarks.sleeping_model import SAMPLE_BYTES, STAGE_BYTES, read_usage
 from tests.toy import toy_config
 from xcloud.job import config as configs
+from xcloud.launch.local import run
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
     AveragingCodec,
-    BorderCodec,
+    BoundaryCodec,
     CompressorCosts,
     Curve,
     Piece,
     Profile,
     Way,
 )
-from xcloud.run.local import run
 
 WARM_UP, EVERY = 2, 3  # steps not counted; of local updates between merges
 LINE = {
@@ -101,9 +101,9 @@ def profile_of(num_stages: int, sample_s: float) -> Profile:
         )
         for i in range(num_stages)
     ]  # fmt: skip
-    border = BorderCodec(Way(num_bytes), Way(num_bytes))
+    boundary = BoundaryCodec(Way(num_bytes), Way(num_bytes))
     averaging = AveragingCodec(num_stages * STAGE_BYTES)
-    return Profile(pieces, {NO_COMPRESSION: CompressorCosts("none", [border], averaging)})
+    return Profile(pieces, {NO_COMPRESSION: CompressorCosts("none", [boundary], averaging)})
 
 
 class Measured(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from benchmarks.emulator_rank import HIDDEN, LENGTH, SleepingLayers
 from tests.toy import LENGTH as TOY_LENGTH
 from tests.toy import ToyModel
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 
@@ -70,8 +70,8 @@ class SleepingModel(ToyModel):
     def describe(self) -> str:
         return "stages that sleep"
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        return Border((BorderField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        return Boundary((BoundaryField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         return SleepingStage(self.sample_s, stage, stage == num_stages - 1)

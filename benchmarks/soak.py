@@ -26,9 +26,9 @@ from typing import Any
 
 from benchmarks.chaos_runs import Launched, prepare_to_fork
 from benchmarks.machine import ran_on
+from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.summary import read_summary
-from xcloud.run.launch import EXIT_START_AGAIN
 
 RANKS = 2
 WARM_UP = 0.2  # of the steps: imports, the first checkpoint, caches

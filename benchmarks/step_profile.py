@@ -36,9 +36,9 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.machine import ran_on, say_where
 from benchmarks.sleeping_job import Job
 from tests.configs import composed
+from xcloud.launch import processes as launch
+from xcloud.launch.local import run
 from xcloud.record.events import TIMES
-from xcloud.run import launch
-from xcloud.run.local import run
 
 OUT = "XCLOUD_STEP_PROFILE"  # in a rank's environment: the folder that it writes to, and steps
 WARM_UP = 3  # steps

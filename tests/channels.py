@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.comm.border import BorderField, Message
+from xcloud.comm.boundary import BoundaryField, Message
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.draws import ChannelId
@@ -25,9 +25,9 @@ from xcloud.comm.step_clock import StepClock
 
 D, NUM_SAMPLES, B, ROWS_PER_SAMPLE = 120, 20, 10, 15
 FIELDS = (
-    BorderField("counts", (), torch.int16),
-    BorderField("hidden", (D,), torch.float32, "counted"),
-    BorderField("pooled", (8,), torch.float32),
+    BoundaryField("counts", (), torch.int16),
+    BoundaryField("hidden", (D,), torch.float32, "counted"),
+    BoundaryField("pooled", (8,), torch.float32),
 )
 IDENTITY = ChannelId(7, 0, "forward", 0, 1)
 

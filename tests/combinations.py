@@ -24,39 +24,41 @@ from torch import Tensor, nn
 
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
-from xcloud.comm.per_border import PerBorder
+from xcloud.comm.per_boundary import PerBoundary
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.power_sgd import PowerSgd
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage, StageOutput
-from xcloud.errors import ConfigError
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
+from xcloud.join import elastic
+from xcloud.join.agreement import Agreed, Verdict
+from xcloud.launch import worker
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan.autopilot import Autopilot
+from xcloud.rank import stage_rank
+from xcloud.rank.one_way import roles as one_way_roles
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import recorded_timeline
 from xcloud.record.tracking import NullTracker
-from xcloud.run import elastic, stage_rank, worker
-from xcloud.run.agreement import Agreed, Verdict
-from xcloud.run.checkpointing import StopSignal
-from xcloud.run.one_way import roles as one_way_roles
-from xcloud.run.resume import Holder, held_in, newest_common
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
+from xcloud.survive.checkpointing import StopSignal
+from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints, Training
 
@@ -122,12 +124,12 @@ class PairModel:
         first, last = stage == 0, stage == num_stages - 1
         return frozenset({"source"} if first else set()) | frozenset({"target"} if last else set())
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        counts = BorderField("counts", (), torch.int16)
-        hidden = BorderField("hidden", (HIDDEN,), torch.float32, "counted")
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        counts = BoundaryField("counts", (), torch.int16)
+        hidden = BoundaryField("hidden", (HIDDEN,), torch.float32, "counted")
         frozen = stage < self.num_frozen
-        border = Border((counts, hidden), max_length)
-        return replace(border, gradient_returns=not frozen, is_constant=frozen)
+        boundary = Boundary((counts, hidden), max_length)
+        return replace(boundary, gradient_returns=not frozen, is_constant=frozen)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         return PairStage(self, stage, num_stages)
@@ -178,7 +180,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         "svd": WARM,
         "powersgd": Compression(INT4, INT4, averaging=PowerSgd(2)),
         "phases": Phased(early=Phase(2, WARM), late=Phase(None, DELTA)),
-        "per_border": PerBorder(default=FEEDBACK, border_0=DELTA),
+        "per_boundary": PerBoundary(default=FEEDBACK, boundary_0=DELTA),
     },
     "accumulate": {"1": 1, "2": 2},
     "clip": {"none": 0.0, "0.5": 0.5},
@@ -206,7 +208,7 @@ FIRST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 
 # How a refusal may name a factor.
 NAMES = {
-    "clouds": r"cluster|clouds?\b|micro_batches|border",
+    "clouds": r"cluster|clouds?\b|micro_batches|boundary",
     "strategy": r"strategy|averaging|replica|merge",
     "schedule": r"schedule|zero_bubble|zero bubble",
     "micro_batches": r"num_micro_batches|micro-batch",
@@ -215,7 +217,7 @@ NAMES = {
     "clip": r"clip_norm",
     "autopilot": r"autopilot",
     "ends": r"embeddings=tie",
-    "frozen": r"keep_frozen_mb",
+    "frozen": r"activation_cache_mb",
     "privacy": r"security[./]privacy",
     "defences": r"security[./]defences",
     "on_divergence": r"on_divergence",
@@ -244,7 +246,7 @@ def experiment(row: Row, max_steps: int = STEPS) -> Experiment:
             precision="fp32",
             evaluate_every=chosen["evaluate_every"],
             eval_batch_size=8,
-            keep_frozen_mb=chosen["frozen"],
+            activation_cache_mb=chosen["frozen"],
             on_divergence=chosen["on_divergence"],
             optimizer=Optimizer(0.05, 1, clip_norm=chosen["clip"]),
             checkpoint=Checkpoints(every_steps=SAVED, every_minutes=0, keep=9),
@@ -339,7 +341,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
-    holders = {rank: Holder.of(job, rank, run_dir, {}) for rank in ranks}
+    holders = {rank: RankCheckpoints.of(job, rank, run_dir, {}) for rank in ranks}
     held = {rank: held_in(holders[rank].table()) for rank in job.saving_ranks}
     step, _ = newest_common(held, str)
 

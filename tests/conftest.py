@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests import warm_ranks
-from xcloud.run import launch
+from xcloud.launch import processes as launch
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.

@@ -15,13 +15,13 @@ from tests.local_replicas import (
 )
 from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.hub import Absence, Ends, Hub, Member, Told
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.pace import Pace
+from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.step_budget import StepBudget
 
 ALONE = RankGroup.alone()
 
@@ -74,7 +74,7 @@ def end_of(
     shapes = {str(i): p.shape for i, p in enumerate(parameters)}
     codecs = [TensorCodec(shapes, lambda *_: codec(), 7 + i, feedback) for i in (0, 1)]
     named = dict(zip(shapes, parameters, strict=True))
-    values = Anchored(named, [range(len(named))], ALONE, settings.outer)
+    values = OuterParameters(named, [range(len(named))], ALONE, settings.outer)
     ends = Ends(values, *codecs, links)
     if links.replica:
         return Member(ends)
@@ -108,7 +108,7 @@ class Scalar:
             end_of(post.links(replica), [self.parameter], settings, diary, **options),
             last_step,
             lambda step: 1.0,
-            Pace(settings.every, ALONE),
+            StepBudget(settings.every, ALONE),
         )
 
     def run(

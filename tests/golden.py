@@ -35,8 +35,8 @@ ROWS: dict[str, Row] = {
     "u-shape, zero bubble, delta, accumulated": {
         "clouds": "u", "schedule": "zero_bubble", "compression": "delta", "accumulate": "2",
     },
-    "three clouds, per border, clipped, evaluated": {
-        "clouds": "three", "compression": "per_border", "clip": "0.5", "evaluate_every": "2",
+    "three clouds, per boundary, clipped, evaluated": {
+        "clouds": "three", "compression": "per_boundary", "clip": "0.5", "evaluate_every": "2",
     },
     "2x2 ranks, phases": {"clouds": "both lanes", "compression": "phases"},
     "kept rows": {"clouds": "three", "frozen": "kept"},
@@ -101,7 +101,7 @@ def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         run_dir = folder / name
         run(job, run_dir, patch)
         table[name] = entry(run_dir)
-        if name in ("1f1b, lanes, int4", "streaming, feedback", "one way"):
+        if name in ("1f1b, lanes, int4", "streaming, feedback"):
             again = folder / f"{name}, gone on"
             interrupted(run_dir, again)
             run(job, again, patch)

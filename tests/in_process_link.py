@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.link import LinkStats, Parts, expect
-from xcloud.errors import LinkTimeout
 
 
 class InProcessLink:

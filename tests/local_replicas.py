@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipelines import in_threads
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.link import Parts
 from xcloud.cluster.memory_transport import MemoryWorld
@@ -18,15 +19,14 @@ from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.local_rounds import LocalRounds, MakeAverager, local_exchanges
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.outer_optimizer import OuterOptimizer
-from xcloud.parallel.pace import Pace
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.step_budget import StepBudget
 
 PATIENCE_S = 20.0
 ALONE = RankGroup.alone()
@@ -169,7 +169,7 @@ class Replica:
         inside: RankGroup = ALONE,
         num_shares: int = 0,
         work: Callable[[int], float] = lambda step: 1.0,
-        pace: Pace | None = None,
+        pace: StepBudget | None = None,
         seed: int = 0,
     ) -> None:
         self.replica, self.links, self.module = replica, links, model(seed)
@@ -183,7 +183,7 @@ class Replica:
             make_averager or averagers(links),
             last_step,
             work,
-            pace or Pace(settings.every, inside),
+            pace or StepBudget(settings.every, inside),
         )
         self.exchange = local_exchanges({0: AllReduce(inside)}, self.rounds)[0]
         self.num_made = 0

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.comm.memory import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
-from xcloud.errors import ConfigError, DataError
 from xcloud.training.trained_module import TrainedModule
 
 ROWS, WIDTH = 8, 6
@@ -223,7 +223,7 @@ def cloud(num_ranks: int = 1, share: float | None = None) -> dict[str, object]:
 def feed_config(
     clouds: dict[str, object], form: str = "clouds", wan: object = "free", **groups: dict
 ) -> dict[str, object]:
-    """For xcloud.run.local. groups: model, feed, training, and plain settings under `more`."""
+    """For xcloud.launch.local. groups: model, feed, training, and plain settings under `more`."""
     return {
         "_target_": "xcloud.job.one_way.OneWayExperiment",
         "name": "toy_one_way",

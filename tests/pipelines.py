@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.per_border import PerBorder
+from xcloud.comm.per_boundary import PerBoundary
 from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
-from xcloud.comm.switched import Switched
 from xcloud.contracts.stage import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.run.wiring import Wiring, wire
 from xcloud.security.defences import Defences
+from xcloud.wire.wiring import Wiring, wire
 
 D = 8
 CPU = torch.device("cpu")
-BORDER = Border(
+BORDER = Boundary(
     (
-        BorderField("counts", (), torch.int16),
-        BorderField("hidden", (D,), torch.float32, "counted"),
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("hidden", (D,), torch.float32, "counted"),
     ),
     max_rows_per_sample=5,
 )
@@ -84,8 +84,8 @@ class Wired:
 
 def wired(
     layout: ClusterLayout,
-    borders: Mapping[int, Border],
-    compression: Compression | Phased | PerBorder | Switched,
+    boundaries: Mapping[int, Boundary],
+    compression: Compression | Phased | PerBoundary | Selectable,
     *,
     schedule: Schedule = GPipe(16),  # noqa: B008
     defences: Defences | None = None,
@@ -104,7 +104,7 @@ def wired(
     def one(rank: int) -> Wired:
         clock = StepClock(record_from)
         wiring = wire(
-            world.transport(rank), layout, dict(borders), compression, max_samples, CPU, clock,
+            world.transport(rank), layout, dict(boundaries), compression, max_samples, CPU, clock,
             run_dir, on_report, schedule, defences, seed=seed, ties_ends=ties_ends,
             kept_bytes=kept_bytes,
         )  # fmt: skip
@@ -117,23 +117,23 @@ def pipelines(
     layout: ClusterLayout,
     forward: Compressor | None = None,
     backward: Compressor | None = None,
-    border: Border = BORDER,
+    boundary: Boundary = BORDER,
     record_from: int | None = None,
     *,
-    borders: Mapping[int, Border] | None = None,
+    boundaries: Mapping[int, Boundary] | None = None,
     stages: Mapping[int, Stage] | None = None,
     memory: Memory | None = None,
     defences: Defences | None = None,
 ) -> list[Pipeline]:
     """One pipeline per rank, joined by in-process links. record_from: as of StepClock.
-    stages, with the borders behind them: instead of the toy's (one border for all).
+    stages, with the boundaries behind them: instead of the toy's (one boundary for all).
     memory: of both directions.
     """
-    if borders is None:
-        borders = dict.fromkeys(range(layout.num_stages - 1), border)
+    if boundaries is None:
+        boundaries = dict.fromkeys(range(layout.num_stages - 1), boundary)
     memory = memory or NoMemory()
     compression = Compression(forward or Chain(), backward or Chain(), memory, memory)
-    ranks = wired(layout, borders, compression, record_from=record_from, defences=defences)
+    ranks = wired(layout, boundaries, compression, record_from=record_from, defences=defences)
     return [pipeline(one, layout, stages) for one in ranks]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xcloud.plan.plans import NO_COMPRESSION
 from xcloud.plan.profile import (
     AveragingCodec,
-    BorderCodec,
+    BoundaryCodec,
     CompressorCosts,
     Curve,
     Piece,
@@ -15,21 +15,21 @@ from xcloud.plan.profile import (
 
 
 def piece(
-    name: str, forward_s: float = 0.01, border: int | None = 0, fixed_s: float = 0.0
+    name: str, forward_s: float = 0.01, boundary: int | None = 0, fixed_s: float = 0.0
 ) -> Piece:
     """Seconds of a sample, and of each micro-batch besides."""
     forward = Curve([(1, fixed_s + forward_s), (2, fixed_s + 2 * forward_s)])
     backward = Curve([(1, fixed_s + 2 * forward_s), (2, fixed_s + 4 * forward_s)])
     return Piece(
-        name, forward, backward, border, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1,
+        name, forward, backward, boundary, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1,
         weights_s=Curve([(1, forward_s)]), put_off_bytes=Curve([(1, 6e5)]),
     )  # fmt: skip
 
 
-def codec(num_bytes: float, seconds: float = 0.0) -> BorderCodec:
+def codec(num_bytes: float, seconds: float = 0.0) -> BoundaryCodec:
     """Bytes and seconds of each end for a sample."""
     way = Way(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
-    return BorderCodec(way, way)
+    return BoundaryCodec(way, way)
 
 
 COMPRESSORS = {
@@ -41,5 +41,5 @@ COMPRESSORS = {
 
 
 EIGHT = Profile(
-    [*(piece(f"block {i}") for i in range(7)), piece("head", border=None)], COMPRESSORS
+    [*(piece(f"block {i}") for i in range(7)), piece("head", boundary=None)], COMPRESSORS
 )

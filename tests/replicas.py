@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import MessageKey
 from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.averaging import Averager
 
 

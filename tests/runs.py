@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests import warm_ranks
+from xcloud.launch.local import run
 from xcloud.record.events import EVENTS_FILE
-from xcloud.run.local import run
 
 ROOT = Path(__file__).parent.parent
 

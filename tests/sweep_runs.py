@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from tests.toy import toy_config
-from xcloud.errors import ConfigError, RunFailed
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point

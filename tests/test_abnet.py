@@ -26,9 +26,9 @@ from tests.translation_models import (
     texts,
     train,
 )
-from xcloud.comm.border import BorderField
+from xcloud.base.errors import ConfigError
+from xcloud.comm.boundary import BoundaryField
 from xcloud.contracts.split_model import SplitModel
-from xcloud.errors import ConfigError
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.decoding import Beam, Greedy, Search
@@ -51,21 +51,21 @@ def with_(**changes: Any) -> AbNet:
     return dataclasses.replace(MODEL, **changes)
 
 
-def test_the_border_carries_rows_that_are_not_padding(tmp_path: Path) -> None:
+def test_the_boundary_carries_rows_that_are_not_padding(tmp_path: Path) -> None:
     model: SplitModel = MODEL
     assert model.fields(0, 2) == {"source"} and model.fields(1, 2) == {"target"}
-    border = model.border(0, 2, 16)
-    assert border.fields == (
-        BorderField("counts", (), torch.int16),
-        BorderField("hidden", (24,), torch.float32, rows="counted"),
+    boundary = model.boundary(0, 2, 16)
+    assert boundary.fields == (
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("hidden", (24,), torch.float32, rows="counted"),
     )
-    assert border.gradient_returns and border.max_rows_per_sample == 16
+    assert boundary.gradient_returns and boundary.max_rows_per_sample == 16
     stages = build(model, 2, context(tmp_path))
     sent = stages[0](None, {"ids": BATCH["ids"], "source": BATCH["source"]}).send
     counts = (BATCH["source"] != IDS.pad).sum(1)
     assert list(sent) == ["counts", "hidden"]
     assert sent["counts"].tolist() == counts.tolist()
-    for field in border.fields:
+    for field in boundary.fields:
         rows = len(counts) if field.rows == "samples" else int(counts.sum())
         assert sent[field.name].shape == field.spec(rows).shape
         assert sent[field.name].dtype == field.dtype
@@ -374,7 +374,7 @@ def test_settings_are_checked_when_given(change: dict[str, Any], words: str) -> 
 
 def test_a_cut_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs 2 stages or more, got 1"):
-        MODEL.border(0, 1, 16)
+        MODEL.boundary(0, 1, 16)
     with pytest.raises(ConfigError, match=r"must be 2 counts .* add up to the encoder's 3 layers"):
         with_(encoder_layers_per_stage=[1, 1]).build_stage(0, 3, context(tmp_path))
     with pytest.raises(ConfigError, match="3 encoder layers cannot be spread over 4 stages"):

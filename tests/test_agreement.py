@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 from tests.in_process_link import InProcessLink
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
-from xcloud.errors import ConfigError, FrameError
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.job.config import job_from_config
 from xcloud.job.job import Job
-from xcloud.run import launch
-from xcloud.run.agreement import Verdict, decode_table, encode_table, exchange
-from xcloud.run.compared import MAX_VALUE, PATH, compared_settings, make_table
+from xcloud.join.agreement import Verdict, decode_table, encode_table, exchange
+from xcloud.launch import processes as launch
+from xcloud.survive.compared import MAX_VALUE, PATH, compared_settings, make_table
 
 Refused = Callable[[frozenset[int]], frozenset[int]]
 

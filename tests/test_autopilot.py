@@ -1,5 +1,5 @@
 """The compression follows the line: what is predicted, when it is believed, and that both ends of
-every border switch at the same step. Ranks are threads, their links are in memory."""
+every boundary switch at the same step. Ranks are threads, their links are in memory."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +15,23 @@ from tests.channels import same_state, stored
 from tests.configs import build
 from tests.pipelines import in_threads
 from tests.trainers import LAYOUTS, Rank, ranks
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.line_meter import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Border, BorderField
+from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import MEMORY, DeltaCache, State, is_marked
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
-from xcloud.comm.switched import Switched, Switches
-from xcloud.errors import ConfigError
+from xcloud.comm.selectable import Selectable, Selection
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
+from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
 from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics
-from xcloud.run.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
 from xcloud.training.batch_plan import PinnedBatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -119,7 +119,7 @@ class Scripted(RunPilot):
 
 def piloted(
     layout: ClusterLayout,
-    compression: Switched,
+    compression: Selectable,
     kind: type[RunPilot],
     schedules: Sequence[Schedule] = (GPipe(2),),
     **more: Any,
@@ -146,10 +146,10 @@ def train(made: Sequence[Rank], first: int, last: int) -> list[list[tuple[float 
 
 
 @pytest.mark.parametrize("name", ["three clouds", "lanes"])
-def test_both_ends_of_every_border_switch_at_the_same_step(name: str) -> None:
+def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     phases = {"a": Phase(3, NONE), "b": Phase(7, INT4), "c": Phase(None, NONE)}
     expected = train(ranks(LAYOUTS[name], TRAINING, Phased(**phases)), 1, 12)
-    made = piloted(LAYOUTS[name], Switched({"none": NONE, "int4": INT4}), Scripted)
+    made = piloted(LAYOUTS[name], Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
         rank.trainer.pilot.choices = {3: 1, 7: 0}  # type: ignore[union-attr]
 
@@ -162,7 +162,7 @@ def test_both_ends_of_every_border_switch_at_the_same_step(name: str) -> None:
 def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_meanwhile() -> None:
     delta = Compression(INT4.forward, INT4.backward, forward_memory=DeltaCache())
     plan = PinnedBatchPlan(40, 8, 1, [0, 0])
-    switched = Switched({"delta": delta, "none": NONE})
+    switched = Selectable({"delta": delta, "none": NONE})
 
     def job() -> list[Rank]:
         made = piloted(TWO, switched, Scripted, plan=plan)
@@ -193,7 +193,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
 def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     fixed = train(ranks(LAYOUTS[name], TRAINING, NONE), 1, 12)
     schedules = [GPipe(2), GPipe(8), OneForwardOneBackward(4, 3)]
-    compressions = Switched({"none": NONE, "int4": INT4})
+    compressions = Selectable({"none": NONE, "int4": INT4})
 
     def job() -> list[Rank]:
         made = piloted(LAYOUTS[name], compressions, Scripted, schedules)
@@ -215,8 +215,8 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
             assert [x or 0.0 for x in b] == pytest.approx([x or 0.0 for x in a], rel=1e-5)
     links = [stats for rank in made for stats in rank.wiring.wan_stats]
     forward = sum(one.num_messages[Kind.ACTIVATION] for one in links)
-    borders = 2
-    assert forward == borders * (2 * 2 + 3 * 8 + 4 * 4 + 3 * 2)
+    boundaries = 2
+    assert forward == boundaries * (2 * 2 + 3 * 8 + 4 * 4 + 3 * 2)
 
 
 def test_other_numbers_of_micro_batches_are_predicted_from_what_they_took() -> None:
@@ -271,7 +271,7 @@ class OnALine(RunPilot):
 
 
 def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> None:
-    switched = Switched({"none+none": NONE, "int4+int4": INT4})
+    switched = Selectable({"none+none": NONE, "int4+int4": INT4})
     layout = replace(TWO, wan="free")  # of a real one every message would be timed
     slow, fast = (piloted(layout, switched, OnALine) for _ in range(2))
     for made, rate in ((slow, 100.0), (fast, 1e15)):
@@ -306,7 +306,7 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
 
 def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LineMeter, "busy_s", lambda meter, sent_at_s, arrived_at_s: 0.5)
-    made = piloted(TWO, Switched({"none": NONE, "int4": INT4}), Scripted)
+    made = piloted(TWO, Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
         rank.trainer.pilot.choices = {}  # type: ignore[union-attr]
     train(made, 1, 3)
@@ -322,7 +322,7 @@ def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.Monk
 def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     job = build("+exp=abnet_iwslt", "autopilot=on", "compression=none", "cluster/wan=line_8m")
     compression = job.compression
-    assert isinstance(compression, Switched)
+    assert isinstance(compression, Selectable)
     assert compression.names == ["none+none", "int8+int8", "int4+int4"]
     assert job.compression_in_force == "autopilot(none+none, int8+int8, int4+int4)"
     small = build(
@@ -341,7 +341,7 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
 
 
 def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
-    switches = Switches()
+    switches = Selection()
     switches.switch(2, 5)
     switches.switch(1, 9)
     assert [switches.at(step) for step in (8, 9, 12)] == [2, 1, 1]
@@ -353,7 +353,7 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
         (["cluster/wan=real", "cluster.clouds.cloud_a.num_ranks=2"], "2 ranks share it"),
         (["strategy=data_parallel", "cluster/wan=line_8m"], "makes 2 of it"),
         (["plan=show"], "plan= prices one compression"),
-        (["compression=phased_example"], "changes with border or phase"),
+        (["compression=phased_example"], "changes with boundary or phase"),
         (["autopilot.worth=0.9"], "autopilot.worth"),
         (["autopilot.micro_batches=[0]"], "autopilot.micro_batches must be"),
         (["autopilot.micro_batches=[64]", "training.batch_size=32"], "may choose gpipe m=64, but"),
@@ -393,11 +393,11 @@ def test_a_line_that_was_measured_takes_as_long_when_it_is_simulated() -> None:
 def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counts = BorderField("counts", (), torch.int64)
-    border = Border((counts, BorderField("hidden", (8,), torch.float32, "counted")), 8192)
+    counts = BoundaryField("counts", (), torch.int64)
+    boundary = Boundary((counts, BoundaryField("hidden", (8,), torch.float32, "counted")), 8192)
     timed: list[TensorSpec] = []
     monkeypatch.setattr(
-        "xcloud.run.autopilot._way", lambda codec, specs, device: timed.extend(specs) or Way(1.0)
+        "xcloud.rank.autopilot._way", lambda codec, specs, device: timed.extend(specs) or Way(1.0)
     )
-    assert len(list(_ways(0, border, INT4, 16, torch.device("cpu")))) == 2
+    assert len(list(_ways(0, boundary, INT4, 16, torch.device("cpu")))) == 2
     assert [spec.shape for spec in timed] == [(MOST_ROWS, 8)] * 2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.replicas import MemoryLinks, averagers, connected, exchange, finished, same_bits
+from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
@@ -20,7 +21,6 @@ from xcloud.comm.power_sgd import PowerSgd
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, averager_for
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_mean

@@ -14,8 +14,8 @@ import torch
 
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.translation_models import IDS, context, texts
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError, DataError
 from xcloud.models import backbone, checkpoint
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone

@@ -6,9 +6,9 @@ from omegaconf import OmegaConf
 
 from tests.pipelines import in_threads, pipelines, samples
 from tests.toy import toy_config
+from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import ReceiveChannel, SendChannel
 from xcloud.comm.memory import DeltaCache
-from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan, cut

@@ -26,14 +26,14 @@ from tests.causal_models import (
     words,
 )
 from tests.peak_bytes import PeakBytes
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import causal_weights
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Elsewhere, attention_masks, words_of
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
 from xcloud.parallel.sharding import whole
-from xcloud.run.export import export_stage, fill
+from xcloud.rank.export import export_stage, fill
 from xcloud.training.memory_meter import SavedTensors
 from xcloud.training.settings import autocast_for
 
@@ -153,7 +153,7 @@ def test_tied_words_at_two_ends_are_refused_where_they_would_be_trained_apart_un
 ) -> None:
     saved("llama", tmp_path, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"one matrix \(tied\).*model.embeddings=freeze"):
-        trained(tmp_path, lora=None).border(0, 2, 16)
+        trained(tmp_path, lora=None).boundary(0, 2, 16)
 
     for settings in ({}, {"lora": None, "embeddings": "freeze"}):
         stages = build(trained(tmp_path, **settings), 2, where(tmp_path))
@@ -233,9 +233,9 @@ def test_gradients_come_back_only_where_something_below_is_trained(
     model = trained(tmp_path, **settings)
     bottom = build(model, 2, where(tmp_path))[0]
 
-    border = model.border(0, 2, 16)
-    assert border.gradient_returns is returns
-    assert border.is_constant is not returns
+    boundary = model.boundary(0, 2, 16)
+    assert boundary.gradient_returns is returns
+    assert boundary.is_constant is not returns
     assert any(parameter.requires_grad for parameter in bottom.parameters()) is returns
 
 
@@ -243,26 +243,26 @@ def test_rows_are_not_constant_where_dropout_is_active(tmp_path: Path) -> None:
     for rate in (0.0, 0.1):
         saved("gpt2", tmp_path, attn_pdrop=rate)
         model = trained(tmp_path, lora=Lora(r=2, layers=[2, 3]))
-        border = model.border(0, 2, 16)
-        assert not border.gradient_returns
-        assert border.is_constant is (rate == 0)
+        boundary = model.boundary(0, 2, 16)
+        assert not boundary.gradient_returns
+        assert boundary.is_constant is (rate == 0)
         frozen = Split(1, rank=None, method="pca", freeze_bottom=True)
-        assert trained(tmp_path, lora=Lora(r=2), split=frozen).border(0, 2, 16).is_constant
+        assert trained(tmp_path, lora=Lora(r=2), split=frozen).boundary(0, 2, 16).is_constant
 
 
-def test_what_crosses_is_what_the_border_says(tmp_path: Path) -> None:
+def test_what_crosses_is_what_the_boundary_says(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     model = trained(tmp_path)
     message = through(build(model, 2, where(tmp_path)), batch_of(*UNEVEN, *PACKED))
     assert message is not None
-    border = model.border(0, 2, 16)
-    assert list(message) == [field.name for field in border.fields]
-    for field in border.fields:
+    boundary = model.boundary(0, 2, 16)
+    assert list(message) == [field.name for field in boundary.fields]
+    for field in boundary.fields:
         rows = 5 if field.rows == "samples" else 9 + 4 + 1 + 9 + 6
         assert message[field.name].shape == (rows, *field.features)
         assert message[field.name].dtype == field.dtype
     assert message["places"].tolist()[-6:] == [0, 1, 0, 0, 1, 2]
-    assert model.border(0, 2, 16).fields[2].features == (WIDTH,)
+    assert model.boundary(0, 2, 16).fields[2].features == (WIDTH,)
 
 
 def test_the_first_stage_reads_the_text_and_the_last_the_labels(tmp_path: Path) -> None:
@@ -350,15 +350,15 @@ def test_a_cut_that_the_model_cannot_have_is_refused(
 ) -> None:
     saved("llama", tmp_path)
     with pytest.raises(ConfigError, match=said):
-        trained(tmp_path, **settings).border(0, 2, 16)
+        trained(tmp_path, **settings).boundary(0, 2, 16)
     with pytest.raises(ConfigError, match="max_length is 33"):
-        trained(tmp_path).border(0, 2, 33)
+        trained(tmp_path).boundary(0, 2, 33)
 
 
 def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match="is of type 'bert'; causal language models"):
-        trained(tmp_path).border(0, 2, 16)
+        trained(tmp_path).boundary(0, 2, 16)
 
     saved("llama", tmp_path)
     from safetensors.torch import load_file, save_file

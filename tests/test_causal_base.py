@@ -12,7 +12,7 @@ import torch
 from tests.causal_models import batch_of, next_words, where
 from tests.translation_models import IDS
 from tests.understanding_models import RandomText
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_base import NextTokenPretraining, OwnCausal
 from xcloud.models.lora import Lora

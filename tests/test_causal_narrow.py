@@ -21,9 +21,9 @@ from tests.causal_models import (
     words,
 )
 from tests.understanding_models import RandomText
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_TOKEN, Stage, TokenIds
-from xcloud.errors import ConfigError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.lora import Lora
@@ -68,11 +68,11 @@ def test_with_all_features_kept_it_is_the_uncut_model(tmp_path: Path, method: st
 def test_what_crosses_is_narrow_and_starts_at_the_principal_components(
     tmp_path: Path, calibration: Any
 ) -> None:
-    """Anchored, of the block's own rows, which packed documents do not mix."""
+    """OuterParameters, of the block's own rows, which packed documents do not mix."""
     saved("llama", tmp_path)
     text = RandomText(9)
     model = cut(tmp_path, calibration=calibration, calibration_texts=3, public_text=text)
-    border = model.border(0, 2, 16)
+    boundary = model.boundary(0, 2, 16)
     stages = stages_of(model, tmp_path)
     batch = batch_of(*LINES)
     if calibration == "public":
@@ -80,9 +80,9 @@ def test_what_crosses_is_narrow_and_starts_at_the_principal_components(
         batch = batch_of(*([line] for line in lines))
     sent = through(stages, batch)
     assert sent is not None and sent["hidden"].shape[1] == 5
-    assert border.fields[2].features == (5,) and border.fields[2].replaces == WIDTH
+    assert boundary.fields[2].features == (5,) and boundary.fields[2].replaces == WIDTH
     shapes = [tuple(tensor.shape) for tensor in stages[0].hand_over()]
-    assert shapes == [spec.shape for spec in border.start]
+    assert shapes == [spec.shape for spec in boundary.start]
     assert bool(shapes) is (calibration == "own")
 
     plain = CausalLM(checkpoint=str(tmp_path), lora=Lora(r=2), blocks_per_stage=[2])
@@ -104,7 +104,7 @@ def test_the_projections_are_trained_beside_adapters_and_a_frozen_base(tmp_path:
         stages = [stage.train() for stage in stages_of(model, tmp_path, 3)]
         loss_of(stages, batch_of(*LINES)).backward()
         trained = [{n for n, p in s.named_parameters() if p.grad is not None} for s in stages]
-        assert model.border(0, 3, 16).gradient_returns is not freeze
+        assert model.boundary(0, 3, 16).gradient_returns is not freeze
         assert any("cut.encode" in name for name in trained[0]) is not freeze
         assert any("cut.decode" in name for name in trained[1]) and "cut.anchor" in trained[1]
         assert bool(trained[0]) is not freeze and all("cut" not in name for name in trained[2])
@@ -164,7 +164,7 @@ def test_a_cut_that_a_decoder_cannot_have_is_refused(
     with pytest.raises(ConfigError, match=said):
         CausalLM(
             checkpoint=str(tmp_path), split=Split(**({"layer": 1, "method": "pca"} | settings))
-        ).border(0, 2, 16)
+        ).boundary(0, 2, 16)
     with pytest.raises(ConfigError, match=r"leave out model\.blocks_per_stage"):
         CausalLM(checkpoint="x", split=Split(1, 4, "pca"), blocks_per_stage=[2])
     with pytest.raises(ConfigError, match="this cluster has one"):

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from tests import warm_ranks
 from tests.configs import composed
 from tests.runs import losses, weights
-from xcloud.errors import ConfigError, DataError
-from xcloud.run import causal, generate
-from xcloud.run.causal import TrainedCausal
-from xcloud.run.generate import Generator
-from xcloud.run.local import run
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.launch.local import run
+from xcloud.use import causal, generate
+from xcloud.use.causal import TrainedCausal
+from xcloud.use.generate import Generator
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("causal_run")]
 SMALL = [

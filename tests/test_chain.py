@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
@@ -8,7 +9,6 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

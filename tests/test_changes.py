@@ -17,24 +17,24 @@ from tests.resumable_jobs import CODECS, TRAINING, Shape, job
 from tests.tied_toy import TiedToy
 from tests.toy import toy_config
 from tests.trainers import Rank, ranks
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.memory import MEMORY, OUTER, State, is_marked, load_states, states_of
-from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
+from xcloud.join.agreement import judge
+from xcloud.launch.local import resumed
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.run import changes as table
-from xcloud.run.agreement import judge
-from xcloud.run.causal import TrainedCausal
-from xcloud.run.changes import COLUMNS, TABLE, Place, Places, changes, outcome_of
-from xcloud.run.local import resumed
-from xcloud.run.resume import Holder, check_can_go_on
-from xcloud.run.status import describe
-from xcloud.run.translate import Translator
+from xcloud.survive import changes as table
+from xcloud.survive.changes import COLUMNS, TABLE, Place, Places, changes, outcome_of
+from xcloud.survive.resume import RankCheckpoints, check_can_go_on
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training
+from xcloud.use.causal import TrainedCausal
+from xcloud.use.translate import Translator
+from xcloud.watch.status import describe
 
 STRATEGIES = {
     "pipeline": Strategy(),
@@ -57,7 +57,7 @@ class Attempt:
             layout = rank.wiring.ends.layout
             assert isinstance(layout, ClusterLayout)
             places = Places.held(layout, rank.strategy, LAST)
-            self.holders.append(Holder(self.folder, number, places, settings))
+            self.holders.append(RankCheckpoints(self.folder, number, places, settings))
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
         if verdict.kind != "go":
@@ -269,10 +269,12 @@ def test_tied_ends_go_on_without_residuals(
 SHARDED = {"cluster.clouds.a.shard": "true", "cluster.clouds.b.num_ranks": "1"}
 
 
-def sharded(run_dir: Path, rank: int, num_b: int = 1, num_a: int = 2) -> Holder:
+def sharded(run_dir: Path, rank: int, num_b: int = 1, num_a: int = 2) -> RankCheckpoints:
     places = [Place(0, 0, (0,), True)] * num_a + [Place(1, 0, (1,))] * num_b
     settings = SHARDED | {"cluster.clouds.b.num_ranks": str(num_b)}
-    return Holder(CheckpointFolder(run_dir), rank, Places("pipeline", places, 1, 9), settings)
+    return RankCheckpoints(
+        CheckpointFolder(run_dir), rank, Places("pipeline", places, 1, 9), settings
+    )
 
 
 def test_each_rank_of_a_sharded_stage_gets_its_own_part_again(tmp_path: Path) -> None:
@@ -315,7 +317,7 @@ def test_a_run_without_a_checkpoint_begins_anew_only_if_that_is_asked_for(tmp_pa
 def test_a_refusal_names_the_key_and_what_to_set_it_back_to_once(tmp_path: Path) -> None:
     experiment = job_from_config(OmegaConf.create(toy_config("two_clouds")))
     for rank in (0, 1):
-        holder = Holder.of(experiment, rank, tmp_path, {"training": {"batch_size": 16}})
+        holder = RankCheckpoints.of(experiment, rank, tmp_path, {"training": {"batch_size": 16}})
         about = {**holder.about(7), "facts": {}}
         holder.folder.write(5, rank, {"x": rank}, about)
         holder.folder.mark_agreed(5, 0, {})

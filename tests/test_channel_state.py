@@ -25,7 +25,7 @@ from tests.in_process_link import InProcessLink
 from tests.pipelines import wired
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.border import Border, BorderField
+from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.draws import ChannelId
@@ -35,7 +35,7 @@ from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
-from xcloud.run.wiring import Wiring
+from xcloud.wire.wiring import Wiring
 
 CONF = Path(__file__).parents[1] / "conf" / "compression"
 MEMORIES = [NoMemory(), ErrorFeedback(), DeltaCache("bfloat16")]
@@ -152,9 +152,9 @@ def test_a_state_with_a_phase_or_field_too_many_is_refused() -> None:
     one = (None, BlockInt(4), NoMemory())
     two = Pair([(1, BlockInt(4), NoMemory()), one])
 
-    with pytest.raises(ValueError, match=r"phases of a border contains '1\.compressor"):
+    with pytest.raises(ValueError, match=r"phases of a boundary contains '1\.compressor"):
         Pair([one]).load(two.states())
-    with pytest.raises(ValueError, match=r"border 0 forward, rank 0 to 1 contains 'other.0'"):
+    with pytest.raises(ValueError, match=r"boundary 0 forward, rank 0 to 1 contains 'other.0'"):
         two.sender.load_state_dict({"other.0": 1})
 
 
@@ -184,7 +184,7 @@ def test_averaging_over_eight_lanes_averages(compressor: BlockInt | RandomK) -> 
     ],
     ids=str,
 )
-def test_seeds_borders_directions_and_lanes_share_no_random_numbers(
+def test_seeds_boundaries_directions_and_lanes_share_no_random_numbers(
     compressor: BlockInt | RandomK, other: ChannelId
 ) -> None:
     ours, twin, theirs = (
@@ -218,10 +218,10 @@ def test_fields_phases_members_and_evaluation_share_no_random_numbers() -> None:
 
 
 def random_ranks(layout: ClusterLayout) -> list[Wiring]:
-    border = Border((BorderField("hidden", (8,), torch.float32),), 1)
+    boundary = Boundary((BoundaryField("hidden", (8,), torch.float32),), 1)
     compression = Compression(BlockInt(4, stochastic=True), RandomK(0.3), ErrorFeedback())
-    borders = dict.fromkeys(range(layout.num_stages - 1), border)
-    return [one.wiring for one in wired(layout, borders, compression, seed=5)]
+    boundaries = dict.fromkeys(range(layout.num_stages - 1), boundary)
+    return [one.wiring for one in wired(layout, boundaries, compression, seed=5)]
 
 
 def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has_it() -> None:
@@ -256,7 +256,7 @@ def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: type(memory).__name__)
 def test_a_tensor_of_fixed_rows_crosses_without_sample_ids(memory: Memory) -> None:
     """A gradient's bucket: what error feedback or a cache keeps is of the whole tensor."""
-    fields = (BorderField("bucket", (8,), torch.float32, rows=3),)
+    fields = (BoundaryField("bucket", (8,), torch.float32, rows=3),)
     link = InProcessLink()
 
     def codecs() -> Codecs:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.record.checkpoints import CheckpointFolder
 
 STATE: dict[str, torch.Tensor | int] = {

@@ -17,21 +17,21 @@ from tests.channels import same_state
 from tests.pipelines import in_threads
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.memory import load_states, states_of
-from xcloud.errors import ConfigError, DataError
-from xcloud.parallel.control import Word
+from xcloud.join.agreement import judge
+from xcloud.parallel.control import Signal
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.record import checkpoints
 from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.run import checkpointing
-from xcloud.run.agreement import judge
-from xcloud.run.changes import Places
-from xcloud.run.checkpointing import Checkpointer, News, StopSignal
-from xcloud.run.resume import Holder
+from xcloud.survive import checkpointing
+from xcloud.survive.changes import Places
+from xcloud.survive.checkpointing import Checkpointer, News, StopSignal
+from xcloud.survive.resume import RankCheckpoints
 from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
@@ -63,7 +63,8 @@ class Attempt:
         self.lines: list[bytes] = []
         self.folder = CheckpointFolder(self.run_dir)
         self.holders = [
-            Holder(self.folder, r.trainer.rank, places_of(r), self.settings) for r in self.ranks
+            RankCheckpoints(self.folder, r.trainer.rank, places_of(r), self.settings)
+            for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
@@ -100,7 +101,7 @@ class Attempt:
         for step in range(trainer.num_updates + 1, until_step + 1):
             word = trainer.update(step).word
             if step == until_step and number in lost:
-                word = Word.GO_ON
+                word = Signal.GO_ON
             if made.after(step, word):
                 break
             self.ready.wait(60)
@@ -412,9 +413,9 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
 
     monkeypatch.setattr(CheckpointFolder, "write", write)
     made = Checkpointer(Checkpoints(3, 0), folder, 0, None, {}, {}, reporter, last_step=6)
-    made.after(3, Word.CHECKPOINT)
+    made.after(3, Signal.CHECKPOINT)
     monkeypatch.setattr(Checkpointer, "wait", wait)
-    made.after(6, Word.CHECKPOINT)
+    made.after(6, Signal.CHECKPOINT)
     may_write.set()
     for _ in range(2):  # what is written, what follows from it
         made.wait()
@@ -510,7 +511,7 @@ def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
 ) -> None:
     decide = Checkpointer.decide
 
-    def at_step_3(checkpointer: Checkpointer, step: int) -> Word:
+    def at_step_3(checkpointer: Checkpointer, step: int) -> Signal:
         checkpointer._last_s -= 61.0 if step == 3 else 0.0
         return decide(checkpointer, step)
 
@@ -588,7 +589,7 @@ def test_another_release_or_other_data_is_refused(
     other_cluster = changed(tmp_path, "two clouds, GPipe", "plain", cluster__clouds="other")
     with pytest.raises(DataError, match="data is not what the checkpoint of step 2 was trained"):
         other_cluster.holders[0].restore(2, {}, {"data": "2"})
-    monkeypatch.setattr("xcloud.run.resume.__version__", "99")
+    monkeypatch.setattr("xcloud.survive.resume.__version__", "99")
     with pytest.raises(ConfigError, match=r"it was written by xcloud .*, this is 99"):
         Attempt(tmp_path, job(shape, CODECS["plain"]))
 

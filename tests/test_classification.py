@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import Head
 from xcloud.contracts.task import Task, TaskData
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.classification import (
     Classification,
     ClassificationData,

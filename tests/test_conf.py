@@ -8,9 +8,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, by_hydra, composed
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.liveness import Liveness
 from xcloud.electra.model import MultilingualElectra
-from xcloud.errors import ConfigError
 from xcloud.job import config as configs
 
 
@@ -157,7 +157,7 @@ def test_headline_says_corpus_models_and_link() -> None:
     assert "\n" not in line
 
 
-def test_compression_is_said_to_be_off_where_no_border_leaves_a_cloud() -> None:
+def test_compression_is_said_to_be_off_where_no_boundary_leaves_a_cloud() -> None:
     found = build("+exp=abnet_iwslt", "cluster=local")
 
     assert "compression: off" in found.headline
@@ -174,7 +174,7 @@ def test_compression_is_said_to_be_off_where_no_border_leaves_a_cloud() -> None:
         ("schedule.num_micro_batches=lots", "schedule.num_micro_batches must be a whole number"),
         ("training.max_steps=0", "training.max_steps"),
         ("training.precision=fp8", "fp32, bf16, auto"),
-        ("training.keep_frozen_mb=-1", "training.keep_frozen_mb"),
+        ("training.activation_cache_mb=-1", "training.activation_cache_mb"),
         ("security.may_keep_rows=never", "security.may_keep_rows"),
         ("seed=-1", "seed must be"),
         ("compression.forward.svd.rate=2", "compression.forward.svd"),

@@ -7,8 +7,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from tests.configs import composed
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.task import Task
-from xcloud.errors import ConfigError
 from xcloud.job.config import check_keys
 
 

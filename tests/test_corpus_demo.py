@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.demo_labelled import (
     DemoAnswers,

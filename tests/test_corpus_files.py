@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, chosen_rows

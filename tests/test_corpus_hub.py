@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.hub import access as hub_access
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.pairs import Pairs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import Parallel, Sampling
 from xcloud.tasks.corpus.wit3 import Wit3
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.replicas import same_bits
+from xcloud.base.errors import ConfigError
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError
 from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging
 from xcloud.parallel.merging import Median
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError
 from xcloud.models.decoding import Beam, Greedy, Search
 
 PAD, BOS, EOS, MASK, A, B, C = range(7)

@@ -1,4 +1,5 @@
-"""Noise at the border: what it promises, where it acts, and that nobody else can draw it again."""
+"""Noise at the boundary: what it promises, where it acts, and that nobody else can draw it
+again."""
 
 import random
 
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.pipelines import D, in_threads, pipelines, samples
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe
 from xcloud.security.attacks import auc, norm_attack

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from xcloud import demo_corpus
+from xcloud.base.errors import ConfigError
 from xcloud.demo_corpus import (
     answers,
     english,
@@ -33,7 +34,6 @@ from xcloud.demo_corpus.events import VERBS as DEEDS
 from xcloud.demo_corpus.reviews import BAD, GOOD
 from xcloud.demo_corpus.verbs import VERBS
 from xcloud.demo_corpus.words import ADJECTIVES, CITIES, NOUNS, WORDS
-from xcloud.errors import ConfigError
 
 REPOSITORY = Path(__file__).parent.parent
 ROOM = REPOSITORY / "xcloud" / "demo_corpus"
@@ -114,7 +114,12 @@ def test_nothing_outside_sees_the_inside() -> None:
 
 
 def test_the_room_needs_nothing_but_the_base() -> None:
-    allowed = ("xcloud.demo_corpus", "xcloud.checks", "xcloud.errors", "xcloud.project")
+    allowed = (
+        "xcloud.demo_corpus",
+        "xcloud.base.checks",
+        "xcloud.base.errors",
+        "xcloud.base.project",
+    )
     for path in ROOM.glob("*.py"):
         for module, name in imports(path):
             top = (module or name).split(".")[0]

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from tests.one_way_toy import cloud, feed_config
 from tests.toy import toy_config
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
+from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.stage import StageOutput
-from xcloud.errors import ConfigError, RunFailed, TrainingDiverged
-from xcloud.run.local import run
+from xcloud.launch.local import run
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training

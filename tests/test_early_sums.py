@@ -12,9 +12,9 @@ from tests.local_replicas import groups
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import SKIP, Rank, ranks, spoil
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.early_sums import EarlySums
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import GradientAveraging, Strategy
@@ -52,16 +52,16 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
-    small = partial(EarlySums, bucket_bytes=1)
-    monkeypatch.setattr("xcloud.training.trainer.EarlySums", small)
+    small = partial(OverlappedSums, bucket_bytes=1)
+    monkeypatch.setattr("xcloud.training.trainer.OverlappedSums", small)
     began: list[bool] = []
-    finish = EarlySums._finish
+    finish = OverlappedSums._finish
 
-    def finishing(self: EarlySums, stage: int) -> None:
+    def finishing(self: OverlappedSums, stage: int) -> None:
         began.append(self._num_started > 0)
         finish(self, stage)
 
-    monkeypatch.setattr(EarlySums, "_finish", finishing)
+    monkeypatch.setattr(OverlappedSums, "_finish", finishing)
     training = replace(
         SKIP, max_steps=4, accumulate_steps=2, batch_size=16,
         optimizer=replace(SKIP.optimizer, clip_norm=1.0),
@@ -99,7 +99,7 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
         for layer in layers:
             nn.init.eye_(layer.weight)
         buffer = FlatBuffer(layers.parameters())
-        early = EarlySums({0: buffer}, {0: group}, {0: 1}, bucket_bytes=1)
+        early = OverlappedSums({0: buffer}, {0: group}, {0: 1}, bucket_bytes=1)
         for _ in range(2):
             buffer.zero()
             early.begin()
@@ -119,7 +119,7 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
 def test_a_second_gradient_after_the_sum_is_an_error() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     buffer = FlatBuffer(layers.parameters())
-    early = EarlySums({0: buffer}, {0: groups(2)[0]}, {0: 1}, bucket_bytes=1)
+    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, {0: 1}, bucket_bytes=1)
     early.begin()
     layers[1](torch.ones(1, 1)).sum().backward()
 
@@ -129,5 +129,5 @@ def test_a_second_gradient_after_the_sum_is_an_error() -> None:
 
 def test_a_stage_that_fits_one_bucket_is_summed_with_its_loss() -> None:
     buffer = FlatBuffer(nn.Linear(3, 3).parameters())
-    EarlySums({0: buffer}, {0: groups(2)[0]}, {0: 1})
+    OverlappedSums({0: buffer}, {0: groups(2)[0]}, {0: 1})
     assert buffer.finish_sum is None

@@ -12,15 +12,15 @@ from tests.channels import stored
 from tests.elastic_replicas import ALONE, Diary, Scalar, asked, end_of
 from tests.local_replicas import DILOCO, MEAN, Post, Replica, equal, furthest, groups, reference
 from tests.pipelines import in_threads
+from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
 from xcloud.comm.chain import Chain
 from xcloud.comm.quantize import BlockInt
-from xcloud.errors import ConfigError, LinkClosed
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
-from xcloud.parallel.pace import Pace
+from xcloud.parallel.step_budget import StepBudget
 
 SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
 GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)
@@ -34,7 +34,7 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
         parameters = list(replica.module.parameters())
         end = end_of(replica.links, parameters, settings, diary)
         replica.exchange.rounds = ElasticRounds(  # type: ignore[attr-defined]
-            settings, parameters, ALONE, end, 12, lambda step: 1.0, Pace(4, ALONE)
+            settings, parameters, ALONE, end, 12, lambda step: 1.0, StepBudget(4, ALONE)
         )
     in_threads([lambda r=r: r.run(12) for r in job])
 
@@ -329,7 +329,7 @@ def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
         ElasticRounds(
             GO_ON, [p], inside,
             end_of(post.links(r), [p], GO_ON, diary) if inside.leads else None,
-            4, lambda step: 1.0, Pace(2, inside),
+            4, lambda step: 1.0, StepBudget(2, inside),
         )
         for (r, inside), p in zip(job, parameters, strict=True)
     ]  # fmt: skip

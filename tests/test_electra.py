@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
+from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiverged
 from xcloud.comm.id_packing import IdPacking
 from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.model import MultilingualElectra
-from xcloud.errors import ConfigError, DataError, FrameError, TrainingDiverged
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, SeededBackbone
 from xcloud.models.electra import with_ends

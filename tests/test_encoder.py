@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.translation_models import IDS, padded, texts
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.attention import GrowingCache, Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.seeding import seed_of, seeded

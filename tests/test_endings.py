@@ -22,9 +22,9 @@ from tests.runs import (
     weights,
 )
 from tests.toy import toy_config
-from xcloud.errors import RunFailed
-from xcloud.run import launch
-from xcloud.run.worker import EXIT_PEER_LOST
+from xcloud.base.errors import RunFailed
+from xcloud.launch import processes as launch
+from xcloud.launch.worker import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import (
     Kind,
     MessageKey,
@@ -10,7 +11,6 @@ from xcloud.cluster.frame import (
     seal_frame,
 )
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import FrameError
 
 KEY = MessageKey(Kind.GRADIENT, 70_000, 3)
 DTYPES = [

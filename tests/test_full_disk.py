@@ -13,17 +13,17 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.toy import toy_config
+from xcloud.base.errors import RunFailed
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.contracts.stage import Stage
-from xcloud.errors import RunFailed
 from xcloud.job import config as configs
+from xcloud.launch.local import run
+from xcloud.launch.worker import EXIT_FAILED, _write_failure
+from xcloud.rank.export import export_stage
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
 from xcloud.record.reporter import EventFile, Reporter
-from xcloud.run.export import export_stage
-from xcloud.run.local import run
-from xcloud.run.monitor import Monitor
-from xcloud.run.worker import EXIT_FAILED, _write_failure
 from xcloud.security.wire_audit import write_rank_audit
+from xcloud.watch.monitor import Monitor
 
 full_device = pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has"

@@ -14,16 +14,16 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job
+from xcloud.join.agreement import Agreed
+from xcloud.launch import worker
 from xcloud.parallel.control import send_report
+from xcloud.rank.role import RankContext, Role
 from xcloud.record.tracking import NullTracker
-from xcloud.run import worker
-from xcloud.run.agreement import Agreed
-from xcloud.run.checkpointing import StopSignal
-from xcloud.run.ends import FRAME_SLACK_BYTES, Ends
-from xcloud.run.monitor import Monitor
-from xcloud.run.resume import Holder
-from xcloud.run.role import RankContext, Role
 from xcloud.security.wire_audit import join_audit
+from xcloud.survive.checkpointing import StopSignal
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.watch.monitor import Monitor
+from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ def test_a_further_kind_of_job_needs_a_layout_a_job_and_a_role(
     in_threads(
         [
             partial(
-                worker.live, job, rank, tmp_path, Agreed(), Holder.of(job, rank, tmp_path, {}),
+                worker.live, job, rank, tmp_path, Agreed(), RankCheckpoints.of(job, rank,
+                tmp_path, {}),
                 StopSignal(),
             )
             for rank in range(2)

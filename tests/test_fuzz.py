@@ -22,9 +22,10 @@ from tests.elastic_replicas import Diary, end_of
 from tests.local_replicas import MEAN, Post
 from tests.peak_bytes import PeakBytes
 from tests.report_desk import DEEP, STEP, Desk
+from xcloud.base.errors import ConfigError, FrameError, XcloudError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.border import BorderField
+from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.cast import Nothing
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Compressor
@@ -37,7 +38,13 @@ from xcloud.comm.ranked_ids import decode_ids, encode_ids
 from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError, FrameError, XcloudError
+from xcloud.join.agreement import (
+    Verdict,
+    decode_table,
+    decode_verdict,
+    encode_table,
+    encode_verdict,
+)
 from xcloud.parallel.averaging import contribution_of
 from xcloud.parallel.control import (
     answer_of,
@@ -54,13 +61,6 @@ from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.run.agreement import (
-    Verdict,
-    decode_table,
-    decode_verdict,
-    encode_table,
-    encode_verdict,
-)
 
 FEW, MANY = 300, 100_000
 LONGEST_S = 10.0  # of one input: a second, on a machine that does other things too
@@ -176,11 +176,11 @@ class Held:
         return self.parts
 
 
-def border(compressor: Compressor) -> Parser:
+def boundary(compressor: Compressor) -> Parser:
     fields = (
-        BorderField("counts", (), torch.int16),
-        BorderField("places", (), torch.int16, "counted", most=15),
-        BorderField("hidden", (24,), torch.float32, "counted"),
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("places", (), torch.int16, "counted", most=15),
+        BoundaryField("hidden", (24,), torch.float32, "counted"),
     )
     link, key, ids = Held(), MessageKey(Kind.ACTIVATION, 1), torch.arange(4)
     identity, clock = ChannelId(7, 0, "forward", 0, 1), StepClock()
@@ -404,7 +404,7 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     )
 }  # fmt: skip
 PARSERS |= {
-    f"border {number} {c.label}": lambda c=c: border(c)  # type: ignore[misc]
+    f"boundary {number} {c.label}": lambda c=c: boundary(c)  # type: ignore[misc]
     for number, (c, _) in enumerate(ERRORS)
 }
 ON_DISK = (reports, checkpoint_headers)

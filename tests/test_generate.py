@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.causal_models import KINDS, build, saved, where, words
-from xcloud.comm.border import Message
+from xcloud.comm.boundary import Message
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.lora import Lora
-from xcloud.run import generate
-from xcloud.run.generate import Choice, Writer
+from xcloud.use import generate
+from xcloud.use.generate import Choice, Writer
 
 
 @pytest.mark.parametrize("kind", KINDS)

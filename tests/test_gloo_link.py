@@ -21,7 +21,7 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import FrameError, LinkClosed, LinkTimeout
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 peer, name = 1 - rank, f"rank {1 - rank} of cloud 'x'"
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)

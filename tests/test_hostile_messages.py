@@ -9,13 +9,14 @@ from torch import Tensor
 from tests.in_process_link import InProcessLink
 from tests.memory_group import MemoryGroup
 from tests.peak_bytes import PeakBytes
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import GlooInLink
 from xcloud.cluster.link_end import InSettings
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.cluster.window import LinkWindow
-from xcloud.comm.border import BorderField
+from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
 from xcloud.comm.compressor import Compressor
@@ -24,7 +25,6 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import FrameError
 
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)
 DAY_S = 86_400.0
@@ -61,11 +61,11 @@ def test_a_frame_whose_time_is_no_moment_is_refused(time_s: float) -> None:
 
 
 def received(compressor: Compressor, counts: list[int], parts: tuple[Tensor, ...]) -> Tensor:
-    """Of rank 0, whose border has two samples of at most MOST_ROWS rows."""
+    """Of rank 0, whose boundary has two samples of at most MOST_ROWS rows."""
     fields = (
-        BorderField("counts", (), torch.int16),
-        BorderField("places", (), torch.int16, "counted", most=MOST_ROWS - 1),
-        BorderField("hidden", (D,), torch.float32, "counted"),
+        BoundaryField("counts", (), torch.int16),
+        BoundaryField("places", (), torch.int16, "counted", most=MOST_ROWS - 1),
+        BoundaryField("hidden", (D,), torch.float32, "counted"),
     )
     link = InProcessLink()
     channel = ReceiveChannel(
@@ -77,7 +77,7 @@ def received(compressor: Compressor, counts: list[int], parts: tuple[Tensor, ...
 
 
 @pytest.mark.parametrize("counts", [[MOST_ROWS + 1, 1], [-1, 3], [-32768, 32767], [32767, 32767]])
-def test_rows_beyond_what_the_border_promises_are_refused_before_anything_is_allocated(
+def test_rows_beyond_what_the_boundary_promises_are_refused_before_anything_is_allocated(
     counts: list[int],
 ) -> None:
     """SVD makes of few bytes as many rows as `counts` say."""

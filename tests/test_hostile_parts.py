@@ -11,14 +11,14 @@ from tests.elastic_replicas import Diary, end_of
 from tests.in_process_link import InProcessLink
 from tests.local_replicas import MEAN, Post
 from tests.replicas import connected
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError, FrameError
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.control import (
+    Signal,
     StageSums,
-    Word,
     answer_of,
     code_of,
     compare_facts,
@@ -33,7 +33,7 @@ from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.run.checkpointing import Checkpointer, News
+from xcloud.survive.checkpointing import Checkpointer, News
 from xcloud.training.settings import Checkpoints
 
 SOURCE = Source(0, 0)
@@ -153,8 +153,8 @@ def test_norms_of_another_shape_or_below_0_are_refused(parts: tuple[Tensor, ...]
 
 def test_an_answer_is_a_sum_and_a_word() -> None:
     byte = torch.tensor([1], dtype=torch.uint8)
-    assert answer_of((norms(2.0),), 0) == (2.0, Word.GO_ON, -1)
-    assert answer_of((norms(2.0), byte), 0) == (2.0, Word.CHECKPOINT, -1)
+    assert answer_of((norms(2.0),), 0) == (2.0, Signal.GO_ON, -1)
+    assert answer_of((norms(2.0), byte), 0) == (2.0, Signal.CHECKPOINT, -1)
     bad = [(), (norms(1.0, 2.0),), (norms(1.0), byte + 8), (norms(1.0), byte[:0]),
            (norms(1.0), norms(1.0)), (norms(1.0), byte, byte), (byte,)]  # fmt: skip
     for parts in bad:

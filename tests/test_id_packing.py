@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm.gap_code import decode_ascending, encode_ascending
 from xcloud.comm.id_packing import HEADER_BYTES, CorruptedTexts, IdPacking
 from xcloud.comm.ranked_ids import decode_ids, encode_ids
-from xcloud.errors import ConfigError, FrameError
 
 XLM_R = 250_002
 

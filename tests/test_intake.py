@@ -13,17 +13,17 @@ from omegaconf import OmegaConf
 
 from tests.report_desk import DEEP, MAX_STEPS, STEP, Desk
 from tests.toy import toy_config
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.errors import FrameError
 from xcloud.job import config as configs
 from xcloud.record.event_kinds import EVENT_KINDS, OF_RANK_0
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.intake import BURST_BYTES, BYTES_PER_S
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
-from xcloud.run import monitor as monitors
-from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
+from xcloud.watch import monitor as monitors
+from xcloud.watch.monitor import Monitor, main
 
 XCLOUD = Path(monitors.__file__).parents[1]
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from tests.configs import build
 from tests.pipelines import BORDER, D, ToyStage, in_threads, samples
 from tests.trainers import LAYOUTS, Rank, ranks, update
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
-from xcloud.comm.border import Message
+from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
+from xcloud.comm.boundary import Message
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.kept_rows import KeepingChannel, decodes_rows_alone, describe
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.stage import Batch, StageOutput
-from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import PinnedBatchPlan, cut
 from xcloud.training.optimizer import Optimizer
@@ -69,7 +69,7 @@ def job(
             return Frozen(stage, num_stages, computed)
         return ToyStage(stage, num_stages)
 
-    borders = {stage: CONSTANT if stage < num_frozen else BORDER for stage in range(2)}
+    boundaries = {stage: CONSTANT if stage < num_frozen else BORDER for stage in range(2)}
     found = ranks(
         LAYOUTS["lanes"],
         TRAINING,
@@ -77,7 +77,7 @@ def job(
         schedule,
         PinnedBatchPlan(NUM_SAMPLES, SIZE, 1, LANES),
         toy=toy,
-        borders=borders,
+        boundaries=boundaries,
         kept_bytes=kept_bytes,
     )
     return found, computed
@@ -92,19 +92,19 @@ def trained(of: list[Rank], first: int, last: int) -> list[float | None]:
     return losses
 
 
-def sent(of: list[Rank], kind: Kind = Kind.ACTIVATION, border: int = 0) -> int:
-    """Bytes of all lanes over a border."""
-    stats = [rank.wiring.wan_stats for rank in of if border in rank.trainer.pipeline.stages]
+def sent(of: list[Rank], kind: Kind = Kind.ACTIVATION, boundary: int = 0) -> int:
+    """Bytes of all lanes over a boundary."""
+    stats = [rank.wiring.wan_stats for rank in of if boundary in rank.trainer.pipeline.stages]
     return sum(link.num_bytes[kind] for links in stats for link in links)
 
 
-def kept_of(rank: Rank) -> list[KeepingChannel]:
-    return [c for c in rank.wiring.channels.values() if isinstance(c, KeepingChannel)]
+def kept_of(rank: Rank) -> list[CachingChannel]:
+    return [c for c in rank.wiring.channels.values() if isinstance(c, CachingChannel)]
 
 
 def crossings(kept_bytes: int) -> list[int]:
-    """Rows that cross the first border in each step, counted apart from the code: each of the two
-    lanes keeps the samples that come first and fit into half of kept_bytes."""
+    """Rows that cross the first boundary in each step, counted apart from the code: each of the
+    two lanes keeps the samples that come first and fit into half of kept_bytes."""
     plan = PinnedBatchPlan(NUM_SAMPLES, SIZE, 1, LANES)
     kept: list[dict[int, int]] = [{}, {}]
     steps = []
@@ -132,9 +132,9 @@ def test_kept_rows_change_no_bit_of_a_loss_and_cross_no_more(num_frozen: int) ->
         keeping, computed = job(num_frozen, PLENTY, forward, schedule)
 
         assert trained(keeping, 1, 4) == trained(plain, 1, 4)
-        after_an_epoch = [sent(keeping, border=border) for border in range(num_frozen)]
+        after_an_epoch = [sent(keeping, boundary=boundary) for boundary in range(num_frozen)]
         assert trained(keeping, 5, STEPS) == trained(plain, 5, STEPS)
-        assert [sent(keeping, border=b) for b in range(num_frozen)] == after_an_epoch
+        assert [sent(keeping, boundary=b) for b in range(num_frozen)] == after_an_epoch
         assert sorted(computed) == sorted([*range(NUM_SAMPLES)] * num_frozen)
         assert len(computed_plain) == STEPS * SIZE * num_frozen
 
@@ -203,13 +203,13 @@ def test_a_compressor_that_makes_other_rows_in_other_company_is_told() -> None:
 
 
 FROZEN = ("+exp=bert_split_sst2", "data=glue_small", "recipe=lowrank_small",
-          "model.split.freeze_bottom=true", "training.keep_frozen_mb=10")  # fmt: skip
+          "model.split.freeze_bottom=true", "training.activation_cache_mb=10")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.split.freeze_bottom=false"], "at border 0 something before it is trained"),
+        (["model.split.freeze_bottom=false"], "at boundary 0 something before it is trained"),
         (["cluster=local"], "none leaves its cloud"),
         (["security.may_keep_rows=false"], "security.may_keep_rows=false forbids"),
         (["security/defences/forward=gaussian_noise"], "adds new noise in every epoch"),
@@ -225,12 +225,12 @@ def test_what_would_be_wrong_is_refused(overrides: list[str], said: str) -> None
     with pytest.raises(ConfigError, match=said) as raised:
         found.check()
 
-    assert "training.keep_frozen_mb is 10" in str(raised.value)
+    assert "training.activation_cache_mb is 10" in str(raised.value)
 
 
 def test_a_model_without_a_bottom_to_freeze_is_not_told_to_freeze_it() -> None:
     with pytest.raises(ConfigError, match="no setting of this model freezes") as raised:
-        build("+exp=abnet_iwslt", "training.keep_frozen_mb=10").check()
+        build("+exp=abnet_iwslt", "training.activation_cache_mb=10").check()
 
     assert str(raised.value).endswith("set it to 0") and "model.split" not in str(raised.value)
 
@@ -239,5 +239,5 @@ def test_a_frozen_bottom_may_be_kept() -> None:
     found = build(*FROZEN)
     found.check()
 
-    assert found.keeping_borders == [0]  # type: ignore[attr-defined]
+    assert found.cached_boundaries == [0]  # type: ignore[attr-defined]
     assert "keeps up to 10 MB of frozen rows" in found.headline

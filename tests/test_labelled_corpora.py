@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.hub import access as hub_access
 from xcloud.tasks.classification import Classification, classification_from_files
 from xcloud.tasks.corpus.folder import FolderByLanguage, LabelledFolder

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import NO_LABEL, NO_TOKEN
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.corpus.documents import DemoStories, DocumentFolder
 from xcloud.tasks.language_modelling import LanguageData, LanguageModelling

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from xcloud.errors import FrameError, LinkClosed, RunFailed
-from xcloud.record.rank_state import state_file
-from xcloud.run import launch
-from xcloud.run.launch import LocalRanks, RunStopped, failure_of, ready_file
-from xcloud.run.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
+from xcloud.base.errors import FrameError, LinkClosed, RunFailed
+from xcloud.launch import processes as launch
+from xcloud.launch.processes import LocalRanks, RunStopped
+from xcloud.launch.worker import EXIT_FAILED, EXIT_PEER_LOST, _write_failure
+from xcloud.record.rank_state import failure_of, ready_file, state_file
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(
@@ -205,7 +205,7 @@ def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_no
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
 def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
     rank = (
-        "from xcloud.run.launch import end_with_parent; end_with_parent(); "
+        "from xcloud.launch.processes import end_with_parent; end_with_parent(); "
         "import os, time; os.write(1, b'up'); time.sleep(20); os.write(1, b'late')"
     )
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"

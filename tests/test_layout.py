@@ -1,8 +1,8 @@
 import pytest
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 
 
 def test_ranks_are_numbered_cloud_by_cloud() -> None:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.toy_text import text_config
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
+from xcloud.launch.local import run
 from xcloud.record.tracked_values import final_metrics
-from xcloud.run.local import run
 from xcloud.security.leak_meter import FIGURES, main, measure
 from xcloud.security.observer import OBSERVATIONS_DIR, LeakMeter, Observer, Stream
 
@@ -62,7 +62,7 @@ def test_planted_leaks_are_measured(tmp_path: Path) -> None:
     found = measure(tmp_path)
 
     assert found["label_leak_auc"] > 0.99
-    attacks = found["label"]["text_owner"]["hidden gradient of border 0, received"]
+    attacks = found["label"]["text_owner"]["hidden gradient of boundary 0, received"]
     assert attacks["norm"] > 0.99 and attacks["direction"] < 0.65
     assert attacks["num_samples"] == 300
     assert found["token_recovery"] > 0.97
@@ -181,13 +181,13 @@ def test_the_middle_of_a_u_shape_is_asked_for_both_text_and_labels(tmp_path: Pat
 
     assert set(summary["leakage"]["label"]) == set(summary["leakage"]["text"]) == {"other"}
     assert set(summary["leakage"]["label"]["other"]) == {
-        "hidden activation of border 0, received",
-        "hidden activation of border 1, sent",
-        "hidden gradient of border 0, sent",
-        "hidden gradient of border 1, received",
+        "hidden activation of boundary 0, received",
+        "hidden activation of boundary 1, sent",
+        "hidden gradient of boundary 0, sent",
+        "hidden gradient of boundary 1, received",
     }
     assert set(summary["leakage"]["text"]["other"]) == {
-        "text from hidden activation of border 0, received"
+        "text from hidden activation of boundary 0, received"
     }
     assert summary["token_recovery"] > 0.9
     by_kind = [summary[f"label_leak_auc_{kind}"] for kind in ("gradient", "activation")]

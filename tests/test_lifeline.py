@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from tests.pipelines import in_threads
 from tests.runs import wait_for
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
-from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
-from xcloud.run import lifeline
-from xcloud.run.elastic import _life, _watch
-from xcloud.run.lifeline import Lifeline, _Line, _Word
-from xcloud.run.meeting_store import of_this_attempt
+from xcloud.join import failure_detector as failure_detector
+from xcloud.join.elastic import _life, _watch
+from xcloud.join.failure_detector import FailureDetector, _Line, _Word
+from xcloud.join.meeting_store import of_this_attempt
 
 STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -31,12 +31,12 @@ class Ranks:
         self.store = dist.HashStore()
         self.store.set_timeout(STORE_TIMEOUT)
         self.lost: dict[int, LinkError] = {}
-        self.joined: dict[int, Lifeline] = {}
+        self.joined: dict[int, FailureDetector] = {}
         self.begun: set[int] = set()
         self.lost_after_s = lost_after_s
 
-    def come(self, rank: int) -> Lifeline:
-        self.joined[rank] = Lifeline(
+    def come(self, rank: int) -> FailureDetector:
+        self.joined[rank] = FailureDetector(
             rank, "rank {}".format, self.lost_after_s, lambda error: self.lose(rank, error)
         )
         self._sign_in(rank, self.joined[rank].watch)
@@ -63,16 +63,16 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Lifeline] = []
-    begin = Lifeline.__init__
+    made: list[FailureDetector] = []
+    begin = FailureDetector.__init__
 
-    def noted(self: Lifeline, *args: Any, **settings: Any) -> None:
+    def noted(self: FailureDetector, *args: Any, **settings: Any) -> None:
         made.append(self)
         begin(self, *args, **settings)
 
-    monkeypatch.setattr(Lifeline, "__init__", noted)
-    monkeypatch.setattr(lifeline, "BEAT_S", 0.02)
-    monkeypatch.setattr(lifeline, "GRACE_S", 0.1)
+    monkeypatch.setattr(FailureDetector, "__init__", noted)
+    monkeypatch.setattr(failure_detector, "BEAT_S", 0.02)
+    monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
     yield
     for each in made:  # or its threads would be in torch when Python ends
         each.close()
@@ -197,8 +197,8 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
     ranks = Ranks(lost_after_s=1.0)
     needs = {0: lambda lost: 0 in lost, 1: lambda lost: bool(lost)}
 
-    def begin(rank: int) -> Lifeline:
-        mine = Lifeline(
+    def begin(rank: int) -> FailureDetector:
+        mine = FailureDetector(
             rank, "rank {}".format, 1.0, lambda error: ranks.lose(rank, error), needs[rank]
         )
         _watch(transport(rank), mine, layout)
@@ -222,7 +222,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
 def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lifeline, "GRACE_S", 20.0)
+    monkeypatch.setattr(failure_detector, "GRACE_S", 20.0)
     ranks = Ranks()
     hub = ranks.come(0)
     other = ranks.come_by_hand(2)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.replicas import connected
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
 from xcloud.cluster.gloo_link import _REUSED_BYTES, GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.comm.cast import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError
 from xcloud.parallel.averaging import averager_for
 
 

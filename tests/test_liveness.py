@@ -9,15 +9,15 @@ import torch
 
 from tests.in_process_link import InProcessLink
 from tests.pipelines import in_threads
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife, Silence
-from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
+from xcloud.launch.worker import _await_monitor
 from xcloud.parallel.control import Control, note_ages
-from xcloud.run.worker import _await_monitor
 
 QUICK = Liveness(interval_s=0.1, lost_after_s=0.5)
 

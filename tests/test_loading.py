@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.configs import build
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NOTHING, compare_facts
-from xcloud.run.loading import load
+from xcloud.rank.loading import load
 
 
 class Line:

@@ -11,12 +11,12 @@ from tests.configs import build
 from tests.pipelines import in_threads
 from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, update
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.schedule import GPipe

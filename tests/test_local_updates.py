@@ -25,20 +25,20 @@ from tests.local_replicas import (
     reference,
     run_together,
 )
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
 from xcloud.comm.quantize import BlockInt
-from xcloud.errors import ConfigError
-from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
-from xcloud.parallel.pace import Pace
+from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.run.ends import Ends
-from xcloud.run.replica_wiring import ReplicaEnds
+from xcloud.parallel.step_budget import StepBudget
+from xcloud.wire.ends import Ends
+from xcloud.wire.replicas import ReplicaEnds
 
 
 def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
@@ -293,7 +293,7 @@ def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
     made: dict[int, list[int]] = {0: [], 1: []}
     job = []
     for r in range(2):
-        pace = Pace(4, groups(1)[0], most_s=10.0, clock=clock if r else lambda: 0.0)
+        pace = StepBudget(4, groups(1)[0], most_s=10.0, clock=clock if r else lambda: 0.0)
         note = made[r].append
         job.append(
             Replica(
@@ -317,7 +317,8 @@ def test_tokens_end_a_round_too() -> None:
     settings = LocalUpdates(5, MEAN, most_tokens=30)
     post, made = Post(2), []
     paces = [
-        Pace(5, groups(1)[0], most_tokens=30, tokens=lambda s, r=r: 10.0 * (1 + r)) for r in (0, 1)
+        StepBudget(5, groups(1)[0], most_tokens=30, tokens=lambda s, r=r: 10.0 * (1 + r))
+        for r in (0, 1)
     ]
     job = [Replica(r, post.links(r), settings, 10, pace=paces[r]) for r in range(2)]
     run_together(job, 10)
@@ -427,7 +428,7 @@ def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> No
 def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
     """Of a sum that overflowed, or of a peer that sends nonsense."""
     parameter = nn.Parameter(torch.ones(2))
-    values = Anchored({"w": parameter}, [[0]], RankGroup.alone(), DILOCO)
+    values = OuterParameters({"w": parameter}, [[0]], RankGroup.alone(), DILOCO)
     values.drop()
     values.move([torch.tensor([1.0, math.inf])])
     values.take()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderConfig, EncoderLayer
 from xcloud.models.low_rank_cut import (

@@ -1,4 +1,4 @@
-"""The cut encoder: stages, borders, export, and the same training however it is spread."""
+"""The cut encoder: stages, boundaries, export, and the same training however it is spread."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.understanding_models import (
     train,
     where,
 )
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.contracts.stage import Batch, Head, TokenIds
-from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.low_rank_split import LowRankSplit
@@ -62,7 +62,7 @@ def test_fields_are_those_of_the_owner() -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_crosses_is_what_the_border_says(tmp_path: Path, way: str, num_stages: int) -> None:
+def test_what_crosses_is_what_the_boundary_says(tmp_path: Path, way: str, num_stages: int) -> None:
     for output, head in (("sample", CLASSES), ("span", SPAN)):
         made = model(output, head_rank=3, **WAYS[way])
         stages = build(made, num_stages, where(tmp_path), head)
@@ -70,14 +70,14 @@ def test_what_crosses_is_what_the_border_says(tmp_path: Path, way: str, num_stag
         message = None
         for number, stage in enumerate(stages[:-1]):
             message = stage(message, batch).send
-            border = made.border(number, num_stages, 16)
-            assert list(message) == [field.name for field in border.fields]
-            for field in border.fields:
+            boundary = made.boundary(number, num_stages, 16)
+            assert list(message) == [field.name for field in boundary.fields]
+            for field in boundary.fields:
                 rows = 5 if field.rows == "samples" else int(message["counts"].sum())
                 found = message[field.name]
                 assert found.shape == (rows, *field.features) and found.dtype == field.dtype
             if "counts" in message:
-                assert int(message["counts"].max()) <= border.max_rows_per_sample
+                assert int(message["counts"].max()) <= boundary.max_rows_per_sample
 
 
 def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_never(
@@ -87,9 +87,9 @@ def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_n
     (bottom, top), (_, alone) = (
         build(made, 2, where(tmp_path), handed_over=False) for made in (own, public)
     )
-    promised = own.border(0, 2, 16).start
+    promised = own.boundary(0, 2, 16).start
 
-    assert public.border(0, 2, 16).start == ()
+    assert public.boundary(0, 2, 16).start == ()
     assert tuple(TensorSpec.of(tensor) for tensor in bottom.hand_over()) == promised
     assert not top.state_dict()["top.cut.decode.weight"].any(), "it sees no text to measure"
     top.take_over(bottom.hand_over())
@@ -99,19 +99,19 @@ def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_n
 
 
 def test_only_rank_features_of_a_row_cross() -> None:
-    assert model(rank=4).border(0, 2, 16).fields[1].features == (4,)
-    assert model(rank=None).border(0, 2, 16).fields[1].features == (HIDDEN,)
-    assert model(layer=None).border(0, 2, 16).fields[1].features == (HIDDEN,)
-    assert model(head_rank=2).border(1, 3, 16).fields[0].features == (2,)
-    assert model(layer=None, head_rank=2).border(1, 3, 16).fields[0].features == (HIDDEN,)
+    assert model(rank=4).boundary(0, 2, 16).fields[1].features == (4,)
+    assert model(rank=None).boundary(0, 2, 16).fields[1].features == (HIDDEN,)
+    assert model(layer=None).boundary(0, 2, 16).fields[1].features == (HIDDEN,)
+    assert model(head_rank=2).boundary(1, 3, 16).fields[0].features == (2,)
+    assert model(layer=None, head_rank=2).boundary(1, 3, 16).fields[0].features == (HIDDEN,)
     frozen = model(method="pca", freeze_bottom=True)
-    for border, is_constant in (
-        (model(method="pca").border(0, 3, 16), False),
-        (frozen.border(0, 3, 16), True),
-        (frozen.border(1, 3, 16), False),
+    for boundary, is_constant in (
+        (model(method="pca").boundary(0, 3, 16), False),
+        (frozen.boundary(0, 3, 16), True),
+        (frozen.boundary(1, 3, 16), False),
     ):
-        assert border.gradient_returns is not is_constant
-        assert border.is_constant is is_constant
+        assert boundary.gradient_returns is not is_constant
+        assert boundary.is_constant is is_constant
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -177,8 +177,8 @@ def updates(made: LowRankSplit, layout: ClusterLayout, cache: Path) -> list[dict
     """Two pipeline steps of 12 samples in 4 micro-batches; loss and gradients."""
     n = layout.num_stages
     parts = build(made, n, where(cache), handed_over=False)
-    borders = {stage: made.border(stage, n, 16) for stage in range(n - 1)}
-    ranks = pipelines(layout, borders=borders, stages=dict(enumerate(parts)))
+    boundaries = {stage: made.boundary(stage, n, 16) for stage in range(n - 1)}
+    ranks = pipelines(layout, boundaries=boundaries, stages=dict(enumerate(parts)))
     in_threads([rank.hand_over for rank in ranks])
     whole = question(12)
 
@@ -321,13 +321,13 @@ def test_what_does_not_fit_the_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
         made.build_stage(0, 2, context(tmp_path, fields=["text"]))
     with pytest.raises(ConfigError, match=r"0\.\.1 or null"):
-        made.border(0, 2, 16)  # what is checked before a rank starts
+        made.boundary(0, 2, 16)  # what is checked before a rank starts
     wide = LowRankSplit(PretrainedBackbone(str(tmp_path)), Split(1, rank=17))
     with pytest.raises(ConfigError, match=r"split\.rank is 17, but the model has 16"):
-        wide.border(0, 2, 16)
+        wide.boundary(0, 2, 16)
     # Where only the width is known, the rank alone can be checked.
     told = PretrainedBackbone("nowhere", hidden=16)
-    assert LowRankSplit(told, Split(2)).border(0, 2, 16).fields[1].features == (8,)
+    assert LowRankSplit(told, Split(2)).boundary(0, 2, 16).fields[1].features == (8,)
     with pytest.raises(ConfigError, match="every cloud can build without seeing"):
         LowRankSplit(OwnBackbone(), Split(0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"estimated on public text: set model\.public_text"):

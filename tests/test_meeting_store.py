@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.pipelines import in_threads
-from xcloud.errors import LinkTimeout
-from xcloud.run.meeting_store import attempt_of, of_this_attempt
+from xcloud.base.errors import LinkTimeout
+from xcloud.join.meeting_store import attempt_of, of_this_attempt
 
 
 def meet(store: dist.Store, num_ranks: int) -> list[dist.Store]:

@@ -6,12 +6,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import TopK
-from xcloud.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

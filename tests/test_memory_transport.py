@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.pipelines import BORDER, in_threads, wired
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_end import InSettings, OutSettings
@@ -16,10 +17,9 @@ from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.phases import Compression
-from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.run.one_way.wiring import OneWayWirer
+from xcloud.rank.one_way.wiring import OneWayWirer
 
 TWO = ClusterLayout({"a": Cloud(2), "b": Cloud()})
 KEY = MessageKey(Kind.ACTIVATION, 1, 0)

@@ -11,15 +11,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.errors import RunFailed
+from xcloud.base.errors import RunFailed
 from xcloud.job import config as configs
+from xcloud.launch import local
+from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.rank_state import error_file
 from xcloud.record.summary import read_summary
-from xcloud.run import local
-from xcloud.run import monitor as module
-from xcloud.run.launch import LocalRanks, error_file
-from xcloud.run.monitor import Monitor, main
 from xcloud.security.wire_audit import audit_file
+from xcloud.watch import monitor as module
+from xcloud.watch.monitor import Monitor, main
 
 
 def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
@@ -133,8 +134,8 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
             error_file(tmp_path, rank).write_text(json.dumps(failure))
 
-    monkeypatch.setattr("xcloud.run.monitor.time.sleep", write_later)
-    monkeypatch.setattr("xcloud.run.monitor.signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("xcloud.watch.monitor.time.sleep", write_later)
+    monkeypatch.setattr("xcloud.watch.monitor.signal.signal", lambda number, handler: None)
     words = [str(tmp_path), "--experiment", str(tmp_path / configs.EXPERIMENT_FILE)]
     assert main([*words, "--parent", str(os.getppid())]) == 1
     assert read_summary(tmp_path)["cause"] == "rank 1: said by 1"  # who has lost nobody

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import losses, no_workers, read, wait_for
-from xcloud.errors import ConfigError, RunFailed
-from xcloud.run.local import run
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.launch.local import run
 from xcloud.security.wire_audit import compact
 
 pytestmark = pytest.mark.slow
@@ -292,7 +292,7 @@ def test_ending_the_command_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     script = (
         "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
-        "from xcloud.run.local import run; folder = Path(sys.argv[1]);"
+        "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
         "run(OmegaConf.load(folder / 'config.yaml'), folder)"
     )
     command = subprocess.Popen(

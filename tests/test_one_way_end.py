@@ -11,24 +11,24 @@ from omegaconf import OmegaConf
 
 from tests.one_way_toy import ToyFeed, ToyProducer, feed_config
 from tests.one_way_toy import cloud as feed_cloud
+from xcloud.base.errors import LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
 from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.errors import LinkError, LinkTimeout
 from xcloud.job.config import job_from_config
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.one_way.plan import Source
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.rank.one_way.producer import ProducerRun, feed
+from xcloud.rank.one_way.roles import ConsumerRank, ProducerRank
+from xcloud.rank.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.one_way_progress import OneWayProgressLine
-from xcloud.run.checkpointing import Checkpointer
-from xcloud.run.one_way.producer import ProducerRun, feed
-from xcloud.run.one_way.roles import ConsumerRank, ProducerRank
-from xcloud.run.one_way.wiring import ConsumerWiring, ProducerWiring
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints

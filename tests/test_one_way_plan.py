@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source, State
 from xcloud.training.optimizer import Optimizer

@@ -14,22 +14,22 @@ from tests.channels import same_state, stored
 from tests.electra_reference import Reference, feed_context, small_electra
 from tests.one_way_toy import ToyFeed
 from tests.runs import wait_for
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.comm.memory import State, Stateful
-from xcloud.errors import FrameError
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook, Ordered
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Order, Round, Source
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.rank.one_way.consumer import ConsumerRun
+from xcloud.rank.one_way.feeding import LocalFeeding
+from xcloud.rank.one_way.producer import ProducerRun
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.run.one_way.consumer import ConsumerRun
-from xcloud.run.one_way.feeding import LocalFeeding
-from xcloud.run.one_way.producer import ProducerRun
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
 

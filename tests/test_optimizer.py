@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.training.optimizer import Optimizer
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.hub import packaged_checkpoint
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 

@@ -8,11 +8,11 @@ import torch
 
 from tests.pipelines import in_threads
 from tests.runs import free_port
+from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.cluster.window import LinkWindow
-from xcloud.errors import LinkTimeout
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()

@@ -10,15 +10,15 @@ import torch
 
 from tests.plan_pieces import EIGHT
 from xcloud.__main__ import main
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.quantize import BlockInt
-from xcloud.errors import ConfigError
 from xcloud.plan import formulas
 from xcloud.plan.paper import OnPaper, plan_on_paper
 from xcloud.plan.paper_file import Paper, Search, paper_from
 from xcloud.plan.profile import WorkFactor, write_profile
-from xcloud.project import project_root
-from xcloud.run.paper import profile_of, read_paper
+from xcloud.planner.paper import profile_of, read_paper
 
 EXAMPLE = project_root() / "docs" / "plans" / "eight_clouds.yaml"
 LAYER_S, TOKENS = 0.01, 16
@@ -129,13 +129,13 @@ def test_a_part_comes_back_after_its_slowest_contribution_and_its_slowest_answer
 
 def test_bytes_of_a_compressor_are_those_of_its_codec() -> None:
     given = paper(search={"compressors": ["int4"], "strategies": ["pipeline"]})
-    (border,) = profile_of(given, Path()).compressors["int4"].borders
+    (boundary,) = profile_of(given, Path()).compressors["int4"].boundaries
 
     sent = BlockInt(4).compress(torch.randn(3 * TOKENS, 32))
 
     payload = sum(part.numel() * part.element_size() for part in sent)
     places = 2 * 3 + 2 * 3 * TOKENS  # rows of each sample, and where they stand
-    header = border.forward.num_bytes.at(3) - payload - places
+    header = boundary.forward.num_bytes.at(3) - payload - places
     assert 0 < header < 100
 
 

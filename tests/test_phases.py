@@ -6,16 +6,16 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from xcloud.base.errors import ConfigError
 from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
-from xcloud.comm.per_border import PerBorder
+from xcloud.comm.per_boundary import PerBoundary
 from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.phases import Compression, Phase, Phased
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import TopK
-from xcloud.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_anoth
     )
     assert not compression.is_identity and not Compression(averaging=int4).is_identity
     assert Compression(averaging=PerTensor(Nothing(), Chain())).is_identity
-    assert PerBorder(PAPER, border_1=compression).for_tensor("w", ()) is PAPER.backward
+    assert PerBoundary(PAPER, boundary_1=compression).for_tensor("w", ()) is PAPER.backward
 
     one, other = Phase(3, PAPER), Phase(None, Compression(backward=PAPER.backward))
     assert Phased(one=one, other=other).for_tensor("w", (3, 3)) is PAPER.backward

@@ -21,7 +21,7 @@ from xcloud.record.timeline import Box, Lane, Timeline
 from xcloud.report.picture_style import COLOURS, ink_on, wrapped
 from xcloud.report.pictures import running_mean, short, write_loss, write_pictures, write_step_time
 from xcloud.report.timeline_picture import KINDS, write_timeline
-from xcloud.run.monitor import Monitor
+from xcloud.watch.monitor import Monitor
 
 PACKAGE = Path(__file__).parent.parent / "xcloud"
 TITLE = "toy, gpipe m=4, link: emulated 2 Mbit/s, compression: int8"
@@ -207,7 +207,7 @@ def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(
 
 def test_no_worker_imports_what_draws() -> None:
     """Half a second and 50 MB that no rank should pay for."""
-    reached, to_read = set(), ["run.worker"]
+    reached, to_read = set(), ["launch.worker"]
     while to_read:
         name = to_read.pop()
         if name not in reached:
@@ -215,8 +215,8 @@ def test_no_worker_imports_what_draws() -> None:
             libraries = {imported.split(".")[0] for imported in imports(MODULES[name])}
             assert "matplotlib" not in libraries, name
             to_read += own_imports(MODULES[name])
-    assert {"comm.step_clock", "run.typical_step", "record.reporter"} <= reached
-    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "run.monitor"}
+    assert {"comm.step_clock", "rank.typical_step", "record.reporter"} <= reached
+    drawing = {"report.pictures", "report.timeline_picture", "record.timeline", "watch.monitor"}
     assert not reached & drawing
 
 

@@ -3,6 +3,7 @@ import torch
 
 from tests.in_process_link import InProcessLink
 from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
+from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.cast import Cast
@@ -10,7 +11,6 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
 from xcloud.comm.draws import ChannelId
 from xcloud.comm.step_clock import StepClock
-from xcloud.errors import FrameError, LinkTimeout
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut
@@ -155,7 +155,7 @@ def test_both_directions_are_compressed() -> None:
     assert not torch.equal(backward[0]["layer.weight"], plain[0]["layer.weight"])
 
 
-def test_evaluation_goes_through_the_same_border() -> None:
+def test_evaluation_goes_through_the_same_boundary() -> None:
     ranks = pipelines(LAYOUTS["2 feeding 1"])
     pieces = list(IDS.split(5))
 

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 from benchmarks.paper_step import simulate
 from tests.timelines import timeline as recorded_by_hand
 from tests.toy import toy_config
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
+from xcloud.launch.local import run
 from xcloud.parallel.schedule import Action, GPipe, OneForwardOneBackward, Schedule, ZeroBubble
 from xcloud.plan.costs import Costs, Direction, TableCosts, Update
 from xcloud.plan.line import Line
@@ -20,7 +21,6 @@ from xcloud.plan.measured import measured_costs
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.recorded import read_timeline
 from xcloud.record.timeline import Timeline, write_trace
-from xcloud.run.local import run
 
 FULL = TableCosts(
     [0.010, 0.020],
@@ -46,7 +46,7 @@ def predict(costs: Costs, schedule: Schedule = GPipe(4)) -> Prediction:  # noqa:
         ({"forward_s": [1.0, -1.0]}, r"forward_s\[1\]"),
         ({"forward_s": [1.0]}, "one number for each stage"),
         ({"weights_s": [0.01, 0.05]}, "weights_s needs a part of costs.backward_s"),
-        ({"forward": [Direction(), Direction()]}, "each of the 1 borders"),
+        ({"forward": [Direction(), Direction()]}, "each of the 1 boundaries"),
         ({"updates": [Update()]}, "each of the 2 stages"),
     ],
 )

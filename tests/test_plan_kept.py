@@ -12,14 +12,14 @@ from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import AveragingCodec, BorderCodec, CompressorCosts
+from xcloud.plan.profile import AveragingCodec, BoundaryCodec, CompressorCosts
 from xcloud.plan.report import Report, predicted_of, write_plan
 from xcloud.plan.search import Space, search
 from xcloud.report.plan_table import print_plans
 from xcloud.report.table import epochs_text
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
-FROZEN = BorderCodec(codec(1e6).forward)
+FROZEN = BoundaryCodec(codec(1e6).forward)
 
 
 def pricer(costs: CompressorCosts, layout: ClusterLayout = TWO) -> Pricer:

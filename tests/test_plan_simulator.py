@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.paper_step import UniformCosts, simulate
 from tests.timelines import assert_valid_trace
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import (
     Action,
     ForwardOnly,

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec
 from tests.toy import toy_config
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import Cloud
-from xcloud.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
+from xcloud.launch.processes import RunStopped
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import (
@@ -27,9 +28,9 @@ from xcloud.plan.profile import (
 )
 from xcloud.plan.report import PLAN_FILE
 from xcloud.plan.settings import Planning
-from xcloud.run import plan_trial, planning, profiling
-from xcloud.run.launch import RunStopped
-from xcloud.run.planning import planned
+from xcloud.planner import planning, profiling
+from xcloud.planner import trial as plan_trial
+from xcloud.planner.planning import planned
 
 MEASURED_S = 0.4
 
@@ -195,7 +196,7 @@ def test_wrong_factors_and_trials_are_named() -> None:
     with pytest.raises(ConfigError, match=r"plan\.work_factor"):
         Planning(work_factor=0)
     piece = {"name": "a", "forward_s": [[1, 1]], "backward_s": [[1, 1]]}
-    plain = {"pieces": [piece], "compressors": {"none": {"label": "none", "borders": []}}}
+    plain = {"pieces": [piece], "compressors": {"none": {"label": "none", "boundaries": []}}}
     assert profile_from(plain | {"work_factor": 1.2}).work_factor == WorkFactor(1.2, "file")
     for wrong in (0, {"value": 1, "found": 2}, "x"):
         with pytest.raises(ConfigError, match="work_factor"):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec, piece
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan import formulas
@@ -37,7 +37,7 @@ from xcloud.plan.search import (
     step_at,
 )
 from xcloud.plan.settings import DIMENSIONS, Planning
-from xcloud.run.profile_key import sizes_of
+from xcloud.planner.profile_key import sizes_of
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 PIPELINE = Strategy()
@@ -107,7 +107,7 @@ def test_cuts_that_the_line_makes_equal_are_not_all_simulated() -> None:
     assert found.best[0].step_s == pytest.approx(priced.step_s(exact.best[0]), rel=0.01)
 
 
-def test_the_bound_is_below_the_simulation_with_unequal_ranks_and_borders() -> None:
+def test_the_bound_is_below_the_simulation_with_unequal_ranks_and_boundaries() -> None:
     line = LinkProfile(20e6, 0.02)
     for a, b, m, wan in product((1, 2), (1, 3), (6, 12), (line, "free")):
         layout = ClusterLayout({"a": Cloud(a), "b": Cloud(b), "c": Cloud()}, wan)
@@ -295,7 +295,7 @@ def test_a_profile_survives_its_file_and_a_wrong_one_is_named(tmp_path: Path) ->
     assert json.dumps(asdict(read_profile(file))) == json.dumps(asdict(given))
     for change, said in (
         ({"pieces": []}, "at least one piece"),
-        ({"compressors": {"none": {"label": "x", "borders": []}}}, "has 0 entries"),
+        ({"compressors": {"none": {"label": "x", "boundaries": []}}}, "has 0 entries"),
         ({"version": 9}, "version 9"),
         ({"speed": 1}, "no key 'speed'"),
         ({"fetch_s": [[2, 1], [1, 1]]}, "more and more samples"),

@@ -12,25 +12,25 @@ from omegaconf import OmegaConf
 from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import ToyStage, toy_config
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import encode_frame
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.contracts.stage import Batch, StageOutput
-from xcloud.errors import ConfigError
 from xcloud.job import config as configs
+from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe
 from xcloud.plan.profile import Profile, read_profile, write_profile
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE
+from xcloud.plan.stopwatch import MOST_TIMES, Stopwatch
+from xcloud.planner import codec_profiling, planning, profiling, reference
+from xcloud.planner.planning import Planner, planned
+from xcloud.planner.profiling import BUDGET_S
 from xcloud.record.summary import read_summary
-from xcloud.run import codec_profiling, planning, profiling, reference
-from xcloud.run.local import run
-from xcloud.run.planning import Planner, planned
-from xcloud.run.profiling import BUDGET_S
-from xcloud.run.stopwatch import MOST_TIMES, Stopwatch
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_a_model_of_blocks_is_cut_where_both_clouds_work_equally(tmp_path: Path)
     assert model.num_blocks(length) == 4 and model.block_counts(2, length) == [2, 2]
     assert model.with_block_counts([1, 3]).block_counts(2, length) == [1, 3]
     pieces = [piece(f"block {i}", forward_s=0.01) for i in range(3)]
-    pieces.append(piece("block 3", forward_s=0.03, border=None))
+    pieces.append(piece("block 3", forward_s=0.03, boundary=None))
     names = ("none", "fp16_int8", "int8", "int4_int8", "int4")
     costs = dict.fromkeys(names, COMPRESSORS["none"])
     write_profile(tmp_path / "mine.json", Profile(pieces, costs))
@@ -202,17 +202,17 @@ def test_an_average_is_measured_with_its_frame_as_the_links_make_it(
 
 def test_codecs_are_timed_on_all_rows_of_samples_of_unequal_length() -> None:
     fields = (
-        BorderField("counts", (), torch.int64),
-        BorderField("hidden", (8,), torch.float32, rows="counted"),
+        BoundaryField("counts", (), torch.int64),
+        BoundaryField("hidden", (8,), torch.float32, rows="counted"),
     )
-    border = Border(fields, max_rows_per_sample=4)
+    boundary = Boundary(fields, max_rows_per_sample=4)
     messages = {
         b: {"counts": torch.full((b,), 3), "hidden": torch.randn(3 * b, 8)} for b in (2, 4)
     }
     compression = Compression(Chain(svd=Svd(0.6)), Chain(int8=BlockInt(8)))
 
-    found = codec_profiling.border_codec(
-        border, compression, messages, messages, Stopwatch(torch.device("cpu"))
+    found = codec_profiling.boundary_codec(
+        boundary, compression, messages, messages, Stopwatch(torch.device("cpu"))
     )
 
     assert found.forward.decompress_s.at(4.0) > 0

@@ -18,14 +18,14 @@ from tests.configs import CONF, composed
 from tests.one_way_toy import cloud, feed_config
 from tests.runs import start
 from tests.toy import toy_config
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.job import config as configs
 from xcloud.job import data_file
 from xcloud.job.follow_up import compose_follow_up
-from xcloud.project import project_root
-from xcloud.run.monitor import monitor_of
 from xcloud.security.constructors import CONSTRUCTORS
 from xcloud.security.policy import Policy
+from xcloud.watch.monitor import monitor_of
 
 Reader = Callable[[Path], object]
 READERS: dict[str, Reader] = {

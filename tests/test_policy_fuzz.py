@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from xcloud.errors import XcloudError
+from xcloud.base.errors import XcloudError
 from xcloud.job import config as configs
 from xcloud.job.job import Job
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training, autocast_for
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS, texts
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models import descent, pretraining
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig

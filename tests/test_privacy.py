@@ -13,16 +13,16 @@ from tests.configs import build
 from tests.pipelines import D, ToyStage, in_threads, samples
 from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.cast import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import ConfigError
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.averaging_guard import PrivateAverager
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.run.privacy_account import account
+from xcloud.rank.privacy_account import account
 from xcloud.security.privacy import (
     CloudPrivacy,
     Privacy,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud import project
+from xcloud.base import project
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that looks like the project, with the package in it."""
     (tmp_path / "xcloud").mkdir()
     (tmp_path / "pyproject.toml").touch()
-    monkeypatch.setattr(project, "__file__", str(tmp_path / "xcloud" / "project.py"))
+    monkeypatch.setattr(project, "__file__", str(tmp_path / "xcloud" / "base" / "project.py"))
     return tmp_path
 
 
@@ -23,7 +23,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def test_root_is_beside_the_package() -> None:
-    assert (project.project_root() / "xcloud" / "project.py").is_file()
+    assert (project.project_root() / "xcloud" / "base" / "project.py").is_file()
 
 
 def test_root_is_the_current_folder_when_installed_elsewhere(

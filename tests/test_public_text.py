@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.public_text import PublicText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 

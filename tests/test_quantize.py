@@ -130,7 +130,7 @@ def test_a_block_below_the_smallest_scale_becomes_zeros_and_not_something_else()
 
 
 def test_a_long_tensor_is_treated_block_by_block() -> None:
-    tensor = torch.randn(3 * 8192 + 5, 8)  # crosses the borders of the internal chunks
+    tensor = torch.randn(3 * 8192 + 5, 8)  # crosses the boundaries of the internal chunks
     seen = arrives(BlockInt(4, block=8), tensor)
 
     for row in (0, 8191, 8192, 2 * 8192, 3 * 8192 + 4):

@@ -68,7 +68,7 @@ GRID = [
     (shape, codec)
     for shape in SHAPES
     for codec in CODECS
-    # Replicas add one more codec to those of the borders: two of them are enough.
+    # Replicas add one more codec to those of the boundaries: two of them are enough.
     if SHAPES[shape].strategy.averaging is None or codec in ("plain", "randomk unbiased, delta")
 ]
 
@@ -130,5 +130,5 @@ def test_a_state_is_of_one_rank_and_its_settings() -> None:
     with pytest.raises(ValueError, match=r"trainer of rank 1 contains 'stage 0"):
         job(shape, CODECS["plain"])[1].load_state_dict(saved[0])
     lanes = job(other, CODECS["int4, delta"])
-    with pytest.raises(ValueError, match=r"channels contains 'border 0 .*other settings"):
+    with pytest.raises(ValueError, match=r"channels contains 'boundary 0 .*other settings"):
         lanes[0].load_state_dict(states(lanes)[1])

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tests.figures import check_figures, read_events
 from tests.runs import cloud, layout, losses, no_workers, read, start, wait_for, weights
 from tests.toy import toy_config
-from xcloud.errors import ConfigError, RunFailed
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.record.checkpoints import CheckpointFolder
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def test_ending_the_command_leaves_no_process(number: signal.Signals, tmp_path: 
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     script = (
         "import sys; from pathlib import Path; from omegaconf import OmegaConf;"
-        "from xcloud.run.local import run; folder = Path(sys.argv[1]);"
+        "from xcloud.launch.local import run; folder = Path(sys.argv[1]);"
         "run(OmegaConf.load(folder / 'config.yaml'), folder)"
     )
     command = subprocess.Popen(

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.parallel.schedule import (
     Action,
     GPipe,

@@ -19,22 +19,22 @@ from tests.causal_models import saved, where
 from tests.configs import composed
 from tests.peak_bytes import PeakBytes
 from tests.pipelines import CPU, D, ToyStage, samples
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
 from xcloud.parallel.across import AcrossClouds
-from xcloud.parallel.dealt import local_part
 from xcloud.parallel.exchange import AllReduce, FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
+from xcloud.parallel.sharded import local_part
 from xcloud.parallel.sharding import (
-    Dealer,
     Sharded,
     ShardedAcross,
+    Sharder,
     check_in_step,
     is_sharded,
     whole,
@@ -105,7 +105,7 @@ def test_a_stage_is_dealt_block_by_block_as_it_is_read_and_starts_as_a_whole_one
     model = CausalLM(checkpoint=str(tmp_path), **settings)
 
     def dealt(early: bool) -> tuple[nn.Module, int]:
-        dealer, at = Dealer(first_of_four, CPU), where(tmp_path)
+        dealer, at = Sharder(first_of_four, CPU), where(tmp_path)
         with PeakBytes() as memory:
             stage = model.build_stage(0, 1, replace(at, deal=dealer.block) if early else at)
             dealer.rest(stage.to(CPU))
@@ -144,7 +144,7 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
         stage.blocks[0].weight = nn.Parameter(torch.eye(D))
         stage.layer = nn.Sequential(stage.layer, stage.blocks[0])
     for stage in stages[1:]:
-        Dealer(alone, CPU).rest(stage)
+        Sharder(alone, CPU).rest(stage)
     assert [is_sharded(stage) for stage in stages] == [False, True, True]
     buffers = [FlatBuffer(stage.parameters()) for stage in stages]
     optimizers = [training.build(buffer.parameters) for buffer in buffers]
@@ -244,7 +244,7 @@ def test_a_dealt_stage_is_averaged_over_clouds_as_a_whole_one(
     alone: RankGroup, value: float
 ) -> None:
     stages = [ToyStage(0, 2) for _ in range(2)]
-    Dealer(alone, CPU).rest(stages[1])
+    Sharder(alone, CPU).rest(stages[1])
     found = []
     for number, stage in enumerate(stages):
         parameters = {0: dict(stage.named_parameters())}

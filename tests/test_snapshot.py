@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.channels import same_state
 from xcloud.comm.memory import DeltaCache, SampleRows, State, states_of
 from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy, copy_of
-from xcloud.parallel.control import Word
+from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.run.checkpointing import Checkpointer
+from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trained_module import TrainedModule
@@ -76,7 +76,7 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
             Reporter(0, "a", lambda lines: None), None, from_step, last_step,
         )  # fmt: skip
         for step in range(from_step + 1, until_step + 1):
-            checkpoints.after(step, Word.GO_ON)
+            checkpoints.after(step, Signal.GO_ON)
         checkpoints.wait(is_urgent=False)
         found = len(checkpoints._buffer._memory)
         checkpoints.close()

@@ -16,20 +16,20 @@ import torch
 
 from tests.runs import start, wait_for
 from tests.toy import toy_config
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.errors import ConfigError
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.rank_state import (
     LAUNCHER_FILE,
     RankState,
+    error_file,
     forget_launcher,
     note_attempt,
     state_file,
 )
-from xcloud.run.launch import error_file
-from xcloud.run.status import culprits, describe, main, ranks_of
+from xcloud.watch.status import culprits, describe, main, ranks_of
 
 
 def write(run_dir: Path, rank: int, **facts: Any) -> None:

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.toy import toy_config
-from xcloud.errors import RunFailed
-from xcloud.run import local
-from xcloud.run.launch import RunStopped
+from xcloud.base.errors import RunFailed
+from xcloud.launch import local
+from xcloud.launch.processes import RunStopped
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 
 from tests.strategy_jobs import clouds, values
 from tests.trainers import Rank, ranks, spoil, update
+from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.cast import Cast
@@ -16,7 +17,6 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.phases import Compression
 from xcloud.comm.quantize import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
-from xcloud.errors import ReplicasDiffer
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median, TrimmedMean
 from xcloud.parallel.outer_optimizer import OuterOptimizer

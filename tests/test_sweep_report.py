@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from rich.console import Console
 
 from tests.sweep_runs import compose, write_run
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.tracking import MlflowTracker, NullTracker

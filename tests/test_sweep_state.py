@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
-from xcloud.errors import ConfigError
-from xcloud.project import code_digests
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.sweep.children import OUTPUT_FILE, Children
 from xcloud.sweep.points import Point, name_points

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.split_runs import fig_9, split_run
 from tests.sweep_runs import compose, write_run
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.sweep.points import (
     differences,
     identity,

@@ -11,11 +11,17 @@ import pytest
 from rich.console import Console
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
+from xcloud.rank.interleaved import (
+    ADDRESS,
+    STEPS_PER_TURN,
+    Interleaving,
+    check_takes_turns,
+    join_turns,
+)
 from xcloud.record.summary import read_summary
 from xcloud.record.tracked_values import final_metrics
-from xcloud.run.turns import ADDRESS, STEPS_PER_TURN, Turns, check_takes_turns, join_turns
-from xcloud.sweep.conductor import Conductor
+from xcloud.sweep.conductor import InterleavingServer
 from xcloud.sweep.points import Point
 from xcloud.sweep.results import from_folder, rows_of
 from xcloud.sweep.runner import check_settings
@@ -62,7 +68,7 @@ def test_the_reference_is_the_uncompressed_point_of_the_seed_or_else_the_first()
     assert reference_of(slow, asked) is int8, "no uncompressed one has its link"
 
 
-def steps(turns: Turns, step_s: float, log: list[tuple[str, int]], who: str) -> None:
+def steps(turns: Interleaving, step_s: float, log: list[tuple[str, int]], who: str) -> None:
     for step in range(NUM_STEPS):
         turns.take()
         log.append((who, step))
@@ -78,7 +84,7 @@ def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_coun
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[tuple[str, int]] = []
-    with Conductor() as conductor, ThreadPoolExecutor(4) as pool:
+    with InterleavingServer() as conductor, ThreadPoolExecutor(4) as pool:
         monkeypatch.setenv(ADDRESS, conductor.address)
         ranks = {
             name: [
@@ -104,7 +110,7 @@ def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_coun
 def test_a_turn_in_which_ranks_were_started_again_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Conductor() as conductor, ThreadPoolExecutor(1) as pool:
+    with InterleavingServer() as conductor, ThreadPoolExecutor(1) as pool:
         monkeypatch.setenv(ADDRESS, conductor.address)
 
         def lose_one() -> None:
@@ -205,7 +211,7 @@ def test_an_interrupted_sweep_lets_all_points_go_and_ends_them(
     use_threads(monkeypatch)
     monkeypatch.setattr(TimedRuns, "has_ended", False)
     monkeypatch.setattr(TimedRuns, "run", wait)
-    monkeypatch.setattr(Conductor, "turn", interrupt)
+    monkeypatch.setattr(InterleavingServer, "turn", interrupt)
     grid = [f"compression={one} {LONG}" for one in ("int8", "none")]
 
     assert run_sweep(tmp_path / "s", grid, FakeRuns(), timing="together") == 130

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.job.config import check_keys
 from xcloud.tasks.settings import Group, settings_of
 from xcloud.tasks.tokenizer import TrainedTokenizer

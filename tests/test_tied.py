@@ -13,12 +13,12 @@ from tests.configs import composed
 from tests.pipelines import D
 from tests.tied_toy import TiedToy
 from tests.trainers import Rank, ranks, update
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
 from xcloud.comm.per_tensor import PerTensor
 from xcloud.comm.phases import Compression
 from xcloud.comm.sparsify import TopK, TopRows
-from xcloud.errors import ConfigError
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.training.optimizer import Optimizer
@@ -136,7 +136,7 @@ def test_a_causal_model_ties_its_embeddings_and_its_head(tmp_path: Path, kind: s
     torch.testing.assert_close(held[0].grad + held[2].grad, expected, rtol=1e-3, atol=1e-4)
     saved(kind, tmp_path / "two", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"embeddings=tie.*two matrices already"):
-        CausalLM(checkpoint=str(tmp_path / "two"), embeddings="tie").border(0, 2, 16)
+        CausalLM(checkpoint=str(tmp_path / "two"), embeddings="tie").boundary(0, 2, 16)
 
 
 def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from tests.timelines import MS, assert_valid_trace, timeline, two_ranks
 from tests.toy import toy_config
+from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
-from xcloud.run.local import run
-from xcloud.run.monitor import TRACE_FILE
+from xcloud.watch.monitor import TRACE_FILE
 
 
 def test_ranks_of_one_machine_stand_on_one_clock_from_the_first_start_on() -> None:

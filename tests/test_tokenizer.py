@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.demo_corpus import pairs as demo_pairs
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,

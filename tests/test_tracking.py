@@ -14,7 +14,7 @@ import pytest
 
 from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.mlflow_sender import TrackedRun
 from xcloud.record.mlflow_store import Store
@@ -269,7 +269,7 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
     modules = "record.events report.progress record.summary report.table record.tracking"
-    modules = [*modules.split(), "record.tracked_values", "report.ui", "project", "__main__"]
+    modules = [*modules.split(), "record.tracked_values", "report.ui", "base.project", "__main__"]
     code = f"""
 import importlib, sys
 for name in {modules}:

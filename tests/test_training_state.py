@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.channels import same_state, stored
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 

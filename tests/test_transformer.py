@@ -25,8 +25,8 @@ from tests.translation_models import (
     texts,
     train,
 )
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import SplitModel
-from xcloud.errors import ConfigError
 from xcloud.models.decoding import Beam
 from xcloud.models.transformer import Transformer, sinusoids
 

@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 import torch
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import TokenIds
 from xcloud.contracts.task import Task, TaskData
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.text import SPLITS, Parallel
 from xcloud.tasks.token_table import TokenTable

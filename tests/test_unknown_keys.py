@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from tests.configs import composed
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.hints import explained, hints
 

@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 
 from tests.configs import CONF, build, composed
 from tests.toy_text import ToyTextModel, ToyTextTask, text_config
+from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
-from xcloud.run.local import run
+from xcloud.launch.local import run
 
 FITTING = [
     ("u_shape", "owner_keeps_text_and_labels"),
@@ -153,7 +153,7 @@ def test_every_option_of_security_builds(group: str) -> None:
 
 
 def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None:
-    """Both upper stages lie with the labels' owner, but the rank behind the border has none."""
+    """Both upper stages lie with the labels' owner, but the rank behind the boundary has none."""
     config = text_config("two_owners", ["security/defences/backward=marvell"])
     owner = config["cluster"]["clouds"]["label_owner"]
     owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}

@@ -7,8 +7,8 @@ from xcloud.cluster.frame import Kind
 from xcloud.cluster.link import LinkStats
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.run.evaluation import gather_predictions
-from xcloud.run.wan_meter import WanMeter
+from xcloud.rank.evaluation import gather_predictions
+from xcloud.rank.wan_meter import WanMeter
 from xcloud.training.trainer import StepReport
 
 

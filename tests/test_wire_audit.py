@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
+from xcloud.base.errors import DataError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import DataError, FrameError
+from xcloud.launch.local import run
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.plan import Source
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.run.local import run
-from xcloud.run.one_way.wiring import ConsumerWiring, _arrived
+from xcloud.rank.one_way.wiring import ConsumerWiring, _arrived
 from xcloud.security.wire_audit import as_table, compact, join_audit, main, write_rank_audit
 from xcloud.training.batch_plan import BatchPlan
 
@@ -143,7 +143,7 @@ def test_records_of_several_ranks_are_joined_and_missing_ones_named(
 ) -> None:
     def entry(rows: object, count: int) -> dict:
         part = {"carries": "hidden float32 [R, 8]", "dtype": "float32", "shape": [rows, 8]}
-        return {"to": "b", "receiver": 2, "border": 0, "kind": "activation", "parts": [part],
+        return {"to": "b", "receiver": 2, "boundary": 0, "kind": "activation", "parts": [part],
                 "num_messages": count, "num_bytes": 10 * count}  # fmt: skip
 
     for rank, message in ((0, entry("3-5", 2)), (1, entry(7, 1))):

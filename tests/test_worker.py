@@ -17,16 +17,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.one_way_toy import cloud, feed_config
-from xcloud.errors import ConfigError, LinkClosed
+from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.job import config as configs
 from xcloud.job.config import job_from_config, read_job
 from xcloud.job.job import Job
+from xcloud.join.agreement import Agreed, Verdict
+from xcloud.launch import torchrun, worker
+from xcloud.rank.role import Role
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.run import torchrun, worker
-from xcloud.run.agreement import Agreed, Verdict
-from xcloud.run.checkpointing import StopSignal
-from xcloud.run.resume import Holder
-from xcloud.run.role import Role
+from xcloud.survive.checkpointing import StopSignal
+from xcloud.survive.resume import RankCheckpoints
 
 CONFIG = OmegaConf.create(feed_config({"d": cloud(1), "a": cloud(1, 1.0)}, "local"))
 
@@ -51,7 +51,7 @@ class Noting(Role[Any]):
 
 
 def live(job: Job, run_dir: Path, agreed: Agreed) -> None:
-    worker.live(job, 0, run_dir, agreed, Holder.of(job, 0, run_dir, {}), StopSignal())
+    worker.live(job, 0, run_dir, agreed, RankCheckpoints.of(job, 0, run_dir, {}), StopSignal())
 
 
 @pytest.mark.parametrize("fails_in", ["", "run", "close"])
@@ -98,7 +98,7 @@ def test_a_rank_reads_its_checkpoints_before_any_other_waits_for_it(
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(StopSignal, "install", lambda *all, **named: None)
-    monkeypatch.setattr(Holder, "table", lambda self: called.append("table") or {})
+    monkeypatch.setattr(RankCheckpoints, "table", lambda self: called.append("table") or {})
     monkeypatch.setattr(worker, "_join", lambda *all: called.append("join"))
     monkeypatch.setattr(worker, "agree", agree)
     monkeypatch.setattr(os, "_exit", sys.exit)
@@ -120,7 +120,7 @@ def test_a_run_that_begins_anew_deletes_no_complete_part(
 
     monkeypatch.setattr(worker, "role_of", lambda job, rank: Going)
     job = job_from_config(CONFIG)
-    folder, about = CheckpointFolder(tmp_path), Holder.of(job, 0, tmp_path, {}).about(7)
+    folder, about = CheckpointFolder(tmp_path), RankCheckpoints.of(job, 0, tmp_path, {}).about(7)
     for step in (5, 9):
         folder.write(step, 0, {}, {**about, "facts": {}})
     live(job, tmp_path, Agreed(Verdict(from_step=from_step)))

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from tests.checkpoints import saved
 from tests.configs import CONF, composed
 from tests.runs import completed
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.job.follow_up import compose_follow_up
-from xcloud.run.local import run
+from xcloud.launch.local import run
 
 SMALL = ("tracker=none", "cluster=local")
 TEXTS = ("model.text.source.num_texts=400", "model.text.tokenizer.vocab_size=400")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Stage, StageOutput, TokenIds
 
@@ -123,10 +123,10 @@ class ToyModel:
         first, last = stage == 0, stage == num_stages - 1
         return frozenset({"source"} if first else set()) | frozenset({"target"} if last else set())
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        counts = BorderField("counts", (), torch.int16)
-        hidden = BorderField("hidden", (self.hidden,), torch.float32, "counted")
-        return Border((counts, hidden), max_length)
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        counts = BoundaryField("counts", (), torch.int16)
+        hidden = BoundaryField("hidden", (self.hidden,), torch.float32, "counted")
+        return Boundary((counts, hidden), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with torch.random.fork_rng(devices=[]):
@@ -192,7 +192,7 @@ class ToyStage(Stage):
 def toy_config(
     cluster: str | dict[str, object], overrides: list[str] | None = None
 ) -> dict[str, object]:
-    """For xcloud.run.local: a config as Hydra would compose it, with the toy task and model."""
+    """For xcloud.launch.local: a config as Hydra would compose it, with the toy task and model."""
     from omegaconf import OmegaConf
 
     from tests.configs import composed
@@ -229,9 +229,9 @@ class ToyModelThatPrepares(ToyModel):
 
     prepare_s: float = 5.0
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
-        border = super().border(stage, num_stages, max_length)
-        return replace(border, start=(TensorSpec((2,), torch.float32),))
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        boundary = super().boundary(stage, num_stages, max_length)
+        return replace(boundary, start=(TensorSpec((2,), torch.float32),))
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         if stage == 0:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toy import toy_config
-from xcloud.comm.border import Border, BorderField, Message
+from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, Head, Stage, StageOutput, TokenIds
 
@@ -157,14 +157,14 @@ class ToyTextModel:
         found |= {"embeddings"} if stage == 0 else set()
         return frozenset(found | ({"head"} if stage == num_stages - 1 else set()))
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         fields = [
-            BorderField("counts", (), torch.int16),
-            BorderField("hidden", (self.hidden,), torch.float32, "counted"),
+            BoundaryField("counts", (), torch.int16),
+            BoundaryField("hidden", (self.hidden,), torch.float32, "counted"),
         ]
         if self.tell:
-            fields.append(BorderField("tokens", (), torch.int32, "counted"))
-        return Border(tuple(fields), max_length)
+            fields.append(BoundaryField("tokens", (), torch.int32, "counted"))
+        return Boundary(tuple(fields), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with torch.random.fork_rng(devices=[]):

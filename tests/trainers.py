@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from tests.pipelines import BORDER, ToyStage, in_threads, pipeline, samples, wired
+from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.border import Border
+from xcloud.comm.boundary import Boundary
 from xcloud.comm.chain import Chain
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.switched import Switched
+from xcloud.comm.selectable import Selectable
 from xcloud.contracts.stage import Stage
-from xcloud.errors import TrainingDiverged
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
+from xcloud.rank.exchanges import join_exchanges, join_tied
+from xcloud.rank.local_exchanges import LocalTraining
 from xcloud.record.reporter import Reporter
-from xcloud.run.exchanges import join_exchanges, join_tied
-from xcloud.run.local_exchanges import LocalTraining
-from xcloud.run.wiring import Wiring
 from xcloud.security.privacy import CloudPrivacy, Privacy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import StepReport, Trainer, Work
+from xcloud.wire.wiring import Wiring
 
 LAYOUTS = {
     "one process": ClusterLayout({"local": Cloud(1, [0, 1, 2])}, "free"),
@@ -61,23 +61,23 @@ class Rank:
 def ranks(
     layout: ClusterLayout,
     training: Training,
-    compression: Compression | Phased | Switched | None = None,
+    compression: Compression | Phased | Selectable | None = None,
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008
     privacy: Privacy | None = None,
     toy: Callable[[int, int], Stage] = ToyStage,
     are_early: bool = True,
-    borders: Mapping[int, Border] | None = None,
+    boundaries: Mapping[int, Boundary] | None = None,
     kept_bytes: int = 0,
 ) -> list[Rank]:
     """Of 40 samples, unless `plan` says otherwise; without compression, unless it is given.
     toy: makes a stage, by its number and the number of stages. are_early: sums inside a cloud may
-    begin in the backward. borders: by the stage before; None: the toy's. kept_bytes: see wire."""
+    begin in the backward. boundaries: by the stage before; None: the toy's. kept_bytes: see
+    wire."""
     layout = strategy.arrange(layout)
-    borders = borders or dict.fromkeys(range(layout.num_stages - 1), BORDER)
+    boundaries = boundaries or dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
-
     guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
@@ -117,7 +117,7 @@ def ranks(
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}
 
     ties_ends = stages()[0].tied() is not None
-    joined = wired(layout, borders, compression, ties_ends=ties_ends, kept_bytes=kept_bytes)
+    joined = wired(layout, boundaries, compression, ties_ends=ties_ends, kept_bytes=kept_bytes)
     # In turn: threads share torch's generator.
     held = [pipeline(one, layout, stages()) for one in joined]
     both = zip(joined, held, strict=True)

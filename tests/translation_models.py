@@ -87,7 +87,7 @@ def run_joined(stages: Sequence[Stage], batch: Batch) -> Tensor:
 
 
 def backward_split(stages: Sequence[Stage], batch: Batch) -> Tensor:
-    """Forward and backward as a pipeline does: each border is a cut in the graph."""
+    """Forward and backward as a pipeline does: each boundary is a cut in the graph."""
     received: Message | None = None
     cuts = []
     for stage in stages[:-1]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 IMPORTED_BY_RANKS = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
-    "xcloud.run.worker",
+    "xcloud.launch.worker",
     "tests.toy",
 )
 
@@ -106,7 +106,12 @@ def close() -> None:
         _server = None
 
 
-IMPORTED_BY_COMMANDS = ("hydra", "xcloud.run.local", "xcloud.run.planning", "xcloud.sweep.runner")
+IMPORTED_BY_COMMANDS = (
+    "hydra",
+    "xcloud.launch.local",
+    "xcloud.planner.planning",
+    "xcloud.sweep.runner",
+)
 
 
 def command(*words: str, log: Path, cwd: Path = ROOT) -> WarmRank:
@@ -170,7 +175,7 @@ def be_rank(words: list[str]) -> None:
 
 def be_launcher(words: list[str]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
-    importlib.import_module("xcloud.run.launch").start_process = fork_rank
+    importlib.import_module("xcloud.launch.processes").start_process = fork_rank
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

@@ -31,7 +31,7 @@ from xcloud.contracts.stage import NO_LABEL, Batch, Stage
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network
-from xcloud.run.loading import load
+from xcloud.rank.loading import load
 from xcloud.security.gradient_attacks import attack_layers, changed_rows, f1_of_sets, rouge
 from xcloud.security.privacy import clip_factor
 

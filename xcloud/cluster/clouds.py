@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Liveness
 from xcloud.cluster.window import BUDGET_BYTES
-from xcloud.errors import ConfigError
 
 Wan = LinkProfile | Literal["real", "free"]
 

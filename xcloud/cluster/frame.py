@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import ConfigError, FrameError
 
 MAGIC = b"XCLD"
 VERSION = 1

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xcloud.base.errors import LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.byte_queue import ByteQueue
 from xcloud.cluster.emulated_link import PostedReceives, Reservation
 from xcloud.cluster.frame import Kind, seal_frame
@@ -31,7 +32,6 @@ from xcloud.cluster.link_end import (
     SendingEnd,
     wait_for_peer,
 )
-from xcloud.errors import LinkClosed, LinkError, LinkTimeout
 
 _TAGS = 1 << 30
 _REUSED_BYTES = 1 << 25  # the longest buffers to use again; glibc gives longer ones back at once

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.clouds import Layout, num_ranks_in_words
-from xcloud.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class ClusterLayout(Layout[Cloud]):
         return self.cloud_of(self.ranks_of(stage, replica)[0])
 
     def leaves_cloud(self, stage: int) -> bool:
-        """Whether the border after `stage` joins two clouds in any replica."""
+        """Whether the boundary after `stage` joins two clouds in any replica."""
         return any(
             self.stage_cloud(stage, replica) != self.stage_cloud(stage + 1, replica)
             for replica in range(self.num_replicas)
@@ -170,7 +170,7 @@ class ClusterLayout(Layout[Cloud]):
         return math.lcm(*dealt)
 
     def lane_period(self, stage: int) -> int:
-        """Micro-batches i and i + lane_period meet the same lanes on both sides of the border
+        """Micro-batches i and i + lane_period meet the same lanes on both sides of the boundary
         after `stage`."""
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))

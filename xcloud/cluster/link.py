@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
-from xcloud.errors import FrameError
 
 Parts = tuple[Tensor, ...]
 

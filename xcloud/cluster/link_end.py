@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.byte_queue import ByteQueue
 from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame
@@ -22,7 +23,6 @@ from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.message_log import LinkLog
 from xcloud.cluster.window import LinkWindow
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from xcloud.checks import check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 
 # TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are payload (20 IP, 32 TCP with
 # timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.

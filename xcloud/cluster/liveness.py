@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from xcloud.checks import check_number
-from xcloud.errors import ConfigError, LinkError
+from xcloud.base.checks import check_number
+from xcloud.base.errors import ConfigError, LinkError
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import first_line
 from xcloud.cluster.link import LinkStats, Parts, expect
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import FrameError, LinkClosed, LinkTimeout
 
 
 class MeetingLink:

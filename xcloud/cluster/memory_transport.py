@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError, LinkError, LinkTimeout
 from xcloud.cluster.frame import Kind, seal_frame
 from xcloud.cluster.link_end import (
     InSettings,
@@ -24,7 +25,6 @@ from xcloud.cluster.link_end import (
 )
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.transport import Collectives
-from xcloud.errors import ConfigError, LinkError, LinkTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,13 +13,13 @@ from xcloud.cluster.emulated_link import Reservation
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 
 CONTROL = -1
-"""In place of a border: control messages from and to rank 0."""
+"""In place of a boundary: control messages from and to rank 0."""
 
 
 class LinkName(NamedTuple):
-    """The same at both ends. border: number of the stage before it, or CONTROL."""
+    """The same at both ends. boundary: number of the stage before it, or CONTROL."""
 
-    border: int
+    boundary: int
     sender: int
     receiver: int
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.clouds import Layout, num_ranks_in_words
-from xcloud.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
 from xcloud.cluster.transport import FOREVER, Collectives
-from xcloud.errors import ConfigError, LinkTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ def meeting_store(
 ) -> Store:
     """Of all ranks: a file on one machine; over several a server in rank 0, at host:port, which is
     there within_s from now. Who then waits in it for a rank waits as long as that one and rank 0
-    live (run/lifeline.py); a server that ends is noticed at once."""
+    live (join/failure_detector.py); a server that ends is noticed at once."""
     store: Store
     if host is None:
         store = FileStore(str(run_dir.resolve() / "rendezvous"), -1)

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.cluster.machine import machine_id
-from xcloud.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
-# machine (run/launch.py), by signs of life on several (run/lifeline.py).
+# machine (launch/processes.py), by signs of life on several (join/failure_detector.py).
 FOREVER = timedelta(days=30)
 
 

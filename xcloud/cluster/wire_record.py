@@ -44,13 +44,13 @@ class _Entry:
 
 @dataclass
 class LinkRecord:
-    """What went over one link. to: cloud of the receiver. border: number of the stage before it;
+    """What went over one link. to: cloud of the receiver. boundary: number of the stage before it;
     None for control messages from and to rank 0 and in one-way jobs. bytes_of: whole frames, by
     kind; other threads may read it."""
 
     to: str
     receiver: int
-    border: int | None
+    boundary: int | None
     bytes_of: Counter[Kind] = field(default_factory=Counter)
     _entries: dict[tuple[Any, ...], _Entry] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class LinkRecord:
             {
                 "to": self.to,
                 "receiver": self.receiver,
-                "border": self.border,
+                "boundary": self.boundary,
                 "kind": kind.name.lower(),
                 "parts": entry.described_parts(),
                 "num_messages": entry.num_messages,

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice
+from xcloud.base.checks import check_choice
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor, Family, Feedback, Parts
 from xcloud.comm.draws import Randomized, seed_from
 from xcloud.comm.memory import State, Stateful, join_states, split_state
-from xcloud.errors import ConfigError
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
 _STRONGEST_FIRST: tuple[Feedback, ...] = ("harmful", "needed", "useful")

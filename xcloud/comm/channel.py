@@ -1,7 +1,7 @@
-"""The only place that holds compressor, memory and link together: one direction of one border.
+"""The only place that holds compressor, memory and link together: one direction of one boundary.
 
-A message's fields go in the border's order: integer fields as they are, floating fields through
-memory and compressor. The receiver knows every size from the border and the counts, checks what
+A message's fields go in the boundary's order: integer fields as they are, floating fields through
+memory and compressor. The receiver knows every size from the boundary and the counts, checks what
 came against it, and so never trusts a shape from the wire.
 
 Evaluation goes through the same compressors, begun at the state that training left, and leaves no
@@ -18,10 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import BorderField, Message, Samples
+from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts
 from xcloud.comm.draws import ChannelId, Randomized, seed_from
@@ -33,9 +34,8 @@ from xcloud.comm.memory import (
     join_states,
     split_state,
 )
+from xcloud.comm.selectable import Selection
 from xcloud.comm.step_clock import StepClock
-from xcloud.comm.switched import Switches
-from xcloud.errors import FrameError
 
 NOTHING_KNOWN: Message = {}
 
@@ -112,7 +112,7 @@ class Codecs:
         return join_states({name: codec.state_dict() for name, codec in self._by_number.items()})
 
     def load_state_dict(self, state: State) -> None:
-        for name, part in split_state(state, self._by_number, "the phases of a border").items():
+        for name, part in split_state(state, self._by_number, "the phases of a boundary").items():
             self._by_number[name].load_state_dict(part)
 
     @property
@@ -120,11 +120,11 @@ class Codecs:
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
-class SwitchedCodecs(Codecs):
-    """The codec of one direction for every choice of a `Switched`; `switches` says which is in
+class SelectableCodecs(Codecs):
+    """The codec of one direction for every choice of a `Selectable`; `switches` says which is in
     force."""
 
-    def __init__(self, codecs: Sequence[Codec], switches: Switches) -> None:
+    def __init__(self, codecs: Sequence[Codec], switches: Selection) -> None:
         super().__init__([(None, codec) for codec in codecs])
         self._switches = switches
 
@@ -137,7 +137,7 @@ class _FieldCodecs:
 
     def __init__(
         self,
-        fields: tuple[BorderField, ...],
+        fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         identity: ChannelId,
     ) -> None:
@@ -157,24 +157,24 @@ class _FieldCodecs:
 
 
 class Sender(Protocol):
-    """The sending end of a direction of a border, as the pipeline knows it."""
+    """The sending end of a direction of a boundary, as the pipeline knows it."""
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        """Returns before delivery. message: the border's fields, in the graph; without those that
-        cross, what both ends know already ("counts") may be in it too.
+        """Returns before delivery. message: the boundary's fields, in the graph; without those
+        that cross, what both ends know already ("counts") may be in it too.
 
         Returns what left in place of `message`, in the graph: what comes back is its gradient.
         """
 
     def send_start(self, tensors: Parts) -> None:
-        """Once, before the first step: Border.start, as they are."""
+        """Once, before the first step: Boundary.start, as they are."""
 
 
 class Receiver(Protocol):
     """The receiving end."""
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        """known: what both ends know already. Returns it with the border's fields, detached."""
+        """known: what both ends know already. Returns it with the boundary's fields, detached."""
 
     def recv_start(self, specs: tuple[TensorSpec, ...]) -> Parts:
         """Raises FrameError unless what was handed over is of these specs."""
@@ -182,12 +182,12 @@ class Receiver(Protocol):
 
 class SendChannel(_FieldCodecs):
     """Compresses and sends. `raw_bytes` grows by the FP32 size of what the floating
-    fields stand for (BorderField.replaces)."""
+    fields stand for (BoundaryField.replaces)."""
 
     def __init__(
         self,
         link: OutLink,
-        fields: tuple[BorderField, ...],
+        fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
         identity: ChannelId,
@@ -232,7 +232,7 @@ class SendChannel(_FieldCodecs):
         codec: Codec,
         tensor: Tensor,
         spec: TensorSpec,
-        field: BorderField,
+        field: BoundaryField,
         samples: Samples,
         counts: Tensor | None,
     ) -> Parts:
@@ -253,7 +253,7 @@ class ReceiveChannel(_FieldCodecs):
     def __init__(
         self,
         link: InLink,
-        fields: tuple[BorderField, ...],
+        fields: tuple[BoundaryField, ...],
         new_codecs: Callable[[], Codecs],
         clock: StepClock,
         identity: ChannelId,
@@ -306,7 +306,7 @@ class ReceiveChannel(_FieldCodecs):
                 raise FrameError(f"it carries {len(parts)} tensors too many")
             return message
 
-    def _check_range(self, field: BorderField, values: Tensor) -> None:
+    def _check_range(self, field: BoundaryField, values: Tensor) -> None:
         """Before anything is allocated for so many rows, or read at such places."""
         most = self.max_rows_per_sample if field.name == "counts" else field.most
         if most is not None and values.numel():
@@ -318,12 +318,12 @@ class ReceiveChannel(_FieldCodecs):
         key = MessageKey(Kind.START)
         parts = self.link.recv(key, self.overdue_s)
         if tuple(TensorSpec.of(part) for part in parts) != specs:
-            raise FrameError(f"{key}: not what the border between the stages promises")
+            raise FrameError(f"{key}: not what the boundary between the stages promises")
         return tuple(part.to(self.device) for part in parts)
 
 
 class Loopback:
-    """Both ends of a border between two stages of one rank: hands over what it is given."""
+    """Both ends of a boundary between two stages of one rank: hands over what it is given."""
 
     def __init__(self) -> None:
         self._messages: dict[MessageKey, Message] = {}

@@ -18,25 +18,25 @@ def seed_from(*names: str | int) -> int:
 
 @dataclass(frozen=True)
 class ChannelId:
-    """Identifies one direction between two ranks over one border; the same at both ends.
+    """Identifies one direction between two ranks over one boundary; the same at both ends.
 
-    seed: of the experiment. border: the stage before it. direction: "forward" or "backward".
+    seed: of the experiment. boundary: the stage before it. direction: "forward" or "backward".
     sender, receiver: ranks.
     """
 
     seed: int
-    border: int
+    boundary: int
     direction: str
     sender: int
     receiver: int
 
     def stream(self, *names: str | int) -> int:
         """The number of this channel's random stream for the named part."""
-        channel = (self.seed, self.border, self.direction, self.sender, self.receiver)
+        channel = (self.seed, self.boundary, self.direction, self.sender, self.receiver)
         return seed_from(*channel, *names)
 
     def __str__(self) -> str:
-        return f"border {self.border} {self.direction}, rank {self.sender} to {self.receiver}"
+        return f"boundary {self.boundary} {self.direction}, rank {self.sender} to {self.receiver}"
 
 
 @runtime_checkable

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError
 from xcloud.comm.variable_bits import Ints, bits_bytes, read_bits, write_bits
-from xcloud.errors import FrameError
 
 
 def encode_ascending(numbers_N: Ints, below: int) -> Tensor:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import FrameError
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.gap_code import decode_ascending, encode_ascending
 from xcloud.comm.ranked_ids import decode_ids, encode_ids
-from xcloud.errors import FrameError
 
 VERSION = 1
 FIXED, RANKED = 0, 1

@@ -1,4 +1,4 @@
-"""Truncated singular value decomposition of a border tensor. No training, no links.
+"""Truncated singular value decomposition of a boundary tensor. No training, no links.
 
 Shapes: the tensor as a matrix [R, D], R rows (tokens), D features; r kept singular values;
 l >= r columns of the search space.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.compressor import Parts, wide
 from xcloud.comm.factors import WarmFactors

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_number
+from xcloud.base.checks import check_choice, check_number
 from xcloud.comm.snapshot import copy_of
 
 State = dict[str, Tensor | int]

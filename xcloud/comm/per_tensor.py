@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Compressor
-from xcloud.errors import ConfigError
 
 _EMBEDDING = re.compile(
     r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"

@@ -1,4 +1,4 @@
-"""The compressors and memories of a border, and from which training step they apply."""
+"""The compressors and memories of a boundary, and from which training step they apply."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.comm.cast import Nothing
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.per_tensor import PerTensor
-from xcloud.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Compression:
     def at(self, step: int) -> Compression:
         return self
 
-    def at_border(self, stage: int) -> Compression:
+    def at_boundary(self, stage: int) -> Compression:
         return self
 
     @property
@@ -64,18 +64,18 @@ class Compression:
         """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; behind
         them that of averaging, if it has its own."""
         forward = _with_memory(self.forward, self.forward_memory)
-        borders = f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
+        boundaries = f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
         if self.averaging is None:
-            return borders
-        return f"{borders}, averaging {self.averaging.label}"
+            return boundaries
+        return f"{boundaries}, averaging {self.averaging.label}"
 
     @property
     def is_identity(self) -> bool:
         """Whether every tensor arrives unchanged."""
         if isinstance(self.averaging, PerTensor) and not self.averaging.is_identity:
             return False
-        borders = self.forward.family == self.backward.family == "none" and not self.has_memory
-        return borders and (self.averaging is None or self.for_tensor("", ()).family == "none")
+        boundaries = self.forward.family == self.backward.family == "none" and not self.has_memory
+        return boundaries and (self.averaging is None or self.for_tensor("", ()).family == "none")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Phased:
             previous = until
         self.phases = dict(phases)
 
-    def at_border(self, stage: int) -> Phased:
+    def at_boundary(self, stage: int) -> Phased:
         return self
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.compressor import Parts, wide
 from xcloud.comm.factors import WarmFactors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers

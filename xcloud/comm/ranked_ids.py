@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError
 from xcloud.comm.gap_code import decode_ascending, encode_ascending
 from xcloud.comm.variable_bits import Ints, bits_bytes, read_bits, write_bits
-from xcloud.errors import FrameError
 
 # An entry costs 8 to 10 bits. Of 2, 3 and 4 occurrences, 3 was smallest on Wikipedia text of four
 # languages, 2,048 to 65,536 tokens, by 0 to 1 %.

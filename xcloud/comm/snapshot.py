@@ -1,6 +1,6 @@
 """Copies of large states between two updates, into memory whose pages are there already: touching
 new ones takes several times as long as the copy. When to copy is decided elsewhere
-(run/checkpointing.py).
+(survive/checkpointing.py).
 """
 
 from __future__ import annotations

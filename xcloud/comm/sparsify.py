@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import FrameError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.bitpack import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers
 from xcloud.comm.draws import Draws
-from xcloud.errors import FrameError
 
 _SAMPLE = 1 << 16
 """Values that tell roughly where the largest begin."""
@@ -68,8 +68,8 @@ class TopK:
 class TopRows:
     """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
-    For gradients at a border: few tokens carry most of a classifier's gradient, and a row that is
-    sent keeps its direction. Ties go to the first rows; a row with a NaN counts as largest, so
+    For gradients at a boundary: few tokens carry most of a classifier's gradient, and a row that
+    is sent keeps its direction. Ties go to the first rows; a row with a NaN counts as largest, so
     that divergence stays visible. A tensor of one axis has rows of one value.
 
     Wire, for [R, D]: values [k, D] in the tensor's dtype; positions uint8, see `_SortedPositions`,

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import nn
 
-from xcloud.contracts.stage import Batch, Border, Head, Stage, TokenIds
+from xcloud.contracts.stage import Batch, Boundary, Head, Stage, TokenIds
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SplitModel(Protocol):
         """Names of the parts whose weights this stage holds (embeddings, layers, head …), to check
         who may hold them."""
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """What crosses from `stage` to `stage + 1`, without building anything."""
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:

@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from xcloud.comm.border import Border, BorderField, Message, Samples
+from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
 
 __all__ = [
     "NO_LABEL",
     "NO_TOKEN",
     "Batch",
-    "Border",
-    "BorderField",
+    "Boundary",
+    "BoundaryField",
     "Head",
     "Message",
     "Stage",
@@ -45,11 +45,11 @@ class Stage(nn.Module):
     """One part of a split model."""
 
     def hand_over(self) -> tuple[Tensor, ...]:
-        """What the next stage must have before the first step, as its border's `start` says."""
+        """What the next stage must have before the first step, as its boundary's `start` says."""
         return ()
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
-        """What the stage before handed over. Called only where its border has a `start`."""
+        """What the stage before handed over. Called only where its boundary has a `start`."""
         raise NotImplementedError
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:

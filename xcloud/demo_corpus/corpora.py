@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
 from xcloud.demo_corpus import events, feelings, joined, nested, sentences, states
 from xcloud.demo_corpus.dice import Dice
 from xcloud.demo_corpus.events import Story

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, SeededBackbone
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.tasks.corpus.monolingual import TextSource

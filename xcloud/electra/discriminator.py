@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from xcloud.base.errors import FrameError
+from xcloud.base.project import MODEL_DIR
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
 from xcloud.comm.memory import State, load_states, states_of
 from xcloud.contracts.one_way_parts import SUMS, OneWayContext
 from xcloud.electra.config import DiscriminatorSettings
-from xcloud.errors import FrameError
 from xcloud.models.checkpoint import export_electra
 from xcloud.models.electra import Discriminator, detect_replaced
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.project import MODEL_DIR
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.trained_module import TrainedModule
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from xcloud.base.project import MODEL_DIR
 from xcloud.comm.id_packing import CorruptedTexts, IdPacking
 from xcloud.comm.memory import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
@@ -23,7 +24,6 @@ from xcloud.models.checkpoint import export_bert
 from xcloud.models.electra import choose_masked, corrupt, inner_rows
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.project import MODEL_DIR
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged

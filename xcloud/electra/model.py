@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from xcloud.checks import check_choice
+from xcloud.base.checks import check_choice
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import MODEL_DIR
 from xcloud.comm.id_packing import IdPacking
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.contracts.split_model import BuildContext
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.discriminator import DISCRIMINATOR_DIR, DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank
-from xcloud.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone
 from xcloud.models.electra import Discriminator
 from xcloud.models.encoder import Encoder
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
-from xcloud.project import MODEL_DIR
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer

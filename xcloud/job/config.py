@@ -20,11 +20,11 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.project import project_root
 from xcloud.job.data_file import read_data
 from xcloud.job.hints import hint
 from xcloud.job.job import Job
-from xcloud.project import project_root
 from xcloud.security.policy import POLICY_FILE, Policy
 
 EXPERIMENT_FILE = "experiment.yaml"

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 
 MAX_BYTES = 128_000  # the largest experiment of conf/ has 7,000
 MAX_VALUES = 4_000  # keys included; it has 500. OmegaConf takes 0.1 ms for each

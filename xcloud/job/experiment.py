@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.border import Border
-from xcloud.comm.per_border import PerBorder
+from xcloud.comm.boundary import Boundary
+from xcloud.comm.per_boundary import PerBoundary
 from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.switched import Switched
+from xcloud.comm.selectable import Selectable
 from xcloud.contracts.split_model import SplitModel
 from xcloud.contracts.task import Task
-from xcloud.errors import ConfigError
 from xcloud.job.experiment_checks import (
     check_autopilot,
     check_choices,
@@ -47,7 +47,7 @@ class Experiment(Job):
     model: SplitModel
     cluster: ClusterLayout
     schedule: Schedule
-    compression: Compression | Phased | PerBorder | Switched
+    compression: Compression | Phased | PerBoundary | Selectable
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
@@ -77,12 +77,13 @@ class Experiment(Job):
         if layout.num_replicas > 1:
             _ = self.compression.averaging_label  # raises for one that cannot be
             check_feedback(self)
-        if isinstance(self.compression, PerBorder):
-            for border in self.compression.borders:
-                if border >= layout.num_stages - 1:
+        if isinstance(self.compression, PerBoundary):
+            for boundary in self.compression.boundaries:
+                if boundary >= layout.num_stages - 1:
                     raise ConfigError(
-                        f"compression.border_{border}: there is no such border; this cluster has "
-                        f"{layout.num_stages} stages, so borders 0 to {layout.num_stages - 2}"
+                        f"compression.boundary_{boundary}: there is no such boundary; this "
+                        "cluster has "
+                        f"{layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
                     )
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
@@ -103,14 +104,14 @@ class Experiment(Job):
         return ties is not None and bool(ties(self.cluster.num_stages))
 
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the border behind `stage`."""
+        """By direction, of the boundary behind `stage`."""
         cloud_of = partial(self.cluster.stage_cloud, replica=replica)
         return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
 
     @property
     def compression_in_force(self) -> str:
-        """The compression's label: of borders that leave a cloud, of what replicas average; "off"
-        where there is neither."""
+        """The compression's label: of boundaries that leave a cloud, of what replicas average;
+        "off" where there is neither."""
         layout, compression = self.cluster, self.compression
         if not layout.crosses_clouds:
             return "off"
@@ -126,12 +127,12 @@ class Experiment(Job):
 
     @property
     def defences_in_force(self) -> str:
-        """The defences' label; "off" where no border is one that they act on, "none" if none."""
+        """The defences' label; "off" where no boundary is one that they act on, "none" if none."""
         defences = self.security.defences
         if not defences.label:
             return "none"
-        borders = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
-        acts = any(self.defences_at(stage, replica) for stage, replica in borders)
+        boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
+        acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
         return defences.label if acts else "off"
 
     @property
@@ -148,12 +149,12 @@ class Experiment(Job):
         compression = self.compression_in_force
         if compression == "off" and not self.compression.is_identity:
             compression = (
-                f"off (no border between clouds, so {self.compression.label} does not act)"
+                f"off (no boundary between clouds, so {self.compression.label} does not act)"
             )
         parts = [self.task.describe(), self.model.describe(), self.cluster.describe()]
         parts.append(f"compression: {compression}")
-        if self.training.keep_frozen_mb:
-            parts.append(f"keeps up to {self.training.keep_frozen_mb} MB of frozen rows")
+        if self.training.activation_cache_mb:
+            parts.append(f"keeps up to {self.training.activation_cache_mb} MB of frozen rows")
         if self.strategy_in_force:
             parts.append(f"strategy: {self.strategy.describe(self.cluster)}")
         if defences := self.security.defences.label:
@@ -213,23 +214,23 @@ class Experiment(Job):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
-        check_keeping(self, self.borders)
+        check_keeping(self, self.boundaries)
 
     @property
-    def borders(self) -> dict[int, Border]:
+    def boundaries(self) -> dict[int, Boundary]:
         """What crosses from each stage to the next."""
         return {
-            stage: self.model.border(stage, self.cluster.num_stages, self.task.max_length)
+            stage: self.model.boundary(stage, self.cluster.num_stages, self.task.max_length)
             for stage in range(self.cluster.num_stages - 1)
         }
 
     @property
-    def keeping_borders(self) -> list[int]:
-        """Borders behind which clouds keep rows of frozen parts."""
-        if not self.training.keep_frozen_mb:
+    def cached_boundaries(self) -> list[int]:
+        """Boundaries behind which clouds keep rows of frozen parts."""
+        if not self.training.activation_cache_mb:
             return []
         leaves = self.cluster.leaves_cloud
-        return [s for s, border in self.borders.items() if border.is_constant and leaves(s)]
+        return [s for s, boundary in self.boundaries.items() if boundary.is_constant and leaves(s)]
 
     @property
     def schedules(self) -> Sequence[Schedule]:
@@ -257,7 +258,7 @@ class Experiment(Job):
             layout.lane_period(stage)
             for stage in range(layout.num_stages - 1)
             if layout.leaves_cloud(stage)
-            and (self.compression.at_border(stage).has_memory or stage in self.keeping_borders)
+            and (self.compression.at_boundary(stage).has_memory or stage in self.cached_boundaries)
         ]
         period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
         if period == 1:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.border import Border
-from xcloud.comm.kept_rows import decodes_rows_alone
+from xcloud.comm.activation_cache import decodes_rows_alone
+from xcloud.comm.boundary import Boundary
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.per_border import PerBorder
+from xcloud.comm.per_boundary import PerBoundary
 from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.switched import Switched
+from xcloud.comm.selectable import Selectable
 from xcloud.contracts.split_model import SplitModel
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
@@ -56,13 +56,13 @@ class Checked(Protocol):
     def security(self) -> Visibility: ...
 
     @property
-    def compression(self) -> Compression | Phased | PerBorder | Switched: ...
+    def compression(self) -> Compression | Phased | PerBoundary | Selectable: ...
 
     @property
     def ties_ends(self) -> bool: ...
 
     @property
-    def keeping_borders(self) -> list[int]: ...
+    def cached_boundaries(self) -> list[int]: ...
 
     def fields_of(self, rank: int) -> frozenset[str]: ...
     def defences_at(self, stage: int, replica: int) -> dict[str, Defence]: ...
@@ -94,7 +94,7 @@ def check_autopilot(job: Checked) -> None:
 def check_choices(job: Checked) -> None:
     """Whatever the autopilot may choose must be allowed as the run's own setting."""
     layout, schedules = job.cluster, job.schedules
-    assert isinstance(job.compression, Switched)
+    assert isinstance(job.compression, Selectable)
     if len(schedules) * len(job.compression.choices) < 2:
         raise ConfigError(
             "autopilot has nothing to choose: its choices are the run's own compression, "
@@ -106,12 +106,12 @@ def check_choices(job: Checked) -> None:
             f"compressions to choose from, and {MAX_CHOICES} together is the most: allow fewer"
         )
     counts = {schedule.num_micro_batches for schedule in schedules}
-    by_sample = job.compression.has_memory or job.training.keep_frozen_mb
+    by_sample = job.compression.has_memory or job.training.activation_cache_mb
     if len(counts) > 1 and by_sample and layout.min_micro_batches() > 1:
         raise ConfigError(
             f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
             "would not keep its lanes, between which a memory of the compression or "
-            "training.keep_frozen_mb is kept; give each stage one rank, or leave either out"
+            "training.activation_cache_mb is kept; give each stage one rank, or leave either out"
         )
     for schedule in schedules[1:]:
         own = next(iter(job.compression.choices.values()))
@@ -240,14 +240,16 @@ def check_feedback(job: Checked) -> None:
             )
 
 
-def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
+def check_keeping(job: Checked, boundaries: Mapping[int, Boundary]) -> None:
     """Rows may be kept only where the same ones would cross again in every epoch."""
-    megabytes, layout = job.training.keep_frozen_mb, job.cluster
+    megabytes, layout = job.training.activation_cache_mb, job.cluster
     if not megabytes:
         return
 
     def refused(why: str) -> ConfigError:
-        return ConfigError(f"training.keep_frozen_mb is {megabytes}, but {why}, or set it to 0")
+        return ConfigError(
+            f"training.activation_cache_mb is {megabytes}, but {why}, or set it to 0"
+        )
 
     if not job.security.may_keep_rows:
         raise refused(
@@ -260,34 +262,35 @@ def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
         )
     reasons = {
         stage: "something before it is trained"
-        if border.gradient_returns
+        if boundary.gradient_returns
         else "dropout is active before it"
-        for stage, border in borders.items()
-        if layout.leaves_cloud(stage) and not border.is_constant
+        for stage, boundary in boundaries.items()
+        if layout.leaves_cloud(stage) and not boundary.is_constant
     }
-    if not job.keeping_borders:
-        found = "; ".join(f"at border {stage} {why}" for stage, why in reasons.items())
+    if not job.cached_boundaries:
+        found = "; ".join(f"at boundary {stage} {why}" for stage, why in reasons.items())
         why = (
-            "no border between clouds has the same rows in every epoch "
+            "no boundary between clouds has the same rows in every epoch "
             f"({found or f'none leaves its cloud with strategy={job.strategy.name}'})"
         )
         if not hasattr(job.model, "split"):
             raise ConfigError(
-                f"training.keep_frozen_mb is {megabytes}, but {why}, and no setting of this model "
+                f"training.activation_cache_mb is {megabytes}, but {why}, and no setting of this "
+                "model "
                 "freezes all that lies before one: set it to 0"
             )
         raise refused(
             f"{why}: freeze what lies before one (model.split.layer and "
             "model.split.freeze_bottom=true)"
         )
-    for stage in job.keeping_borders:
+    for stage in job.cached_boundaries:
         for replica in range(layout.num_replicas):
             if (defence := job.defences_at(stage, replica).get("forward")) is not None:
                 raise refused(
                     f"security.defences.forward={defence.label} adds new noise in every epoch, "
                     "which would no longer protect: leave it out"
                 )
-        compression = job.compression.at_border(stage)
+        compression = job.compression.at_boundary(stage)
         if not isinstance(compression, Compression):
             raise refused(
                 f"compression changes during the run ({compression.label}): take one for all of it"
@@ -297,7 +300,7 @@ def check_keeping(job: Checked, borders: Mapping[int, Border]) -> None:
                 f"compression.forward_memory ({compression.forward_memory.label}) changes rows "
                 "from epoch to epoch: leave it out"
             )
-        for field in borders[stage].fields:
+        for field in boundaries[stage].fields:
             width = math.prod(field.features)
             floats = field.dtype.is_floating_point
             if floats and not decodes_rows_alone(compression.forward, width):

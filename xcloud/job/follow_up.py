@@ -12,8 +12,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.electra.model import MultilingualElectra
-from xcloud.errors import ConfigError, DataError
 from xcloud.job.config import job_from_config, plain_settings, this_clouds_policy
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.project import project_root
 from xcloud.cluster.clouds import Layout
 from xcloud.plan.autopilot import Autopilot
 from xcloud.plan.settings import Planning
-from xcloud.project import project_root
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
 from xcloud.training.settings import Checkpoints
@@ -51,8 +51,8 @@ class Job(ABC):
     sweep: a name that runs share which belong together.
     label: what tells this run from others of its sweep, seeds apart; the launcher gives it.
     cache_dir: relative to the project's folder.
-    plan: what to find out before the run (run/planning.py); null in whatever is run.
-    autopilot: what may change while it runs (run/autopilot.py); null: nothing.
+    plan: what to find out before the run (planner/planning.py); null in whatever is run.
+    autopilot: what may change while it runs (rank/autopilot.py); null: nothing.
     """
 
     name: str

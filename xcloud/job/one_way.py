@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
-from xcloud.errors import ConfigError
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
@@ -57,7 +57,8 @@ class OneWayExperiment(Job):
         super().__post_init__()
         if self.autopilot is not None:
             raise ConfigError(
-                "autopilot chooses the compression of a pipeline's borders, and a one-way job has "
+                "autopilot chooses the compression of a pipeline's boundaries, and a one-way "
+                "job has "
                 "none; set autopilot=off"
             )
         if (

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Stage, TokenIds
-from xcloud.errors import ConfigError
 from xcloud.models.attention import CrossAttention, FixedCache, Packing
 from xcloud.models.backbone import Backbone, OwnBackbone, Weights, check_backbone
 from xcloud.models.decoding import Greedy, Search, check_search
@@ -150,7 +150,7 @@ class AbNet(EncoderDecoder):
     vectors of source words and of words to be predicted a trained one each, [vocabulary, hidden];
     not in AB-Net, whose backbones have seen every word often.
     Why these defaults: es-en captions, 3 + 3 layers x 128, 600 updates, one seed: BLEU 16.4;
-    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Word adapters: the
+    with backbone_dropout=0.1 13.7 and 5 % slower; with train_head=false 14.1. Signal adapters: the
     demo, 400 updates, one seed: 69.9, of predicted words only 61.0, without 31.2.
     encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """

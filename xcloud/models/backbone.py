@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError, DataError
 from xcloud.hub.cache import bytes_of, key_of, make_once
 from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Batch, TokenIds
-from xcloud.errors import ConfigError
 from xcloud.hub.cache import bytes_of, key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights

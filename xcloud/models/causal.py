@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Border, BorderField, Stage, TokenIds
-from xcloud.errors import ConfigError
+from xcloud.contracts.stage import Boundary, BoundaryField, Stage, TokenIds
 from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (
@@ -152,7 +152,7 @@ class CausalLM:
         """Whether the first and the last stage train a matrix in common."""
         return self.embeddings == "tie" and num_stages > 1
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """ConfigError for a cut, a length or adapters that the model cannot have."""
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
@@ -161,9 +161,9 @@ class CausalLM:
         width = cut.rank if is_narrow else whole
         assert width is not None
         fields = (
-            BorderField("counts", (), torch.int16),
-            BorderField("places", (), torch.int16, "counted", most=max_length - 1),
-            BorderField("hidden", (width,), torch.float32, "counted", whole),
+            BoundaryField("counts", (), torch.int16),
+            BoundaryField("places", (), torch.int16, "counted", most=max_length - 1),
+            BoundaryField("hidden", (width,), torch.float32, "counted", whole),
         )
         start: tuple[TensorSpec, ...] = ()
         if is_narrow and cut.hands_over:
@@ -171,7 +171,7 @@ class CausalLM:
             start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
         trains = self._trains_up_to(config, part.blocks.stop, stage)
         draws = not self._freezes(stage) and _has_dropout(config)
-        return Border(fields, max_length, trains, start, is_constant=not (trains or draws))
+        return Boundary(fields, max_length, trains, start, is_constant=not (trains or draws))
 
     def build_stage(
         self, stage: int, num_stages: int, context: BuildContext, measures: bool = True

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError, DataError
 from xcloud.hub.cache import bytes_of, key_of
 from xcloud.models.backbone import make_in_lane_0
 from xcloud.models.causal_network import (

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import BuildContext
-from xcloud.errors import ConfigError
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.causal_network import (
@@ -81,7 +81,7 @@ def check_fits(split: Split, config: Any, num_stages: int) -> None:
 def make_cut(
     split: Split, stage: int, config: Any, max_length: int, basis: Basis | None
 ) -> Cut | None:
-    """What stands at the border behind stage 0 on this stage's side; None where nothing does.
+    """What stands at the boundary behind stage 0 on this stage's side; None where nothing does.
     basis None: to be filled from a file."""
     if stage > 1 or not split.is_low_rank:
         return None
@@ -123,7 +123,7 @@ class _At:
 
 
 def through(cut: Cut, rows: Tensor, places_R: Tensor) -> Tensor:
-    """[R, H] -> [R, K] before the border, the other way behind it."""
+    """[R, H] -> [R, K] before the boundary, the other way behind it."""
     at = _At(places_R)
     return cut.reduce(rows, at) if isinstance(cut, ProjectionBottom) else cut(rows, at)
 

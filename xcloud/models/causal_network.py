@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.models.checkpoint import fetch, quiet
 
 HEAD = "lm_head"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.hub.access import go_offline_if_unreachable
 from xcloud.models.encoder import Encoder, EncoderConfig
 

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError
 
 
 class StepDecoder(Protocol):

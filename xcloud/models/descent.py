@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
 from xcloud.comm.memory import State, Stateful, load_states, states_of
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.optimizer import Optimizer

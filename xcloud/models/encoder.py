@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.checks import check_choice, check_int, check_number
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.attention import GrowingCache, Packing, SelfAttention
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

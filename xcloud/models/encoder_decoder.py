@@ -1,8 +1,8 @@
-"""Shared by all source -> target models: the cut, the border, the loss and the prediction.
+"""Shared by all source -> target models: the cut, the boundary, the loss and the prediction.
 The layers come from abnet.py and transformer.py.
 
 Stages 0..n-2 hold the encoder layers, the last stage holds the decoder. Only stage 0 reads the
-source text, only the last the target text; the encoder's hidden rows cross the borders.
+source text, only the last the target text; the encoder's hidden rows cross the boundaries.
 Batch fields "source" and "target": int64 [B, S], `bos x1 .. xn eos`, padded on the right.
 
 Shapes: B samples, R rows of the source, T rows of the target (tokens that are not padding),
@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.stage import (
     Batch,
-    Border,
-    BorderField,
+    Boundary,
+    BoundaryField,
     Message,
     Stage,
     StageOutput,
     TokenIds,
 )
-from xcloud.errors import ConfigError
 from xcloud.models.attention import FixedCache, GrowingCache, Packing
 from xcloud.models.decoding import Search
 
@@ -53,12 +53,12 @@ class EncoderDecoder:
             return frozenset({"target_embeddings", "decoder", "head"})
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """Token counts and the encoder's rows [R, H]: 4 * R * H bytes each way."""
         self.check_stage(stage, num_stages)
-        counts = BorderField("counts", (), torch.int16)
-        hidden = BorderField("hidden", (self.source_width(),), torch.float32, rows="counted")
-        return Border((counts, hidden), max_length)
+        counts = BoundaryField("counts", (), torch.int16)
+        hidden = BoundaryField("hidden", (self.source_width(),), torch.float32, rows="counted")
+        return Boundary((counts, hidden), max_length)
 
     def source_width(self) -> int:
         """Features of the encoder's rows."""

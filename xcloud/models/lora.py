@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xcloud.checks import check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.models.causal_network import (
     KINDS,
     block_number,
@@ -31,7 +31,7 @@ class Lora:
 
     targets: last names of the matrices in a block (q_proj, down_proj …); None: those that peft
         takes for this type of model. layers: blocks that get adapters, from 0; None: all. Below
-        the first of them nothing is trained, and no gradient comes back over a border there.
+        the first of them nothing is trained, and no gradient comes back over a boundary there.
     """
 
     r: int = 16

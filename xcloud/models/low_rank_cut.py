@@ -28,14 +28,14 @@ class Places(Protocol):
 
 
 class BottomCut(nn.Module):
-    """The cut block before the border: rows [R, H] -> sent [R, K]."""
+    """The cut block before the boundary: rows [R, H] -> sent [R, K]."""
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         raise NotImplementedError
 
 
 class TopCut(nn.Module):
-    """The cut block after the border: sent [R, K] -> the block's rows [R, H]."""
+    """The cut block after the boundary: sent [R, K] -> the block's rows [R, H]."""
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
         raise NotImplementedError
@@ -209,7 +209,7 @@ def projection_top(split: Split, hidden: int, max_length: int) -> ProjectionTop:
 
 
 def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut:
-    """The part before the border; consumes `block`. Initial values of V or E: start_bottom."""
+    """The part before the boundary; consumes `block`. Initial values of V or E: start_bottom."""
     if not split.is_low_rank:
         return WholeBottom(block)
     assert split.rank is not None
@@ -224,7 +224,7 @@ def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut
 
 
 def make_top(split: Split, block: EncoderLayer, max_length: int) -> TopCut:
-    """The part after the border; consumes `block`."""
+    """The part after the boundary; consumes `block`."""
     if not split.is_low_rank:
         return WholeTop()
     assert split.rank is not None

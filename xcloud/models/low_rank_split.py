@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Border, BorderField, Head, Stage, TokenIds
-from xcloud.errors import ConfigError
+from xcloud.contracts.stage import Boundary, BoundaryField, Head, Stage, TokenIds
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
 from xcloud.models.calibration import EncoderBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
@@ -110,7 +110,7 @@ class LowRankSplit:
             return frozenset({"head"} if num_stages == 3 else {"layers", "head"})
         return frozenset({"embeddings", "layers"} if stage == 0 else {"layers"})
 
-    def border(self, stage: int, num_stages: int, max_length: int) -> Border:
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
         """After stage 0: counts and rows [R, K], 4 K bytes per token; no gradient returns to a
         frozen bottom. Before a separate head: [B, H or head_rank], or [R, …] for spans.
         ConfigError for a layer, rank or length that exceeds the backbone's.
@@ -119,11 +119,11 @@ class LowRankSplit:
         self._check_network(self.backbone.depth(), self.backbone.width())
         if isinstance(self.backbone, PretrainedBackbone):
             self.backbone.check_length(max_length)
-        counts = BorderField("counts", (), torch.int16)
+        counts = BoundaryField("counts", (), torch.int16)
         if stage == 0:
             width = self.split.rank if self.split.is_low_rank else None
             whole = self.backbone.width()
-            hidden = BorderField(
+            hidden = BoundaryField(
                 "hidden", (width or whole,), torch.float32, rows="counted", replaces=whole
             )
             start: tuple[TensorSpec, ...] = ()
@@ -132,14 +132,14 @@ class LowRankSplit:
                 shapes = ((whole, self.split.rank or 0), (places, whole))
                 start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
             frozen = self._freezes_bottom
-            return Border((counts, hidden), max_length, not frozen, start, is_constant=frozen)
+            return Boundary((counts, hidden), max_length, not frozen, start, is_constant=frozen)
         whole = self.backbone.width()
         features = (self.split.kept_head_rank or whole,)
         if self.output == "sample":
-            pooled = BorderField("pooled", features, torch.float32, replaces=whole)
-            return Border((pooled,), 1)
-        hidden = BorderField("hidden", features, torch.float32, rows="counted", replaces=whole)
-        return Border((counts, hidden), max_length)
+            pooled = BoundaryField("pooled", features, torch.float32, replaces=whole)
+            return Boundary((pooled,), 1)
+        hidden = BoundaryField("hidden", features, torch.float32, rows="counted", replaces=whole)
+        return Boundary((counts, hidden), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         check_stage(stage, num_stages)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import DataError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import DataError
 from xcloud.models.attention import Packing
 from xcloud.models.descent import Descent
 from xcloud.models.electra import choose_masked

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError
 from xcloud.models.backbone import OwnBackbone, Weights
 from xcloud.models.encoder import EncoderConfig
 from xcloud.models.text_source import PublicTexts, check_public_text

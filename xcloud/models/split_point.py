@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError
 
 METHODS = ("svd", "identity", "pca", "orthogonal")
 LINEARS = ("feed_forward_output", "attention_output")
@@ -42,7 +42,7 @@ class Split:
         anchor added after D is trained.
     whiten: scale the crossing features to unit variance, so that one quantisation scale fits all.
     freeze_bottom: freeze everything before the cut, V or E included, and disable its dropout; no
-        gradient then returns over the border.
+        gradient then returns over the boundary.
     calibration: the text for estimating basis and anchor. own: the owner's training text; the
         other cloud receives D and the anchor in one message before the first step (4 K H bytes,
         plus 4 H or 4 P H), which reveals the second moments of h. public: text that every cloud

@@ -20,7 +20,7 @@ from xcloud.models.text_head import Pooling, TextHead, pool
 
 
 class BottomStage(Stage):
-    """Embeddings, lower blocks, and the cut block up to the border. Reads "text" and "types".
+    """Embeddings, lower blocks, and the cut block up to the boundary. Reads "text" and "types".
 
     frozen: no training and no dropout.
     architecture: JSON values to rebuild the stage without its backbone.
@@ -68,7 +68,7 @@ class BottomStage(Stage):
 
 
 class TopPart(nn.Module):
-    """The cut block after the border, upper blocks, pooling, and the bottleneck to the head.
+    """The cut block after the boundary, upper blocks, pooling, and the bottleneck to the head.
 
     pooling: None keeps all rows. narrow: a Bottleneck, or nn.Identity.
     """

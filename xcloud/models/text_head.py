@@ -35,8 +35,8 @@ def pool(rows_RH: Tensor, packing: Packing, how: Pooling) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """H -> K before the border to the head: linear, initially with orthonormal rows. Together with
-    `Widening`, initially its transpose, a low-rank identity path."""
+    """H -> K before the boundary to the head: linear, initially with orthonormal rows. Together
+    with `Widening`, initially its transpose, a low-rank identity path."""
 
     def __init__(self, hidden: int, rank: int, seed: int) -> None:
         super().__init__()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError
 
 
 @runtime_checkable

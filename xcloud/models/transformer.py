@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import Stage, TokenIds
 from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from xcloud.comm.memory import MEMORY, State, load_states, split_state, states_of, whole_number
 from xcloud.parallel.averaging import Averager
-from xcloud.parallel.dealt import local_part
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pieces import dealt
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.sharded import local_part
 
 LOSS = "(loss)"
 """Travels with the gradients, as it is."""

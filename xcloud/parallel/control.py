@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)
@@ -41,7 +41,7 @@ _CODE = TensorSpec((1,), torch.uint8)
 _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
-class Word(IntEnum):
+class Signal(IntEnum):
     """What every rank does after an update, before the next one. Rank 0's word."""
 
     GO_ON = 0
@@ -65,11 +65,11 @@ class Pilot(Protocol):
         """In every rank, when all others do. choice: NO_CHOICE = as before."""
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """Of rank 0 to the leaders, and of these to their stages. choice: of a Pilot."""
 
     total: float
-    word: Word = Word.GO_ON
+    word: Signal = Signal.GO_ON
     choice: int = NO_CHOICE
 
 
@@ -93,9 +93,9 @@ class StageSums:
         step: int,
         values: Mapping[int, float],
         num_stages: int,
-        word: Word = Word.GO_ON,
+        word: Signal = Signal.GO_ON,
         pilot: Pilot | None = None,
-    ) -> Answer:
+    ) -> Reply:
         """Sum of one number per stage, the same bits in every leader, and rank 0's word and its
         pilot's choice, which travel with it. Leaders only.
 
@@ -127,11 +127,11 @@ class StageSums:
         news = [word] if choice is None else [word, choice]
         for leader in others:
             parts = [torch.tensor([total], dtype=torch.float64)]
-            if news != [Word.GO_ON]:
+            if news != [Signal.GO_ON]:
                 parts.append(torch.tensor(news, dtype=torch.uint8))
             carries = _SUMMED if choice is None else _CHOSEN
             self.out[leader].send(key, tuple(parts), carries[: len(parts)])
-        return Answer(total, word, NO_CHOICE if choice is None else choice)
+        return Reply(total, word, NO_CHOICE if choice is None else choice)
 
 
 def check_norms(
@@ -153,15 +153,15 @@ def check_norms(
     return (norms, *parts[1:])
 
 
-def answer_of(parts: Parts, first: int) -> Answer:
+def answer_of(parts: Parts, first: int) -> Reply:
     """Raises FrameError for anything but the sum, and what to do."""
-    specs, news = [TensorSpec.of(part) for part in parts], [int(Word.GO_ON)]
+    specs, news = [TensorSpec.of(part) for part in parts], [int(Signal.GO_ON)]
     fits = specs[:1] == [TensorSpec((1,), torch.float64)] and len(specs) <= 2
     if fits and len(specs) == 2:
         news, fits = parts[1].tolist(), specs[1] in (_CODE, TensorSpec((2,), torch.uint8))
-    if not fits or news[0] not in [*Word]:
+    if not fits or news[0] not in [*Signal]:
         raise FrameError(f"rank {first} sent {specs} and {news} for a sum of norms")
-    return Answer(float(parts[0]), Word(news[0]), *news[1:])
+    return Reply(float(parts[0]), Signal(news[0]), *news[1:])
 
 
 class Control:

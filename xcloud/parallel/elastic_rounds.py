@@ -14,8 +14,8 @@ from torch import nn
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.parallel.hub import Hub, Member
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.pace import Pace
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.step_budget import StepBudget
 
 
 class ElasticRounds:
@@ -36,7 +36,7 @@ class ElasticRounds:
         end: Hub | Member | None,
         last_step: int,
         work: Callable[[int], float],
-        pace: Pace,
+        pace: StepBudget,
     ) -> None:
         assert (end is not None) == inside.leads
         self._settings, self._parameters, self._inside = settings, list(parameters), inside

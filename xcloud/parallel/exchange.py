@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.memory import State, Stateful, split_state
-from xcloud.parallel.dealt import local_part, with_part
 from xcloud.parallel.norm import are_finite, squared_norm
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.sharded import local_part, with_part
 
 
 class FlatBuffer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 
 
 def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -23,7 +23,7 @@ def contiguous(sizes: Sequence[int], count: int) -> list[list[int]]:
     runs: list[list[int]] = [[]]
     for position, size in enumerate(sizes):
         runs_left, positions_left = count - len(runs), len(sizes) - position
-        # The next run begins where its border is nearer to this tensor's start than to its end.
+        # The next run begins where its boundary is nearer to this tensor's start than to its end.
         is_due = (done + size / 2) * count >= whole * len(runs)
         if runs[-1] and runs_left and (is_due or positions_left <= runs_left):
             runs.append([])

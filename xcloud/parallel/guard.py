@@ -1,5 +1,5 @@
-"""Where a border leaves a cloud: defences on what leaves, notes for the leak meter on what passes.
-Knows no compressor and no link; a guard is a channel's end to the pipeline.
+"""Where a boundary leaves a cloud: defences on what leaves, notes for the leak meter on what
+passes. Knows no compressor and no link; a guard is a channel's end to the pipeline.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import numpy as np
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Message, Samples
+from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Parts
 from xcloud.security.defences import LABEL, Defence
@@ -21,7 +21,7 @@ class _Guard:
     observer: Observer | None = None
 
     def __init__(self, channel: SendChannel | ReceiveChannel, how: str) -> None:
-        self._border, self._direction = channel.identity.border, channel.identity.direction
+        self._boundary, self._direction = channel.identity.boundary, channel.identity.direction
         self._floating = [f for f in channel.fields if f.dtype.is_floating_point]
         self._how = how
 
@@ -30,7 +30,7 @@ class _Guard:
         if observer is None or key.kind is Kind.EVALUATION or not observer.wants(key.step):
             return
         for field in self._floating:
-            stream = Stream(self._direction, self._border, self._how, field.name)
+            stream = Stream(self._direction, self._boundary, self._how, field.name)
             counts = field.counts(message.get("counts"))
             observer.message(stream, samples["ids"], counts, message[field.name])
 

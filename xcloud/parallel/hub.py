@@ -16,15 +16,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link import Parts
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Watch, contribution_of
 from xcloud.parallel.merging import Contribution, Merge, can_merge
 from xcloud.parallel.norm import are_finite
+from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.replica_links import ReplicaLinks
 
 HUB = 0
@@ -69,7 +69,7 @@ class Ends:
     """What hub and members have alike. codec: of what a replica sends; merged: of what the hub
     answers. Both are decoded by whoever did not encode them."""
 
-    values: Anchored
+    values: OuterParameters
     codec: TensorCodec
     merged: TensorCodec
     links: ReplicaLinks

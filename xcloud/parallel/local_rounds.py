@@ -23,13 +23,13 @@ from xcloud.comm.memory import (
     states_of,
     whole_number,
 )
-from xcloud.parallel.anchor import Anchored
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.pace import Pace
+from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.step_budget import StepBudget
 
 MakeAverager = Callable[[Mapping[str, torch.Size], int], Averager]
 """Of the tensors that one rank carries across, by name, and of the fragment's number."""
@@ -40,7 +40,7 @@ _UNDER_WAY = f"{MEMORY}.under_way"
 
 
 class Rounds(Stateful, Protocol):
-    """What a rank's replica does at the border of two steps."""
+    """What a rank's replica does at the boundary of two steps."""
 
     def begin_step(self, step: int) -> None:
         """Before the update."""
@@ -95,7 +95,7 @@ class _Fragment:
     """weight: what this replica did since it last sent. under_way: the step at which it did, 0 for
     none."""
 
-    values: Anchored
+    values: OuterParameters
     averager: Averager | None
     offset: int
     weight: float = 0.0
@@ -122,7 +122,7 @@ class LocalRounds:
         make_averager: MakeAverager,
         last_step: int,
         work: Callable[[int], float],
-        pace: Pace,
+        pace: StepBudget,
         after_last: Callable[[int], None] = lambda step: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -137,7 +137,7 @@ class LocalRounds:
             own = [trained[position] for position in run]
             shares = dealt([p.numel() for p in own], num_shares)
             named = {names[position]: trained[position] for position in run}
-            values = Anchored(named, shares, inside, settings.outer)
+            values = OuterParameters(named, shares, inside, settings.outer)
             averager = None
             if inside.lane < num_shares:
                 shapes = {names[run[place]]: own[place].shape for place in shares[inside.lane]}

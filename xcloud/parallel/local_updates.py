@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.parallel.merging import Robust, check_robust
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 

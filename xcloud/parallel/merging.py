@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_number
+from xcloud.base.errors import ConfigError
 from xcloud.parallel.norm import squared_norm
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_number
+from xcloud.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

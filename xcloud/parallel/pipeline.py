@@ -15,30 +15,30 @@ from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Border, Message
+from xcloud.comm.activation_cache import ActivationCache, by_sample, message_at, samples_at
+from xcloud.comm.boundary import Boundary, Message
 from xcloud.comm.channel import Receiver, Sender
-from xcloud.comm.kept_rows import KeptSamples, by_sample, message_at, samples_at
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
 from xcloud.contracts.stage import Batch, Stage, StageOutput
-from xcloud.parallel.deferred_weights import DeferredWeights, can_wait
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, put_off, rank_actions
+from xcloud.parallel.split_backward import DeferredWeights, can_wait
 
 
 @dataclass
-class BorderPorts:
-    """The ends of one border's channels that this rank holds, by peer rank.
+class BoundaryPorts:
+    """The ends of one boundary's channels that this rank holds, by peer rank.
 
-    A rank before the border has forward_out and backward_in, a rank after it the other two; a rank
-    on both sides has all four, and is its own peer. kept: what each receiver of forward_out keeps
-    of a constant border.
+    A rank before the boundary has forward_out and backward_in, a rank after it the other two; a
+    rank on both sides has all four, and is its own peer. kept: what each receiver of forward_out
+    keeps of a constant boundary.
     """
 
-    border: Border
+    boundary: Boundary
     forward_out: dict[int, Sender] = field(default_factory=dict)
     forward_in: dict[int, Receiver] = field(default_factory=dict)
     backward_out: dict[int, Sender] = field(default_factory=dict)
     backward_in: dict[int, Receiver] = field(default_factory=dict)
-    kept: dict[int, KeptSamples] = field(default_factory=dict)
+    kept: dict[int, ActivationCache] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Pipeline:
         rank: int,
         stages: Mapping[int, Stage],
         num_stages: int,
-        ports: Mapping[int, BorderPorts],
+        ports: Mapping[int, BoundaryPorts],
         owner: Callable[[int, int], int],
         turns: dict[int, tuple[int, int]],
         device: torch.device,
@@ -158,16 +158,16 @@ class Pipeline:
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Before the first step: what stages hand to their successors once (Border.start)."""
+        """Before the first step: what stages hand to their successors once (Boundary.start)."""
         for stage, module in sorted(self.stages.items()):
             before, after = self.ports.get(stage - 1), self.ports.get(stage)
-            if before is not None and before.border.start:
+            if before is not None and before.boundary.start:
                 for giver in before.forward_in.values():  # every lane before hands over the same
-                    module.take_over(giver.recv_start(before.border.start))
-            if after is not None and after.border.start:
+                    module.take_over(giver.recv_start(before.boundary.start))
+            if after is not None and after.boundary.start:
                 handed = tuple(tensor.detach() for tensor in module.hand_over())
                 found = tuple(TensorSpec.of(tensor) for tensor in handed)
-                assert found == after.border.start, (found, after.border.start)
+                assert found == after.boundary.start, (found, after.boundary.start)
                 for taker in after.forward_out.values():
                     taker.send_start(handed)
 
@@ -219,7 +219,7 @@ class Pipeline:
             if not len(missing):
                 return _InFlight(batch, None, None, None, weights)
             if received is not None:
-                fields = self.ports[action.stage - 1].border.fields
+                fields = self.ports[action.stage - 1].boundary.fields
                 received = message_at(received, fields, batch, missing)
             batch = samples_at(batch, missing)
         output = self._compute(action, received, batch, now, weights)
@@ -229,10 +229,10 @@ class Pipeline:
             port = self.ports[action.stage]
             sent = port.forward_out[peer].send(now.key(action), sent, batch)
             if kept is not None:
-                kept.note(batch["ids"], by_sample(sent, port.border.fields, batch))
+                kept.note(batch["ids"], by_sample(sent, port.boundary.fields, batch))
         return _InFlight(batch, received, sent, output.loss, weights)
 
-    def _kept(self, action: Action, now: Pass) -> KeptSamples | None:
+    def _kept(self, action: Action, now: Pass) -> ActivationCache | None:
         """What the next stage keeps of this one's rows; None in an evaluation, and where it keeps
         nothing."""
         if now.kind is Kind.EVALUATION or action.stage not in self.ports:
@@ -264,7 +264,7 @@ class Pipeline:
         weights: DeferredWeights | None,
     ) -> StageOutput:
         with self.clock.during("forward"):
-            if received is not None and self.ports[action.stage - 1].border.gradient_returns:
+            if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
                 for value in received.values():
                     if value.is_floating_point():
                         value.requires_grad_()
@@ -281,14 +281,14 @@ class Pipeline:
     def _receive_gradient(self, action: Action, work: _InFlight, now: Pass) -> bool:
         """Of what was sent, into the stage. False where none returns."""
         port = self.ports[action.stage]
-        if not port.border.gradient_fields:
+        if not port.boundary.gradient_fields:
             return False
         assert work.send is not None
         peer = self.owner(action.stage + 1, action.micro_batch)
         known = _integers(work.send)
         gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
         with self.clock.during("backward"):
-            pairs = [(work.send[f.name], gradients[f.name]) for f in port.border.gradient_fields]
+            pairs = [(work.send[f.name], gradients[f.name]) for f in port.boundary.gradient_fields]
             needed = [pair for pair in pairs if pair[0].requires_grad]
             if needed:
                 work.backward([p[0] for p in needed], [p[1] for p in needed])
@@ -296,10 +296,10 @@ class Pipeline:
 
     def _send_gradient(self, action: Action, received: Message, batch: Batch, now: Pass) -> None:
         port = self.ports[action.stage - 1]
-        if not port.border.gradient_fields:
+        if not port.boundary.gradient_fields:
             return
         message = _integers(received)
-        for entry in port.border.gradient_fields:
+        for entry in port.boundary.gradient_fields:
             value = received[entry.name]
             # A field that the stage did not use has gradient zero.
             message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
@@ -308,7 +308,7 @@ class Pipeline:
 
 
 def _integers(message: Message) -> Message:
-    """What both ends of a border know once a message has crossed it forward."""
+    """What both ends of a boundary know once a message has crossed it forward."""
     return {name: value for name, value in message.items() if not value.is_floating_point()}
 
 

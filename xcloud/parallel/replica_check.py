@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.errors import ReplicasDiffer
-from xcloud.parallel.dealt import local_part
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.sharded import local_part
 
 _NUMBER = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
 _BYTES = 16

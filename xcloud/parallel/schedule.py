@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
 
 K = TypeVar("K", bound=Hashable)
 

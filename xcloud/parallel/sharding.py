@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from xcloud.base.errors import ConfigError
 from xcloud.comm.memory import State, split_state
-from xcloud.errors import ConfigError
 from xcloud.parallel.across import AcrossClouds, MakeAverager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
@@ -34,7 +34,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 18
 
 
-class Dealer:
+class Sharder:
     """Deals a stage over the ranks of `group`, in place, before gradients and optimizer are made.
     Every rank makes the same calls. Blocks that are dealt as soon as they are built never lie
     whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
@@ -76,7 +76,7 @@ def return_freed_memory(device: torch.device) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a Dealer has dealt it."""
+    """Whether a Sharder has dealt it."""
     return hasattr(module, "set_gradient_divide_factor")
 
 

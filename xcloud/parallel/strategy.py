@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Robust, check_merge, check_robust
 

@@ -1,6 +1,6 @@
 """When to change the compression, or the number of micro-batches, of a run under way: what the
 simulator says of the choices at the line as it was measured, and a rule that never flaps. Sends
-nothing; run/autopilot.py measures.
+nothing; rank/autopilot.py measures.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.memory import State
 from xcloud.comm.phases import Compression
-from xcloud.comm.switched import Switched
-from xcloud.errors import ConfigError
+from xcloud.comm.selectable import Selectable
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_kept
 from xcloud.plan.costs import Direction, TableCosts
 from xcloud.plan.line import Line
@@ -64,19 +64,19 @@ class Autopilot:
                     f"autopilot.choices.{name} must be a Compression, got {choice!r}"
                 )
 
-    def around(self, own: object) -> Switched:
+    def around(self, own: object) -> Selectable:
         """The run's own compression and the choices, without those that are equal."""
-        if isinstance(own, Switched):  # of a copy of the experiment
+        if isinstance(own, Selectable):  # of a copy of the experiment
             return own
         if not isinstance(own, Compression):
             raise ConfigError(
-                "autopilot chooses one compression for all borders, and the run's own changes "
-                "with border or phase; choose a plain one (compression=none), or autopilot=off"
+                "autopilot chooses one compression for all boundaries, and the run's own changes "
+                "with boundary or phase; choose a plain one (compression=none), or autopilot=off"
             )
         found = {own.label: own}
         for choice in self.choices.values():
             found.setdefault(choice.label, choice)
-        return Switched(found)
+        return Selectable(found)
 
     def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
         """The run's own and those with the other numbers, but none that keeps the activations of
@@ -130,7 +130,7 @@ def no_autopilot() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way over one border with one choice: wire bytes, and seconds of both codecs, for each
+    """One way over one boundary with one choice: wire bytes, and seconds of both codecs, for each
     byte of the tensor."""
 
     ratio: float
@@ -141,8 +141,8 @@ class Way:
 @dataclass(frozen=True)
 class Measured:
     """Since the last look, for one update. forward and backward of a stage's rank together:
-    compute_s, by stage. sent_bytes: of a message, by border and direction. bits_per_s: of the
-    line, by the clouds that it joins; inf = free. latency_s: by border, one way."""
+    compute_s, by stage. sent_bytes: of a message, by boundary and direction. bits_per_s: of the
+    line, by the clouds that it joins; inf = free. latency_s: by boundary, one way."""
 
     step_s: float
     compute_s: Sequence[float]
@@ -161,7 +161,7 @@ class Forecast:
     micro-batches were last in force; with a number not tried yet as long as now, and for each
     micro-batch more what it has cost more between those tried.
 
-    schedules: the run's own first. ways: by compression, border and direction. A choice is a
+    schedules: the run's own first. ways: by compression, boundary and direction. A choice is a
     schedule and a compression: number // len(ways) and number % len(ways).
     """
 
@@ -204,9 +204,9 @@ class Forecast:
             for s in range(layout.num_stages)
         ]
         tables: dict[str, list[Direction]] = {name: [] for name in DIRECTIONS}
-        for border in range(layout.num_stages - 1):
+        for boundary in range(layout.num_stages - 1):
             for name, table in tables.items():
-                key = (border, name)
+                key = (boundary, name)
                 if key not in measured.sent_bytes:  # inside a cloud
                     table.append(Direction())
                     continue
@@ -242,7 +242,8 @@ def numbers(state: State, name: str) -> Tensor:
 
 
 class Rule:
-    """Switches only for what is worth it, confirmed and lasting; see Autopilot. Looks that promise
+    """Selection only for what is worth it, confirmed and lasting; see Autopilot. Looks that
+    promise
     more count for more: the logarithms of what a choice gains in looks in a row must add up to
     those of `confirm` looks at just `worth`. One look never does, unless confirm is 1.
 

@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.clouds import Wan
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action
 from xcloud.plan.line import FREE, Line
 
 
 class Transfer(NamedTuple):
-    """One message of the pipeline. border: number of the stage before it; direction: "forward" for
-    its activation, "backward" for the gradient. micro_batch: counts within the update."""
+    """One message of the pipeline. boundary: number of the stage before it; direction: "forward"
+    for its activation, "backward" for the gradient. micro_batch: counts within the update."""
 
     direction: str
-    border: int
+    boundary: int
     micro_batch: int
     sender: int
     receiver: int
@@ -85,23 +85,23 @@ def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
 
 @dataclass(frozen=True)
 class Direction:
-    """What goes one way over one border, for each micro-batch."""
+    """What goes one way over one boundary, for each micro-batch."""
 
     num_bytes: int = 0
     compress_s: float = 0.0
     decompress_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_int("costs.borders: num_bytes", self.num_bytes, 0)
-        check_number("costs.borders: compress_s", self.compress_s, 0.0)
-        check_number("costs.borders: decompress_s", self.decompress_s, 0.0)
+        check_int("costs.boundaries: num_bytes", self.num_bytes, 0)
+        check_number("costs.boundaries: compress_s", self.compress_s, 0.0)
+        check_number("costs.boundaries: decompress_s", self.decompress_s, 0.0)
 
 
 @dataclass(frozen=True)
 class TableCosts:
     """Numbers from a table; the same for every micro-batch.
 
-    forward_s, backward_s: by stage. forward, backward: by border (the gradient in `backward`).
+    forward_s, backward_s: by stage. forward, backward: by boundary (the gradient in `backward`).
     updates: by stage; of a rank with several stages they add up. weights_s: by stage, the part of
     backward_s that may be put off. Missing ones cost nothing.
     slowdown: rank -> how many times longer it computes and updates; 1 for the others.
@@ -135,16 +135,18 @@ class TableCosts:
                 "costs.weights_s needs a part of costs.backward_s for each stage, or none at all; "
                 f"got {list(self.weights_s)} of {list(self.backward_s)}"
             )
-        borders = len(self.forward_s) - 1
+        boundaries = len(self.forward_s) - 1
         for name in ("forward", "backward"):
-            if len(getattr(self, name)) not in (0, borders):
+            if len(getattr(self, name)) not in (0, boundaries):
                 raise ConfigError(
-                    f"costs.{name} needs one entry for each of the {borders} borders between "
+                    f"costs.{name} needs one entry for each of the {boundaries} boundaries "
+                    "between "
                     f"stages, or none at all; got {len(getattr(self, name))}"
                 )
-        if len(self.updates) not in (0, borders + 1):
+        if len(self.updates) not in (0, boundaries + 1):
             raise ConfigError(
-                f"costs.updates needs one entry for each of the {borders + 1} stages, or none at "
+                f"costs.updates needs one entry for each of the {boundaries + 1} stages, or none "
+                "at "
                 f"all; got {len(self.updates)}"
             )
         for rank, factor in self.slowdown.items():
@@ -182,7 +184,7 @@ class TableCosts:
 
     def _direction(self, message: Transfer) -> Direction:
         table = self.forward if message.direction == "forward" else self.backward
-        return table[message.border] if table else _NOTHING
+        return table[message.boundary] if table else _NOTHING
 
 
 _NOTHING = Direction()

@@ -16,7 +16,7 @@ def bubble_of_a_free_link(p: int, m: int) -> float:
 def bubble_of_blocking_transfers(p: int, m: int, tf: float, tb: float, tt: float) -> float:
     """(2): R = [(p-1)(tf+tb+2tt) + 2(m-1)tt] / (m(tf+tb)): sender and receiver wait while a
     message crosses. Exact for two stages; a middle stage of three or more waits twice for each
-    micro-batch, on both its borders."""
+    micro-batch, on both its boundaries."""
     return ((p - 1) * (tf + tb + 2 * tt) + 2 * (m - 1) * tt) / (m * (tf + tb))
 
 
@@ -24,8 +24,8 @@ def step_of_overlapped_transfers(
     p: int, m: int, tf: float, tb: float, tt: float = 0.0, latency_s: float = 0.0
 ) -> float:
     """(2'): T = p(tf+tb) + 2(p-1)(tt+l) + (m-1)[max(tf,tt) + max(tb,tt)], in seconds: transfers
-    overlap with computing and are carried one after the other in each direction of a border.
-    One stage has no border: m(tf+tb)."""
+    overlap with computing and are carried one after the other in each direction of a boundary.
+    One stage has no boundary: m(tf+tb)."""
     if p == 1:
         return m * (tf + tb)
     steady = max(tf, tt) + max(tb, tt)

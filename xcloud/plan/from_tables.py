@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
-"""The steps of a run whose clouds keep rows of frozen parts (training.keep_frozen_mb): all samples
-cross in the first epoch, in later ones those that did not fit. Prices one plan; searches nothing.
+"""The steps of a run whose clouds keep rows of frozen parts (training.activation_cache_mb): all
+samples cross in the first epoch, in later ones those that did not fit. Prices one plan; searches
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from xcloud.plan.pricing import Pricer, Ways
 
 @dataclass(frozen=True)
 class Keeping:
-    """max_bytes: that a rank keeps of each border. num_samples: of an epoch. num_steps: of the
+    """max_bytes: that a rank keeps of each boundary. num_samples: of an epoch. num_steps: of the
     run."""
 
     max_bytes: int
@@ -28,7 +29,7 @@ class Keeping:
 class OverEpochs:
     """Seconds of a step in the first epoch, in later ones, and on average over the run.
 
-    kept_share: of the samples, at the border where fewest fit. first_epoch_share: of the run's
+    kept_share: of the samples, at the boundary where fewest fit. first_epoch_share: of the run's
     steps. at_the_end: prices the run's last step."""
 
     first_epoch_s: float
@@ -48,12 +49,12 @@ class OverEpochs:
 
 
 def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | None:
-    """None if the plan has no border between clouds with nothing trained before it."""
+    """None if the plan has no boundary between clouds with nothing trained before it."""
     if pricer.arranged[plan.strategy].is_whole:
         return None
     layout = pricer.arranged[plan.strategy].replicas[0]
     b, missing = pricer.samples(plan), dict[int, float]()
-    for stage in pricer.silent_borders(plan):
+    for stage in pricer.silent_boundaries(plan):
         if layout.stage_cloud(stage) == layout.stage_cloud(stage + 1):
             continue
         rows, _ = pricer.directions_at(NO_COMPRESSION, plan.ends[stage], b)  # kept as decoded
@@ -71,8 +72,9 @@ def over_epochs(pricer: Pricer, plan: Plan, keeping: Keeping) -> OverEpochs | No
 
 
 class _LaterEpochs(Pricer):
-    """missing: by stage in front of a border, the share of the samples that still cross. What they
-    take is that share of what all take, though messages get fewer only where none is missing."""
+    """missing: by stage in front of a boundary, the share of the samples that still cross. What
+    they take is that share of what all take, though messages get fewer only where none is
+    missing."""
 
     def __init__(self, pricer: Pricer, missing: Mapping[int, float]) -> None:
         super().__init__(
@@ -82,8 +84,8 @@ class _LaterEpochs(Pricer):
         self._missing = missing
         self.without_rows = frozenset(stage for stage, share in missing.items() if not share)
 
-    def _borders(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
-        ways = super()._borders(plan, layout, strategy)
+    def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
+        ways = super()._boundaries(plan, layout, strategy)
         return tuple((self._part_of(out, n), back) for n, (out, back) in enumerate(ways))
 
     def _part_of(self, way: Direction, stage: int) -> Direction:

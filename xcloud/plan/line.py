@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Line:
     profile: bandwidth, latency, jitter, trace and outages, as for the emulated link; time 0 is the
         start of the simulation. None = any number of bytes takes no time.
     per_message_s: the line is busy with each message for so long besides.
-    window: messages of one channel (sender, receiver, border, direction) that may be under way;
+    window: messages of one channel (sender, receiver, boundary, direction) that may be under way;
         the next one leaves when the oldest has arrived and word of it has taken one latency back.
         None = any number.
     """

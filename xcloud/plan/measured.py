@@ -73,11 +73,11 @@ class MeasuredCosts:
         return found
 
     def compress_s(self, message: Transfer) -> float:
-        stage = message.border + (message.direction == "backward")
+        stage = message.boundary + (message.direction == "backward")
         return self._parts(message.sender, _action(message, stage)).compress_s
 
     def decompress_s(self, message: Transfer) -> float:
-        stage = message.border + (message.direction == "forward")
+        stage = message.boundary + (message.direction == "forward")
         return self._parts(message.receiver, _action(message, stage)).decompress_s
 
     def line(self, here: str, there: str, wan: Wan | None) -> Line:

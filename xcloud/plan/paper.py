@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import WHOLE_MODEL, GradientAveraging, Strategy
 from xcloud.plan.paper_file import Paper
@@ -182,7 +182,7 @@ def _space(
     """Of one strategy, and why there is none."""
     layout, p = found.layout, found.num_stages
     free = all(piece.blocks for piece in profile.pieces)
-    most_stages = 1 + sum(piece.border is not None for piece in profile.pieces[:-1])
+    most_stages = 1 + sum(piece.boundary is not None for piece in profile.pieces[:-1])
     if p > most_stages or (not free and p not in (1, most_stages)):
         return None, f"{p} stages, and the model can be cut into {most_stages}"
     slowness = [

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 from typing import Any
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 from xcloud.plan.from_tables import build, table_of
 from xcloud.plan.paper_model import Decoder, Speed
 from xcloud.plan.profile import Profile

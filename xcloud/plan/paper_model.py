@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.border import Border, BorderField
+from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.phases import Compression, Phased
-from xcloud.errors import ConfigError
 from xcloud.plan.profile import (
     AveragingCodec,
-    BorderCodec,
+    BoundaryCodec,
     CompressorCosts,
     Curve,
     Piece,
@@ -129,18 +129,18 @@ class Decoder:
         lines: Mapping[str, LinkProfile],
     ) -> Profile:
         """codecs: by compressor, "*" for all others."""
-        border = Border(
+        boundary = Boundary(
             (
-                BorderField("counts", (), torch.int16),
-                BorderField("places", (), torch.int16, "counted"),
-                BorderField("hidden", (self.hidden,), torch.float32, "counted"),
+                BoundaryField("counts", (), torch.int16),
+                BoundaryField("places", (), torch.int16, "counted"),
+                BoundaryField("hidden", (self.hidden,), torch.float32, "counted"),
             ),
             self.sequence_length,
         )
         return Profile(
             [self._piece(i) for i in range(self.layers)],
             {
-                name: self._costs(found, border, codecs.get(name, codecs.get("*", Speed())))
+                name: self._costs(found, boundary, codecs.get(name, codecs.get("*", Speed())))
                 for name, found in compressions.items()
             },
             lines=lines,
@@ -169,12 +169,12 @@ class Decoder:
         )  # fmt: skip
 
     def _costs(
-        self, compression: Compression | Phased, border: Border, speed: Speed
+        self, compression: Compression | Phased, boundary: Boundary, speed: Speed
     ) -> CompressorCosts:
         last = compression.at(1 << 60)  # of phases the last one
         ways = (
-            self._way(last.forward, border.fields, speed),
-            self._way(last.backward, border.gradient_fields, speed),
+            self._way(last.forward, boundary.fields, speed),
+            self._way(last.backward, boundary.gradient_fields, speed),
         )
         sent = 0
         for name, shape in self._tensors():
@@ -187,9 +187,9 @@ class Decoder:
         encode_s, decode_s = (0.0, 0.0) if is_identity else speed.seconds(4 * trained)
         # Who encodes also decodes, for error feedback.
         averaging = AveragingCodec(sent, encode_s + decode_s, decode_s)
-        return CompressorCosts(compression.label, [BorderCodec(*ways)], averaging)
+        return CompressorCosts(compression.label, [BoundaryCodec(*ways)], averaging)
 
-    def _way(self, codec: Compressor, fields: tuple[BorderField, ...], speed: Speed) -> Way:
+    def _way(self, codec: Compressor, fields: tuple[BoundaryField, ...], speed: Speed) -> Way:
         sizes, first_s, second_s = [], [], []
         for b in (1, MANY):
             specs: list[TensorSpec] = []

@@ -16,8 +16,8 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.averaging_costs import Exchange, exchange_of
@@ -26,7 +26,7 @@ from xcloud.plan.line import Line, lines_of
 from xcloud.plan.plan_memory import Sums, memory_of
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.prediction import Prediction
-from xcloud.plan.profile import BorderCodec, Profile, Way
+from xcloud.plan.profile import BoundaryCodec, Profile, Way
 from xcloud.plan.replica_shape import alike, shape_of
 from xcloud.plan.simulator import Simulator
 
@@ -175,9 +175,9 @@ class Pricer:
 
     # One replica.
 
-    without_rows: frozenset[int] = frozenset()  # borders over which nothing crosses
+    without_rows: frozenset[int] = frozenset()  # boundaries over which nothing crosses
 
-    def silent_borders(self, plan: Plan) -> frozenset[int]:
+    def silent_boundaries(self, plan: Plan) -> frozenset[int]:
         """Numbers of the stages before those over which no gradient returns."""
         ends = enumerate(plan.ends[:-1])
         return frozenset(
@@ -190,8 +190,8 @@ class Pricer:
         if arranged.is_whole:
             raise ValueError(f"in {plan.strategy} every rank holds the whole model")
         layout = self._replicas[plan.strategy][replica]
-        ways = self._borders(plan, layout, plan.strategy)
-        silent = self.silent_borders(plan)
+        ways = self._boundaries(plan, layout, plan.strategy)
+        silent = self.silent_boundaries(plan)
         schedule = plan.schedule_in(replica, arranged.layout.num_replicas)
         key = repr(layout.clouds), schedule, silent  # strategies may share pipelines
         if key not in self._simulators:
@@ -324,7 +324,7 @@ class Pricer:
 
     # What crosses.
 
-    def _borders(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
+    def _boundaries(self, plan: Plan, layout: ClusterLayout, strategy: str) -> Ways:
         b, found = self.samples(plan), []
         for stage, end in enumerate(plan.ends[:-1]):
             here, there = layout.stage_cloud(stage), layout.stage_cloud(stage + 1)
@@ -341,10 +341,10 @@ class Pricer:
         codec = self._codec(compression, end)
         return _direction(codec.forward, b), _direction(codec.backward, b)
 
-    def _codec(self, compression: str, end: int) -> BorderCodec:
-        border = self.profile.pieces[end - 1].border
-        assert border is not None, f"no cut behind piece {end - 1}"
-        return self.profile.compressors[compression].borders[border]
+    def _codec(self, compression: str, end: int) -> BoundaryCodec:
+        boundary = self.profile.pieces[end - 1].boundary
+        assert boundary is not None, f"no cut behind piece {end - 1}"
+        return self.profile.compressors[compression].boundaries[boundary]
 
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes of the fullest rank, by cloud."""

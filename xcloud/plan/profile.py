@@ -1,6 +1,6 @@
 """What a job's work costs on one machine, as measured or as written in a file: pieces of a model
-between which it may be cut, codecs of its borders, codecs of what replicas average. Numbers only;
-run/profiling.py and run/codec_profiling.py measure them.
+between which it may be cut, codecs of its boundaries, codecs of what replicas average. Numbers
+only; planner/profiling.py and planner/codec_profiling.py measure them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.errors import ConfigError
 from xcloud.plan.from_tables import build, listed, table_of
 
 VERSION = 1
@@ -58,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive work of a model. What leaves it is of border number `border`; None where the
+    """Consecutive work of a model. What leaves it is of boundary number `boundary`; None where the
     model cannot be cut behind it. forward_s, backward_s, activation_bytes: of a micro-batch.
     weights_s: the part of backward_s that may be put off; put_off_bytes: kept until then;
     splitting_s: what that adds to a forward and a backward together.
@@ -68,7 +68,7 @@ class Piece:
     name: str
     forward_s: Curve
     backward_s: Curve
-    border: int | None = None
+    boundary: int | None = None
     parameter_bytes: int = 0
     trained_bytes: int = 0
     activation_bytes: Curve = Curve()
@@ -86,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Way:
-    """One direction over a border, of a micro-batch: bytes of the whole frame, seconds of the
+    """One direction over a boundary, of a micro-batch: bytes of the whole frame, seconds of the
     sender's and of the receiver's main thread."""
 
     num_bytes: Curve
@@ -95,7 +95,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class BorderCodec:
+class BoundaryCodec:
     """backward: None where no gradient returns."""
 
     forward: Way
@@ -118,10 +118,10 @@ class AveragingCodec:
 
 @dataclass(frozen=True)
 class CompressorCosts:
-    """borders: by number, as pieces name them. label: what it does to values."""
+    """boundaries: by number, as pieces name them. label: what it does to values."""
 
     label: str
-    borders: Sequence[BorderCodec]
+    boundaries: Sequence[BoundaryCodec]
     averaging: AveragingCodec | None = None
 
 
@@ -149,8 +149,8 @@ class Profile:
     samples of a micro-batch. lines: "a-b", or "*" for all, to what joins two clouds; they come
     before the layout's own. tokens_per_sample: for costs per token. around_gradients_s,
     around_changes_s: what an exchange of all trained values takes beside its codec, of gradients
-    and after local updates. reference_s: what the machine took for run/reference.py's work at the
-    time; train_samples: of an epoch; 0 = not known. work_factor: None = not known; see
+    and after local updates. reference_s: what the machine took for planner/reference.py's work at
+    the time; train_samples: of an epoch; 0 = not known. work_factor: None = not known; see
     as_in_runs."""
 
     pieces: Sequence[Piece]
@@ -181,12 +181,13 @@ class Profile:
             raise ConfigError("a profile needs at least one piece of a model")
         if not self.compressors:
             raise ConfigError("a profile needs at least one of compressors")
-        borders = {piece.border for piece in self.pieces[:-1]} - {None}
+        boundaries = {piece.boundary for piece in self.pieces[:-1]} - {None}
         for name, costs in self.compressors.items():
-            if any(border not in range(len(costs.borders)) for border in borders):
+            if any(boundary not in range(len(costs.boundaries)) for boundary in boundaries):
                 raise ConfigError(
-                    f"profile: compressors.{name}.borders has {len(costs.borders)} entries, but "
-                    f"pieces name borders {sorted(b for b in borders if b is not None)}"
+                    f"profile: compressors.{name}.boundaries has {len(costs.boundaries)} "
+                    "entries, but "
+                    f"pieces name boundaries {sorted(b for b in boundaries if b is not None)}"
                 )
 
     @property
@@ -213,7 +214,7 @@ class Profile:
 
     def off_speed_because(self, reference_s: float) -> list[str]:
         """Why its seconds may not hold on the machine where it was measured; empty if they do.
-        reference_s: what run/reference.py's work takes there now."""
+        reference_s: what planner/reference.py's work takes there now."""
         ratio = reference_s / self.reference_s if self.reference_s else 1.0
         if abs(ratio - 1) <= OFF_SPEED:
             return []
@@ -308,14 +309,14 @@ def _curve(name: str, value: object) -> Curve:
 
 def _compressor(name: str, table: object) -> CompressorCosts:
     given = dict(table_of(name, table))
-    borders = []
-    for i, entry in enumerate(listed(f"{name}.borders", given.get("borders", []))):
+    boundaries = []
+    for i, entry in enumerate(listed(f"{name}.boundaries", given.get("boundaries", []))):
         ways = {
             way: None if found is None else build(name, Way, _with_curves(name, found))
-            for way, found in table_of(f"{name}.borders[{i}]", entry).items()
+            for way, found in table_of(f"{name}.boundaries[{i}]", entry).items()
         }
-        borders.append(build(f"{name}.borders[{i}]", BorderCodec, ways))
-    given["borders"] = tuple(borders)
+        boundaries.append(build(f"{name}.boundaries[{i}]", BoundaryCodec, ways))
+    given["boundaries"] = tuple(boundaries)
     if given.get("averaging") is not None:
         given["averaging"] = build(f"{name}.averaging", AveragingCodec, given["averaging"])
     return build(name, CompressorCosts, given)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, recorded_timeline
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 

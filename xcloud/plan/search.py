@@ -114,7 +114,7 @@ def splits_of(
     last = len(pieces)
     if num_stages == 1:
         return [(last,)]
-    cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.border is not None]
+    cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
     if math.comb(len(cuts), num_stages - 1) <= most:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
     even = _even_split(pieces, cuts, slowness or [1.0] * num_stages)
@@ -308,13 +308,13 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         p, own_m = len(plan.ends), step.step.schedule.num_micro_batches
         tf, tb = (sum(part) / p for part in (step.costs.forward_s, step.costs.backward_s))  # type: ignore[attr-defined]
         sent_s, latency_s = [0.0], 0.0
-        for border in range(p - 1):
-            here, there = layout.stage_cloud(border), layout.stage_cloud(border + 1)
+        for boundary in range(p - 1):
+            here, there = layout.stage_cloud(boundary), layout.stage_cloud(boundary + 1)
             if here == there:
                 continue
             for a, b, way in (
-                (here, there, step.costs.forward[border]),  # type: ignore[attr-defined]
-                (there, here, step.costs.backward[border]),  # type: ignore[attr-defined]
+                (here, there, step.costs.forward[boundary]),  # type: ignore[attr-defined]
+                (there, here, step.costs.backward[boundary]),  # type: ignore[attr-defined]
             ):
                 line = pricer.line(plan.strategy, a, b)
                 sent_s.append(line.line_s(way.num_bytes) if way.num_bytes else 0.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xcloud.checks import check_choice, check_int, check_number
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.comm.phases import Compression, Phased
-from xcloud.errors import ConfigError
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")
@@ -26,7 +26,7 @@ class Planning:
     max_age_days: how long a measured profile is taken as it is.
     work_factor: how many times longer work takes in a run than when it was measured by itself:
         all seconds of work in the profile are multiplied. null = as the profile says, or else as a
-        trial run shows (run/plan_trial.py); 1 where neither is to be had.
+        trial run shows (planner/trial.py); 1 where neither is to be had.
     trial_steps: of the trial run; the first 2 are not counted. 0 = no trial.
     rows: plans in the table.
     """

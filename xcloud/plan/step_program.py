@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Container
 from typing import NamedTuple
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.errors import ConfigError
 from xcloud.parallel.schedule import Action, Schedule, put_off, rank_actions
 from xcloud.plan.costs import Costs, Transfer
 from xcloud.plan.engine import Moments, Program, run
@@ -61,8 +61,8 @@ class StepProgram:
     num_steps: steps one after the other, of which the last is the prediction: a rank may begin a
         step while others still end the one before, and what is hidden so only shows from the
         second step on. 1 = all ranks begin at once.
-    without_gradient: borders (numbers of the stage before) over which no gradient returns.
-    without_rows: borders over which nothing goes forward, either.
+    without_gradient: boundaries (numbers of the stage before) over which no gradient returns.
+    without_rows: boundaries over which nothing goes forward, either.
 
     Raises ValueError, here or in `carry_out`, if the schedule waits for itself.
     """
@@ -195,7 +195,7 @@ class StepProgram:
                         need = self._token(tokens, received)
                     if sent is not None:
                         token = self._token(tokens, sent)
-                        channel = sent.direction, sent.border, sent.sender, sent.receiver
+                        channel = sent.direction, sent.boundary, sent.sender, sent.receiver
                         posts = (self._post(sent, channel, token, is_first),)
                     named = action._replace(micro_batch=first + action.micro_batch)
                     op = Op(action.kind, named, received, sent)
@@ -290,16 +290,16 @@ class StepProgram:
         return self._transfer(action.stage - 1, action, first, "backward")
 
     def _transfer(
-        self, border: int, action: Action, first: int, direction: str
+        self, boundary: int, action: Action, first: int, direction: str
     ) -> Transfer | None:
-        """The message over `border`; None at the ends and between stages of one rank."""
-        if not 0 <= border < self.num_stages - 1:
+        """The message over `boundary`; None at the ends and between stages of one rank."""
+        if not 0 <= boundary < self.num_stages - 1:
             return None
-        if border in self._without[direction]:
+        if boundary in self._without[direction]:
             return None
-        before = self.owner(border, action.micro_batch)
-        behind = self.owner(border + 1, action.micro_batch)
+        before = self.owner(boundary, action.micro_batch)
+        behind = self.owner(boundary + 1, action.micro_batch)
         if before == behind:
             return None
         both = (before, behind) if direction == "forward" else (behind, before)
-        return Transfer(direction, border, first + action.micro_batch, *both)
+        return Transfer(direction, boundary, first + action.micro_batch, *both)

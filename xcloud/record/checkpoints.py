@@ -1,5 +1,6 @@
 """The files of a run's checkpoints, complete or not at all: one part of every rank, in safetensors
-and JSON. What is in a part, and when it is written, is decided elsewhere (run/checkpointing.py).
+and JSON. What is in a part, and when it is written, is decided elsewhere
+(survive/checkpointing.py).
 
 RUN/checkpoints/step-000500/rank-1.safetensors   tensors
                             rank-1.json          numbers, what wrote it, SHA-256 of both files
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.record.whole_file import sync_names, write_whole
 
 CHECKPOINTS_DIR = "checkpoints"  # in the run folder

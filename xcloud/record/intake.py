@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
-from xcloud.errors import FrameError
 from xcloud.record.event_kinds import SCORED, misfit
 from xcloud.record.events import is_too_deep
 from xcloud.record.reporter import EventFile

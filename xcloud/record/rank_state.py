@@ -20,6 +20,25 @@ from xcloud.cluster.liveness import PeerLife
 
 WRITE_EVERY_S = 1.0
 LAUNCHER_FILE = "launcher.state.json"
+SAMPLES_FILE = "samples.txt"
+
+
+def ready_file(run_dir: Path, rank: int) -> Path:
+    """Created by a dispensable rank; from then on the run survives its loss."""
+    return run_dir / f"rank{rank}.ready"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """Written by worker.py in a rank that fails."""
+    return run_dir / f"rank{rank}.error.json"
+
+
+def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """The error report of a rank that failed on this machine: message, peer_lost, expected."""
+    try:
+        return dict(json.loads(error_file(run_dir, rank).read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def state_file(run_dir: Path, rank: int) -> Path:

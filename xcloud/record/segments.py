@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, cast
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.record.whole_file import write_whole
 
 EVENTS_FILE = "events.jsonl"  # in the run folder

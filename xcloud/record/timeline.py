@@ -166,7 +166,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     )
 
 
-_Key = tuple[int, int, int, int]  # border, sender, receiver, number on that link
+_Key = tuple[int, int, int, int]  # boundary, sender, receiver, number on that link
 
 
 def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], dict[_Key, int]]:
@@ -174,10 +174,10 @@ def _messages(parts: Mapping[int, list[Event]]) -> tuple[dict[_Key, list[Any]], 
     sent, received = {}, {}
     for rank, events in parts.items():
         for event in events:
-            for border, receiver, sequence, *message in event["sent"]:
-                sent[border, rank, receiver, sequence] = message
-            for border, sender, sequence, at_us in event["received"]:
-                received[border, sender, rank, sequence] = at_us
+            for boundary, receiver, sequence, *message in event["sent"]:
+                sent[boundary, rank, receiver, sequence] = message
+            for boundary, sender, sequence, at_us in event["received"]:
+                received[boundary, sender, rank, sequence] = at_us
     return sent, received
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from xcloud.checks import check_int, check_number
-from xcloud.errors import ConfigError
-from xcloud.project import project_root
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.record.mlflow_sender import Sender, TrackedRun, points_of
 from xcloud.record.mlflow_store import Store, prepare_environment
 from xcloud.record.tracked_values import (

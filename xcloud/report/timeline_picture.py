@@ -97,8 +97,8 @@ def _headed(timeline: Timeline, is_predicted: bool) -> str:
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
-    """Links between a pair of clouds come below the ranks of the upper one; links without a border
-    come last."""
+    """Links between a pair of clouds come below the ranks of the upper one; links without a
+    boundary come last."""
     clouds = timeline.clouds
     minor = []
     for position, cloud in enumerate(clouds):

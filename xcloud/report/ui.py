@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from xcloud.project import project_root
+from xcloud.base.project import project_root
 from xcloud.record.mlflow_store import (
     UI_HOST,
     UI_PORT,

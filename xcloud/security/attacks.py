@@ -1,4 +1,4 @@
-"""Attacks on what crosses a border. Pure tensor code: reads no file.
+"""Attacks on what crosses a boundary. Pure tensor code: reads no file.
 
 Shapes: N samples or rows, D features, C classes. Attacks that learn are fitted on the known
 samples and judged on the others. Deterministic.

@@ -8,7 +8,7 @@ CONSTRUCTORS = frozenset(
 cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
 cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
 comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
-comm.per_border.PerBorder comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
+comm.per_boundary.PerBoundary comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
 comm.phases.Phased comm.power_sgd.PowerSgd comm.quantize.BlockInt comm.sparsify.RandomK
 comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
 electra.config.DiscriminatorSettings electra.config.Generator electra.model.MultilingualElectra

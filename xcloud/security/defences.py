@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_number
+from xcloud.base.errors import ConfigError
 
 LABEL = "label"
 """The batch field that `Marvell` reads."""
@@ -52,7 +52,7 @@ class GaussianNoise:
     """The Gaussian mechanism: clip each row to norm `clip`, then add noise to every value.
 
     x' = x * min(1, clip / |x|) + sigma * clip * N(0, I)
-    Source: Abadi et al., arXiv:1607.00133 (clip and noise, here applied at the border).
+    Source: Abadi et al., arXiv:1607.00133 (clip and noise, here applied at the boundary).
     Difference: it protects one row of one message; no privacy budget over steps is kept.
 
     unit: "absolute", or "largest": clip is relative to the largest row norm of the message, which
@@ -292,7 +292,7 @@ class Defences:
         )
 
     def at(self, stage: int, cloud_of: Callable[[int], str], last: int) -> dict[str, Defence]:
-        """Defences at the border after `stage`, by direction. cloud_of: stage -> cloud."""
+        """Defences at the boundary after `stage`, by direction. cloud_of: stage -> cloud."""
         before, after = cloud_of(stage), cloud_of(stage + 1)
         found = {}
         if self.forward is not None and before == cloud_of(0) != after:

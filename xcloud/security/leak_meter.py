@@ -42,7 +42,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.security.attacks import (
     auc,
     direction_attack,
@@ -341,7 +341,7 @@ def _chosen(ids: Sequence[int], most: int) -> list[int]:
 
 def _in_words(stream: Stream) -> str:
     kind = "activation" if stream.direction == "forward" else "gradient"
-    return f"{stream.field} {kind} of border {stream.border}, {stream.how}"
+    return f"{stream.field} {kind} of boundary {stream.boundary}, {stream.how}"
 
 
 def _mean(values: Sequence[float]) -> float:

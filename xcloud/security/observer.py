@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
 from xcloud.security.defences import LABEL
 
 OBSERVATIONS_DIR = "observations"
@@ -55,23 +55,23 @@ def no_meter() -> None:
 class Stream(NamedTuple):
     """One kind of message as one rank saw it.
 
-    direction: forward or backward. border: number of the stage before it. how: "received" from
+    direction: forward or backward. boundary: number of the stage before it. how: "received" from
     another cloud, or computed here and "sent" to it.
     """
 
     direction: str
-    border: int
+    boundary: int
     how: str
     field: str
 
     @property
     def name(self) -> str:
-        return f"{self.direction}.{self.border}.{self.how}.{self.field}"
+        return f"{self.direction}.{self.boundary}.{self.how}.{self.field}"
 
     @classmethod
     def parse(cls, name: str) -> Stream:
-        direction, border, how, field = name.split(".", 3)
-        return cls(direction, int(border), how, field)
+        direction, boundary, how, field = name.split(".", 3)
+        return cls(direction, int(boundary), how, field)
 
 
 class _Rows:

@@ -11,9 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from xcloud.checks import check_int
-from xcloud.errors import ConfigError
-from xcloud.project import project_root
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.security.constructors import CONSTRUCTORS
 
 POLICY_FILE = "policy.yaml"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_number
+from xcloud.base.checks import check_number
 
 
 @dataclass(frozen=True)

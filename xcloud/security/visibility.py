@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xcloud.checks import check_choice
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice
+from xcloud.base.errors import ConfigError
 from xcloud.security.defences import Defences
 from xcloud.security.observer import LeakMeter
 from xcloud.security.privacy import Privacy
@@ -26,8 +26,8 @@ class Visibility:
         reads them.
     weights: the same for parts of the model, such as embeddings, layers, head.
     may_keep_rows: whether a cloud may keep what crossed from another for later epochs
-        (training.keep_frozen_mb).
-    defences: noise on what crosses a border. meter: measure after training what others could
+        (training.activation_cache_mb).
+    defences: noise on what crosses a boundary. meter: measure after training what others could
         recover. privacy: clip and noise gradients or weight changes, and account for it.
     """
 

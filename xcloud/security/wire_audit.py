@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.errors import DataError
 from xcloud.cluster.clouds import Layout
 from xcloud.cluster.wire_record import LinkRecord
-from xcloud.errors import DataError
 
 AUDIT_FILE = "wire_audit.json"
 
@@ -125,7 +125,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
             entry = {
                 "from": message["from"],
                 "to": message["to"],
-                "border": "control" if message["border"] is None else message["border"],
+                "boundary": "control" if message["boundary"] is None else message["boundary"],
                 "direction": _DIRECTION.get(message["kind"], ""),
                 "kind": message["kind"],
                 "parts": message["parts"],
@@ -133,7 +133,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
                 "num_bytes": 0,
             }
             make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in entry["parts"]]
-            heads = [entry[key] for key in ("from", "to", "border", "kind")]
+            heads = [entry[key] for key in ("from", "to", "boundary", "kind")]
             found = joined.setdefault(json.dumps([heads, make_up]), entry)
             for mine, other in zip(found["parts"], message["parts"], strict=True):
                 both = zip(mine["shape"], other["shape"], strict=True)
@@ -160,8 +160,8 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
     for message in audit["messages"]:
         kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
         name = message["kind"]
-        if message["border"] != "control":
-            name = f"{name} {message['border']}"
+        if message["boundary"] != "control":
+            name = f"{name} {message['boundary']}"
         entry = kinds.setdefault(name, {"messages": 0, "bytes": 0, "carries": []})
         entry["messages"] += message["num_messages"]
         entry["bytes"] += message["num_bytes"]

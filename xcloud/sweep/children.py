@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from xcloud.base.errors import XcloudError
 from xcloud.cluster.machine import num_cores
-from xcloud.errors import XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, read_config
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point
@@ -104,7 +104,7 @@ def main() -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
         if os.getppid() != arguments.parent:
             return 1
-    from xcloud.run.local import run
+    from xcloud.launch.local import run
 
     try:
         file = arguments.run_dir / EXPERIMENT_FILE

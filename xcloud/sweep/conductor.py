@@ -1,5 +1,5 @@
 """Says whose turn it is among points that are timed together. A point's ranks are processes whose
-end is run/turns.py; what the times mean is step_ratio.py.
+end is rank/interleaved.py; what the times mean is step_ratio.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class _Rank:
     made: list[tuple[float, float]] = field(default_factory=list)
 
 
-class Conductor:
-    """`with Conductor() as conductor:`; ranks find it at `address`. When it closes, all go on.
+class InterleavingServer:
+    """`with InterleavingServer() as conductor:`; ranks find it at `address`. When it closes, all
+    go on.
 
     has_ended, below: of the point's run. Ranks of a run may go and others come in their place.
     """
@@ -47,7 +48,7 @@ class Conductor:
         self._selector.register(self._server, selectors.EVENT_READ)
         self._ranks: dict[int, _Rank] = {}  # by file descriptor
 
-    def __enter__(self) -> Conductor:
+    def __enter__(self) -> InterleavingServer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from xcloud.errors import ConfigError
-from xcloud.project import project_root
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.sweep.points import is_unsplit
 from xcloud.sweep.results import Row
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from xcloud.errors import XcloudError
-from xcloud.project import project_root
+from xcloud.base.errors import XcloudError
+from xcloud.base.project import project_root
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import score_text
 from xcloud.record.tracking import Tracker

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS, LESS_IS_BETTER

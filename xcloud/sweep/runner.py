@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.cluster.machine import num_cores
-from xcloud.errors import ConfigError, XcloudError
 from xcloud.job.config import EXPERIMENT_FILE, write
+from xcloud.launch.local import sigterm_as_interrupt
+from xcloud.rank.interleaved import ADDRESS, check_takes_turns
 from xcloud.record.scores import score_name, score_text
 from xcloud.record.summary import read_summary
 from xcloud.report.progress import human_duration
 from xcloud.report.table import human_seconds
-from xcloud.run.local import sigterm_as_interrupt
-from xcloud.run.turns import ADDRESS, check_takes_turns
 from xcloud.sweep.children import Children
-from xcloud.sweep.conductor import Conductor
+from xcloud.sweep.conductor import InterleavingServer
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
 from xcloud.sweep.step_ratio import record
@@ -205,7 +205,7 @@ class Sweep:
         """All points at once, but one at a time makes steps, ends or loads."""
         running: list[_Running] = []
         finished: list[_Running] = []
-        with Conductor() as conductor, ThreadPoolExecutor(len(todo)) as pool:
+        with InterleavingServer() as conductor, ThreadPoolExecutor(len(todo)) as pool:
             children = Children(1, _say, {ADDRESS: conductor.address})
             try:
                 for number, decision in enumerate(todo, 1):

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import code_digests, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
-from xcloud.project import code_digests, commit
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.summary import read_summary, write_summary
 from xcloud.sweep.points import Point, Settings, differences, identity, same_overrides

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from xcloud.rank.interleaved import MIN_ROUNDS
 from xcloud.record.mlflow_sender import TRACKED_FILE
 from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
 from xcloud.record.tracked_values import ratio_metrics
 from xcloud.record.tracking import Tracker
-from xcloud.run.turns import MIN_ROUNDS
 from xcloud.sweep.points import UNCOMPRESSED, Point, reference_key
 from xcloud.sweep.view import store_of
 

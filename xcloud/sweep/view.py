@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcloud.project import project_root
+from xcloud.base.project import project_root
 from xcloud.record.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
 from xcloud.record.tracking import MlflowTracker, Tracker
 from xcloud.report.mlflow_view import artifacts_page, page, prepared_view, sweep_key, ui_command

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xcloud.base.errors import DataError
 from xcloud.contracts.stage import NO_TOKEN, TokenIds
-from xcloud.errors import DataError
 from xcloud.tasks.classification import public_tokenizer
 from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
 

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.project import in_project
 from xcloud.contracts.stage import Head
 from xcloud.contracts.task import Answers, Split
 from xcloud.demo_corpus import public_sentences
-from xcloud.errors import ConfigError, DataError
-from xcloud.project import in_project
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of
 from xcloud.tasks.corpus.demo_labelled import DemoReviews
 from xcloud.tasks.corpus.labelled import Kind, Labelled, LabelledCorpus

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcloud.checks import check_choice
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice
+from xcloud.base.errors import ConfigError
 from xcloud.tasks.classification import Classification
 from xcloud.tasks.corpus.demo_labelled import DemoInference
 from xcloud.tasks.corpus.folder import FolderByLanguage

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import DataError
 from xcloud.contracts.stage import NO_LABEL, Batch, TokenIds
 from xcloud.contracts.task import Split
-from xcloud.errors import DataError
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.classification import check_fields
 from xcloud.tasks.corpus.documents import (

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int, check_number
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError, DataError
 from xcloud.hub.cache import make_once
 from xcloud.tasks.corpus.monolingual import TextSource, languages_of
 from xcloud.tasks.token_table import TokenTable, write_table

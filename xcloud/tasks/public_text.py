@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import TokenIds
 from xcloud.demo_corpus import public_sentences
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.classification import public_tokenizer
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import Head
 from xcloud.contracts.task import Answers, Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.answer_scores import exact_match, word_f1
 from xcloud.tasks.classification import check_fields, public_tokenizer
 from xcloud.tasks.corpus.folder import Folder

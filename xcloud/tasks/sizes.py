@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split, Task
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.text import SPLITS
 from xcloud.tasks.text_pairs import digest_of
 from xcloud.tasks.tokenizer import PretrainedTokenizer, TokenizerChoice
 
 Sizes = Mapping[Split, int] | None
 """task.sizes: samples of train, dev and test. A rank that sees no field opens no file: if sizes
-are not set, rank 0 sends them (xcloud/run/loading.py). In a single process they are counted."""
+are not set, rank 0 sends them (xcloud/rank/loading.py). In a single process they are counted."""
 
 
 class DescribedCorpus(Protocol):

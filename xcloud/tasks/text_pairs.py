@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import DataError
 from xcloud.contracts.stage import Batch, TokenIds
 from xcloud.contracts.task import Split
-from xcloud.errors import DataError
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.tokenizer import Tokenizer
 

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.stage import TokenIds
-from xcloud.errors import ConfigError, DataError
 from xcloud.hub.cache import make_once
 from xcloud.hub.packaged_checkpoint import resolve
 from xcloud.tasks.word_starts import begins_word

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from xcloud.checks import check_int, check_number
-from xcloud.errors import DataError, XcloudError
+from xcloud.base.checks import check_int, check_number
+from xcloud.base.errors import DataError, XcloudError
 from xcloud.tasks.corpus.text_folder import FolderText
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.project import in_project
 from xcloud.contracts.stage import Batch, TokenIds
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
-from xcloud.project import in_project
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.pairs import Pairs

@@ -13,7 +13,7 @@ from operator import itemgetter
 
 import torch
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.tasks.corpus.paragraphs import Paragraph
 from xcloud.tasks.pair_table import PairTable, num_special
 from xcloud.tasks.token_table import TokenTable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from xcloud.errors import ConfigError
+from xcloud.base.errors import ConfigError
 
 
 class BatchPlan:

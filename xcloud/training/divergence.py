@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import TrainingDiverged
 from xcloud.comm.memory import State, whole_number
-from xcloud.errors import TrainingDiverged
 
 OnDivergence = Literal["stop", "skip"]
 

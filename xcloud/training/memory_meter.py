@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcloud.parallel.dealt import local_part
+from xcloud.parallel.sharded import local_part
 
 
 class MemoryMeter:

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from xcloud.checks import check_choice, check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 
 
 class AdamW(torch.optim.AdamW):

@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.checks import check_choice, check_int, check_number
-from xcloud.errors import ConfigError
+from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.errors import ConfigError
 from xcloud.training.divergence import OnDivergence, check_divergence_settings
 from xcloud.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When a run saves what it can go on from (run/checkpointing.py).
+    """When a run saves what it can go on from (survive/checkpointing.py).
 
     every_steps, every_minutes: whichever comes first; 0 = not for this reason, both 0 = never.
     keep: of the checkpoints that all ranks have completed, the newest so many.
@@ -45,12 +45,13 @@ class Training:
     accumulate_steps: passes over the pipeline for one update; each pass has
     schedule.num_micro_batches micro-batches of batch_size / (passes * micro-batches) samples.
     precision: fp32; bf16 = autocast; auto = bf16 where the device multiplies it fast (a GPU with
-    bf16, a CPU with AMX), else fp32. Border tensors and optimizer states stay FP32.
+    bf16, a CPU with AMX), else fp32. Boundary tensors and optimizer states stay FP32.
     evaluate_every: updates between evaluations on the dev split; 0 = only at the end.
     eval_samples: at most so many samples of a split are scored (the first ones); None = all.
-    keep_frozen_mb: where all that lies before a border between clouds is frozen, a rank behind it
-    keeps up to so many megabytes of the rows that cross there (10**6 bytes, at each border), which
-    then cross in the first epoch only. 0 = none.
+    activation_cache_mb: where all that lies before a boundary between clouds is frozen, a rank
+    behind it keeps up to so many megabytes of the rows that cross there (10**6 bytes,
+    at each boundary),
+    which then cross in the first epoch only. 0 = none.
     on_divergence: what to do with an update whose loss or gradient is not finite in any cloud:
     stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
@@ -62,7 +63,7 @@ class Training:
     evaluate_every: int = 0
     eval_batch_size: int = 64
     eval_samples: int | None = None
-    keep_frozen_mb: int = 0
+    activation_cache_mb: int = 0
     on_divergence: OnDivergence = "stop"
     max_skips_in_a_row: int = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -76,7 +77,7 @@ class Training:
         check_int("training.eval_batch_size", self.eval_batch_size, 1)
         if self.eval_samples is not None:
             check_int("training.eval_samples", self.eval_samples, 1)
-        check_int("training.keep_frozen_mb", self.keep_frozen_mb, 0)
+        check_int("training.activation_cache_mb", self.activation_cache_mb, 0)
         check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
         check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
         if not isinstance(self.optimizer, Optimizer):

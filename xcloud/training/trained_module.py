@@ -8,12 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from xcloud.base.errors import DataError
 from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.memory import State, join_states, split_state
 from xcloud.comm.snapshot import copy_of
-from xcloud.errors import DataError
-from xcloud.parallel.dealt import local_part, with_part
 from xcloud.parallel.replica_check import digest
+from xcloud.parallel.sharded import local_part, with_part
 
 
 @dataclass(frozen=True)

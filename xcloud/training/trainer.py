@@ -13,9 +13,9 @@ from torch import Tensor
 from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.stage import Batch
-from xcloud.parallel.control import Answer, Pilot, StageSums, Word
-from xcloud.parallel.early_sums import EarlySums
+from xcloud.parallel.control import Pilot, Reply, Signal, StageSums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
+from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
@@ -43,7 +43,7 @@ class StepReport:
     num_samples: int
     num_tokens: float
     skipped: str | None = None
-    word: Word = Word.GO_ON  # what all ranks do now
+    word: Signal = Signal.GO_ON  # what all ranks do now
 
 
 class Work(NamedTuple):
@@ -83,7 +83,9 @@ class Trainer:
     tied: TiedGradients | None = None
     privacy: Privacy | None = None
     early: Collection[int] = ()
-    decide: Callable[[int], Word] = lambda step: Word.GO_ON  # asked in the first rank of a replica
+    decide: Callable[[int], Signal] = lambda step: (
+        Signal.GO_ON
+    )  # asked in the first rank of a replica
     pilot: Pilot | None = None  # in every rank of a run that has one
     num_updates: int = 0  # made or skipped so far
     _buffers: dict[int, FlatBuffer] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Trainer:
     _optimizers: dict[int, torch.optim.Optimizer | None] = field(default_factory=dict)
     _modules: dict[int, TrainedModule] = field(default_factory=dict)
     _private: PrivateGradients | None = None
-    _early: EarlySums | None = None
+    _early: OverlappedSums | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -111,7 +113,7 @@ class Trainer:
             self.pipeline.on_backward = self._private.take
         elif self.early:
             buffers = {stage: self._buffers[stage] for stage in self.early}
-            self._early = EarlySums(buffers, self.lanes, self._num_backwards)
+            self._early = OverlappedSums(buffers, self.lanes, self._num_backwards)
             self.pipeline.on_backward = self._early.end_backward
 
     def update(self, step: int) -> StepReport:
@@ -193,7 +195,7 @@ class Trainer:
     def _leave_out(self, step: int) -> StepReport:
         clock = self.pipeline.clock
         clock.begin_step(step)
-        answer = self._within_stages(Answer(math.nan, self._decide(step)))
+        answer = self._within_stages(Reply(math.nan, self._decide(step)))
         self._end(step)
         rate = self.training.optimizer.learning_rate_at(step, self.training.max_steps)
         seconds = clock.end_step()
@@ -262,7 +264,7 @@ class Trainer:
                 self.tied.sum(step, self._buffers)
         return total
 
-    def _agree(self, step: int) -> tuple[float, Word]:
+    def _agree(self, step: int) -> tuple[float, Signal]:
         """The squared norm of the whole gradient, the same bits in every rank: not finite if the
         loss or gradient of any stage is not. Without clip_norm 0 stands for any finite norm. With
         it comes rank 0's word.
@@ -280,7 +282,7 @@ class Trainer:
                 if self.lanes[stage].leads
             }
         with clock.during("wait"):
-            answer = Answer(math.nan, self._decide(step))
+            answer = Reply(math.nan, self._decide(step))
             if squares:
                 answer = self.sums.sum_over_stages(
                     step, squares, self.pipeline.num_stages, answer.word, self.pilot
@@ -290,15 +292,15 @@ class Trainer:
             self.pilot.follow(step, answer.choice)
         return answer.total, answer.word
 
-    def _decide(self, step: int) -> Word:
-        return self.decide(step) if self.rank == self.sums.leaders[0] else Word.GO_ON
+    def _decide(self, step: int) -> Signal:
+        return self.decide(step) if self.rank == self.sums.leaders[0] else Signal.GO_ON
 
-    def _within_stages(self, answer: Answer) -> Answer:
+    def _within_stages(self, answer: Reply) -> Reply:
         """Of each stage's leader. Replicas that leave out steps hold all stages in each rank."""
         with self.pipeline.clock.during("average"):
             for lanes in self.lanes.values():
                 told = lanes.from_leader(torch.tensor(answer, dtype=torch.float64)).tolist()
-                answer = Answer(told[0], Word(int(told[1])), int(told[2]))
+                answer = Reply(told[0], Signal(int(told[1])), int(told[2]))
         return answer
 
     def _squared_norm(self, buffer: FlatBuffer) -> float:

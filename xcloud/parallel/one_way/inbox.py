@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.memory import State, whole_numbers
-from xcloud.errors import FrameError
 from xcloud.parallel.one_way.plan import Order, Source
 
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError
 from xcloud.contracts.task import Split
 from xcloud.demo_corpus import STORY_QUESTIONS, Story, answers, inferences, reviews, stories
-from xcloud.errors import ConfigError
 from xcloud.tasks.corpus.labelled import Sets, interleaved
 from xcloud.tasks.corpus.text import SPLITS, Parallel, Rows
 

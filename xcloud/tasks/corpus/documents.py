@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from xcloud.checks import check_choice, check_int
+from xcloud.base.checks import check_choice, check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
 from xcloud.demo_corpus import stories
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
 from xcloud.tasks.corpus.folder import Folder, is_usual_name, list_files
 from xcloud.tasks.corpus.hub import HubSet

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from xcloud.errors import DataError
+from xcloud.base.errors import DataError
 from xcloud.tasks.corpus.source import check_columns
 from xcloud.tasks.corpus.text import Rows
 

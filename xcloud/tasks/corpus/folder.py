@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
 from xcloud.tasks.corpus.text import SPLITS

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.hub.access import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import check_languages
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from xcloud.checks import check_choice
+from xcloud.base.checks import check_choice
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.folder import Names, is_usual_name, patterns_of
 from xcloud.tasks.corpus.source import Form, Found, Source, Table
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling, limit

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.hub import load_hub, not_loaded
 
 _cached_pairs = cache(demo_pairs)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import is_usual_name
 from xcloud.tasks.corpus.source import Form, Found, Source, check_columns

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from xcloud.base.errors import DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import DataError
 from xcloud.tasks.corpus.demo_labelled import DemoSizes, demo_stories
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines
 from xcloud.tasks.corpus.folder import is_usual_name

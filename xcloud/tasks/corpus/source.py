@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from xcloud.base.errors import DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import DataError
 from xcloud.tasks.corpus.text import Rows
 
 DEV_NAMES = ("dev", "val", "valid", "validation")

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from xcloud.checks import check_int
+from xcloud.base.checks import check_int
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 

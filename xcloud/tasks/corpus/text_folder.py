@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from xcloud.errors import ConfigError, DataError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import TextFile, json_rows, read_lines, table_rows
 from xcloud.tasks.corpus.folder import is_usual_name, list_files
 from xcloud.tasks.corpus.monolingual import languages_of, stamp

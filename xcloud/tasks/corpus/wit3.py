@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.errors import ConfigError, DataError
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.text import Parallel, Rows, Sampling
 

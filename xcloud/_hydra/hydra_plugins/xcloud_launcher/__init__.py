@@ -108,7 +108,7 @@ class SweepLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        from xcloud.errors import ConfigError
+        from xcloud.base.errors import ConfigError
         from xcloud.sweep.runner import check_settings, refuse
 
         self.context, self.task_function, self.config = hydra_context, task_function, config
@@ -144,7 +144,7 @@ class SweepLauncher(Launcher):
 
     def _return_of(self, overrides: tuple[str, ...], cause: str | None) -> JobReturn:
         """For a sweeper that wants results; a point that was skipped has none."""
-        from xcloud.errors import RunFailed
+        from xcloud.base.errors import RunFailed
 
         if overrides in self.returned:
             return self.returned[overrides]
@@ -163,7 +163,7 @@ class SweepLauncher(Launcher):
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
-        from xcloud.errors import ConfigError
+        from xcloud.base.errors import ConfigError
         from xcloud.job.hints import in_one_line
 
         try:
@@ -197,7 +197,7 @@ class SweepLauncher(Launcher):
 
 
 def _say_unexpected(error: BaseException) -> None:
-    from xcloud.errors import XcloudError
+    from xcloud.base.errors import XcloudError
 
     if not isinstance(error, XcloudError):
         traceback.print_exception(error)

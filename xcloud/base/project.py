@@ -1,0 +1,70 @@
+"""Where the project lies and which commit it is. Reads files and asks git; changes nothing."""
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+GIT_TIMEOUT_S = 10.0
+MODEL_DIR = "model"  # in a run's folder: the trained parts
+
+
+def project_root() -> Path:
+    """The folder with pyproject.toml beside the package, or the current directory when xcloud
+    is installed elsewhere. Never raises."""
+    return _checkout() or Path.cwd()
+
+
+def in_project(path: str) -> Path:
+    """`path` with ~ expanded; relative paths are relative to project_root()."""
+    return project_root() / Path(path).expanduser()
+
+
+def commit() -> str:
+    """Short git commit of xcloud's own sources, e.g. "1a2b3c4" or "1a2b3c4-dirty".
+
+    Dirty means that `git status` lists anything, new files included: a new class that only a
+    YAML names can decide a run as well as a changed line. "unknown" outside git. Never raises.
+    """
+    root = _checkout()
+    if root is None:  # Installed: the repository around the current directory is another one.
+        return "unknown"
+    head = _git(root, "rev-parse", "--short", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    if not head or status is None:
+        return "unknown"
+    return f"{head}-dirty" if status else head
+
+
+def code_digests(package: Path = Path(__file__).parent.parent) -> dict[str, str]:
+    """A digest of every .py file of the package, by its path in it ("launch/worker.py")."""
+    return {
+        file.relative_to(package).as_posix(): file_digest(file)
+        for file in sorted(package.rglob("*.py"))
+    }
+
+
+def file_digest(file: Path) -> str:
+    """Of a text file; line ends do not count."""
+    return hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:16]
+
+
+def _checkout() -> Path | None:
+    beside_package = Path(__file__).resolve().parents[2]
+    return beside_package if (beside_package / "pyproject.toml").is_file() else None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """What git prints, or None when it is missing, refuses or hangs."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            # Reading the status must not take the index lock from somebody's commit.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

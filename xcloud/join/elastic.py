@@ -1,0 +1,229 @@
+"""A run that goes on where a cloud is late or lost: how its ranks meet, and what its hub tells.
+
+A rank may begin at any time, also again. It compares what it is about to run with what rank 0 has
+put into the store where they meet, and leaves if that differs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
+
+from xcloud.base.errors import ConfigError, LinkTimeout
+from xcloud.cluster.clouds import Layout
+from xcloud.cluster.pair_transport import PairTransport, meeting_store
+from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.job.job import Job
+from xcloud.join.agreement import (
+    Agreed,
+    Table,
+    Verdict,
+    decode_table,
+    decode_verdict,
+    encode_table,
+    encode_verdict,
+    judge,
+)
+from xcloud.join.failure_detector import FailureDetector
+from xcloud.parallel.averaging import Watch
+from xcloud.parallel.control import NOTHING, compare_facts, decode_facts, encode_facts
+from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
+from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.merging import weighted_mean
+from xcloud.parallel.outer_parameters import OuterParameters
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_check import digest
+from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.record.reporter import Reporter
+from xcloud.survive.compared import make_table
+from xcloud.survive.resume import HELD
+
+_GREET_EVERY_S = 0.2
+
+
+def join(
+    job: Job, settings: Mapping[str, Any], rank: int, run_dir: Path, held: Mapping[str, str],
+    failure_detector: FailureDetector | None = None,
+) -> tuple[PairTransport, Agreed]:  # fmt: skip
+    """Meet the other ranks, in a file of the run folder or, where MASTER_ADDR and MASTER_PORT are
+    set, at a server in rank 0, which says from which of the checkpoints of its cloud the run goes
+    on. held: this rank's. failure_detector: under torchrun. Raises ConfigError for a rank that
+    runs something else, LinkTimeout for ranks of the first cloud that do not come."""
+    host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its agent serves at that port itself
+    within_s = job.cluster.liveness.join_within_s
+    store = meeting_store(rank, run_dir, host, port + under_torchrun, within_s)
+    transport, layout = PairTransport(rank, store, within_s), job.cluster
+    if failure_detector is not None:
+        _watch(transport, failure_detector, layout)
+    mine = make_table(settings)
+
+    def judged(tables: Mapping[int, Table]) -> Verdict:
+        named = partial(_name, layout)
+        verdict = judge(tables, {}, named, lambda ranks: frozenset())[rank]
+        if verdict.kind != "go":
+            raise ConfigError(verdict.text)
+        return verdict
+
+    saving, table = job.saving_ranks, {**mine, **held}
+    if rank in saving:
+        store.set(f"table.{rank}", _text(encode_table(table)))
+    if rank == HUB:
+        others = {r: _table(store, r, within_s) for r in sorted(saving - {HUB})}
+        tables = {HUB: table, **others}
+        verdict = replace(judged(tables), attempt=time.time_ns())
+        store.set("verdict", _text(encode_verdict(verdict)))
+    else:
+        theirs = {
+            key: v for key, v in _table(store, HUB, within_s).items() if not key.startswith(HELD)
+        }
+        judged({HUB: theirs, rank: mine})
+        verdict = decode_verdict((_bytes(store.get("verdict")),))
+    return transport, Agreed(verdict)
+
+
+def _watch(
+    transport: PairTransport, failure_detector: FailureDetector, layout: Layout[Any]
+) -> None:
+    """Rank 0 looks for ranks that begin, also again, as long as it lives."""
+    if transport.rank != HUB:
+        return failure_detector.watch(
+            HUB, _life(transport.store, transport.rank, transport.beginning)
+        )
+    store = transport.store.clone()  # type: ignore[attr-defined]
+    greeted = dict.fromkeys(range(1, layout.num_ranks), 0)
+
+    def greet() -> None:
+        while not failure_detector.over.wait(_GREET_EVERY_S):
+            for rank, before in list(greeted.items()):
+                greeted[rank] = int(store.add(f"beginnings.{rank}", 0))
+                if greeted[rank] > before:
+                    mates = layout.ranks_in(layout.cloud_of(rank))
+                    failure_detector.watch(rank, _life(store, rank, greeted[rank]), mates)
+
+    threading.Thread(target=greet, name="greeting", daemon=True).start()
+
+
+def _life(store: Store, rank: int, beginning: int) -> Store:
+    return PrefixStore(f"life {rank}.{beginning}", store.clone())  # type: ignore[attr-defined]
+
+
+def _table(store: Store, rank: int, within_s: float) -> Table:
+    try:
+        store.wait([f"table.{rank}"], timedelta(seconds=within_s))
+    except DistStoreError:
+        raise LinkTimeout(
+            f"rank {rank} has not come in {within_s:g} s (cluster.liveness.join_within_s)"
+        ) from None
+    return decode_table((_bytes(store.get(f"table.{rank}")),), f"rank {rank}")
+
+
+def _name(layout: Layout[Any], rank: int) -> str:
+    return f"rank {rank} (cloud {layout.placement(rank).cloud})"
+
+
+class StoreFacts:
+    """What each rank compares before its first step: rank 0 leaves its own in the store."""
+
+    def __init__(self, transport: PairTransport) -> None:
+        self._transport = transport
+        self._number = 0
+
+    def agree(
+        self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
+    ) -> None:
+        """Every rank calls it, in the same order. Raises ConfigError for one that differs."""
+        store, rank = self._transport.store, self._transport.rank
+        self._number += 1
+        name = f"facts.{self._number}"
+        if rank == HUB:
+            store.set(name, _text(encode_facts(facts)))
+        else:
+            theirs = decode_facts((_bytes(store.get(name)),), HUB)
+            compare_facts(facts, theirs, HUB, left_out.get(rank, ()))
+
+
+def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
+    """All replicas begin with the same parameters, also those that come later."""
+    found = (digest(stages[stage].parameters()) for stage in sorted(stages))
+    whole = torch.cat(list(found))
+    return {"the parameters before the first update": bytes(whole.tolist()).hex()}
+
+
+def _text(data: Tensor) -> str:
+    return data.numpy().tobytes().decode("ascii", "replace")
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def make_end(
+    settings: LocalUpdates,
+    parameters: Mapping[str, nn.Parameter],
+    new_codec: Callable[[Mapping[str, torch.Size], str], TensorCodec],
+    links: ReplicaLinks,
+    tell: Teller,
+    watch: Watch | None,
+    most_weight: Callable[[int], float],
+) -> tuple[Hub | Member, int]:
+    """Of a cloud's first rank, and the bytes of its longest message."""
+    shapes = {name: p.shape for name, p in parameters.items()}
+    values = OuterParameters(parameters, [range(len(shapes))], RankGroup.alone(), settings.outer)
+    ends = Ends(values, new_codec(shapes, "change"), new_codec(shapes, "merged"), links)
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+    longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes, ends.codec.max_bytes)
+    if links.replica != HUB:
+        return Member(ends), longest
+    hub = Hub(
+        ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
+        tell.merge, tell.absence, watch, list(shapes), most_weight,
+    )  # fmt: skip
+    return hub, longest
+
+
+class Teller:
+    """Writes down what the hub says. cloud_of: of a replica; ranks_in: of a cloud."""
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        cloud_of: Callable[[int], str],
+        ranks_in: Callable[[str], Sequence[int]],
+    ) -> None:
+        self._reporter, self._cloud_of, self._ranks_in = reporter, cloud_of, ranks_in
+        self._left_out = False  # the last merge
+
+    def merge(self, told: Told) -> None:
+        weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
+        kind = "partial_merge" if told.is_partial else "merge"
+        self._reporter.event(kind, step=told.step, weights=weights)
+        left_out = not any(told.weights)
+        if left_out and not self._left_out:
+            self._reporter.note(
+                f"the merge of step {told.step} is left out, and those after it until enough "
+                "clouds with finite changes are there; each goes on by itself"
+            )
+        self._left_out = left_out
+
+    def absence(self, absence: Absence) -> None:
+        cloud, step = self._cloud_of(absence.replica), absence.step
+        ranks = list(self._ranks_in(cloud))
+        self._reporter.event(
+            "absence", now=True, absent=cloud, ranks=ranks, what=absence.what, step=step
+        )
+        said = {"late": "is late", "left": "is gone", "back": "is back"}[absence.what]
+        why = f": {absence.why}" if absence.why else ""
+        self._reporter.note(f"cloud {cloud} {said} (step {step}){why}")

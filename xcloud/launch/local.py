@@ -1,0 +1,213 @@
+"""One run on this machine, from a composed config to summary.json; also the rest of one that was
+interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.job import config as configs
+from xcloud.job.job import Job
+from xcloud.launch.processes import LocalRanks, RunStopped
+from xcloud.record.checkpoints import CheckpointFolder
+from xcloud.record.rank_state import forget_launcher, note_attempt
+from xcloud.record.segments import EVENTS_FILE, check_is_run, has_events
+from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.survive.resume import check_can_go_on
+from xcloud.watch.monitor import Monitor
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def run(
+    config: DictConfig,
+    run_dir: Path,
+    resumes: bool = False,
+    more_follows: bool = False,
+    anew: bool = False,
+) -> dict[str, Any]:
+    """Returns the summary. Raises ConfigError before anything starts, RunFailed naming the first
+    cause when a rank fails, RunStopped on the first Ctrl+C, SIGTERM or SIGUSR1, once the ranks
+    have saved the step under way, KeyboardInterrupt on the second; every rank is gone by then and
+    summary.json says what happened. A first signal after the ranks have ended waits until the
+    record is written, and changes nothing else; a second one ends that too.
+
+    resumes: an earlier run in run_dir goes on, if there is one; with anew it may begin again
+    there, if it has no checkpoint. more_follows: this process has more to run, so a signal while
+    the record is written raises RunStopped as well.
+    """
+    experiment = configs.job_from_config(config)
+    if experiment.plan is not None:
+        raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
+    experiment.check()
+    if has_events(run_dir) and not resumes:
+        raise ConfigError(
+            f"{run_dir} holds an earlier run; give another hydra.run.dir, move it away, or go on "
+            f"with it: python run.py resume={run_dir}"
+        )
+    _check_devices(experiment)
+    if resumes and has_events(run_dir):
+        check_can_go_on(experiment, run_dir, configs.plain_settings(config), anew)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / configs.EXPERIMENT_FILE
+    asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
+    configs.write(config, asked)
+    print(experiment.headline, flush=True)
+    for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
+        stale.unlink()
+
+    monitor = Monitor(experiment, configs.flatten(config), run_dir)
+    layout = experiment.cluster
+    clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
+    ranks = LocalRanks(
+        run_dir, clouds, experiment.essential_ranks, experiment.restart_s,
+        layout.liveness.lost_after_s, asked,
+    )  # fmt: skip
+
+    def follow() -> bool:
+        met = monitor.poll()
+        if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
+            configs.write(config, file)
+            ranks.experiment_file = file
+            experiment.tracker.artifact(file)
+        return met
+
+    cause: str | None = "the run was ended from outside"
+    is_stopped = False
+    with StopSignals(ranks.ask_to_stop) as signals:
+        try:
+            monitor.start()
+            _train(ranks, monitor, experiment, follow)
+            cause = None
+        except RunFailed as error:
+            cause = str(error)
+            raise
+        except RunStopped:
+            cause, is_stopped = f"interrupted (Ctrl+C, SIGTERM or SIGUSR1); {_rest(run_dir)}", True
+            raise RunStopped(cause) from None
+        except KeyboardInterrupt:
+            cause = f"interrupted (Ctrl+C or SIGTERM); {_rest(run_dir)}"
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            signals.only_the_record_is_left()
+            ranks.end()
+            if asked != file:
+                asked.unlink(missing_ok=True)
+            summary = monitor.finish(cause, is_stopped)
+            forget_launcher(run_dir)
+            if signals.came_late and more_follows:
+                raise RunStopped(cause or "this run had finished; more would have followed")
+    print(run_dir / SUMMARY_FILE, flush=True)
+    return summary
+
+
+def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[DictConfig, bool]:
+    """The config that a run goes on with: its own, with `overrides`; and whether anything is left
+    to do. Raises ConfigError."""
+    check_is_run(run_dir, f"{EVENTS_FILE}*")
+    file = run_dir / configs.EXPERIMENT_FILE
+    config = configs.with_overrides(file, overrides, conf_dir)
+    job = configs.job_from_config(config)
+    if read_summary(run_dir).get("status") == "finished":
+        return config, job.max_steps > configs.read_job(file).max_steps
+    return config, True
+
+
+def _check_devices(job: Job) -> None:
+    asking = [name for name, cloud in job.cluster.clouds.items() if cloud.device == "cuda"]
+    if asking and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.clouds.{asking[0]}.device is cuda, but torch finds no GPU on this machine; "
+            "auto takes one where there is one"
+        )
+
+
+def _train(
+    ranks: LocalRanks, monitor: Monitor, experiment: Job, follow: Callable[[], bool]
+) -> None:
+    """To the end of the run, in as many attempts as that takes and the user allows."""
+    folder, most = CheckpointFolder(ranks.run_dir), experiment.launch.max_restarts
+    for number in range(most + 1):
+        note_attempt(ranks.run_dir, most - number)
+        ranks.start()
+        try:
+            return ranks.wait(meanwhile=follow)
+        except RunFailed as error:
+            agreed = folder.agreed_steps()
+            if number == most or not agreed or not ranks.may_come_right:
+                raise
+            print(f"{error}\nall ranks start again from step {agreed[0]} (restart {number + 1} of "
+                  f"at most {most}: launch.max_restarts)", flush=True)  # fmt: skip
+            monitor.next_attempt()
+
+
+def _rest(run_dir: Path) -> str:
+    agreed = CheckpointFolder(run_dir).agreed_steps()
+    if not agreed:
+        return "it has no checkpoint to go on from; an unfinished backbone is kept in the cache"
+    return f"go on from step {agreed[0]}: python run.py resume={run_dir}"
+
+
+class StopSignals:
+    """`with StopSignals(on_first)`: the first of STOP_SIGNALS calls on_first, any later one raises
+    KeyboardInterrupt. came_late: the first one came after `only_the_record_is_left`. Outside the
+    main thread (a launcher of sweeps) it does nothing: its owner handles signals."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.came_late = False
+        self._on_first, self._was_asked = on_first, False
+        self._writes_record = False
+        self._before: dict[int, Any] = {}
+
+    def only_the_record_is_left(self) -> None:
+        self._writes_record = True
+
+    def __enter__(self) -> StopSignals:
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in STOP_SIGNALS:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: object) -> None:
+        if self._was_asked:
+            raise KeyboardInterrupt
+        self._was_asked = True
+        self.came_late = self._writes_record
+        doing = "writing the record of the run" if self.came_late else "saving what there is"
+        with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+            os.write(2, f"\n{doing}; once more, to end at once\n".encode())
+        self._on_first()
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """A terminated sweep ends its runs and says so, like an interrupted one."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

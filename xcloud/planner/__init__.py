@@ -1,0 +1,1 @@
+"""Measure, search and apply plans."""

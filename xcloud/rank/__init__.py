@@ -1,0 +1,1 @@
+"""What a rank does: its role, its loop, its evaluation."""

@@ -1,0 +1,134 @@
+"""A rank has a role. What the shell (worker.py) gives to every role, and asks of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.pair_transport import PairTransport
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.comm.memory import Stateful, load_states, states_of
+from xcloud.comm.snapshot import bytes_to_copy
+from xcloud.job.job import Job
+from xcloud.join.agreement import Verdict
+from xcloud.rank.interleaved import Interleaving
+from xcloud.record.reporter import Reporter
+from xcloud.survive.changes import Changes
+from xcloud.survive.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.survive.resume import RankCheckpoints
+from xcloud.training.settings import Checkpoints
+from xcloud.wire.ends import OnReport
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+@dataclass(frozen=True)
+class RankContext(Generic[JobT]):
+    """What a rank has whatever it does.
+
+    reporter: what it tells is carried by the role's own `report` (rank 0: into the event file).
+    on_report: rank 0 writes other ranks' reports with it, as they come.
+    verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
+    holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
+    an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
+    begin again; None where all have joined one process group. turns: of the steps, in a sweep
+    that times its points together.
+    """
+
+    job: JobT
+    rank: int
+    run_dir: Path
+    device: torch.device
+    reporter: Reporter
+    on_report: OnReport
+    verdict: Verdict
+    holder: RankCheckpoints
+    asked: StopSignal
+    is_resumed: bool = False
+    transport: PairTransport | None = None
+    turns: Interleaving = field(default_factory=Interleaving)
+
+
+def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:
+    """Whether any of these is of the same cloud as `rank`, whose ranks wait for each other, or one
+    without which the run cannot go on."""
+    essential = job.saving_ranks if job.is_elastic else job.essential_ranks
+    mates = job.cluster.ranks_in(job.cluster.cloud_of(rank))
+    return bool(lost & essential.union(mates))
+
+
+class Role(ABC, Generic[JobT]):
+    """What one rank does. Built in all ranks at the same time: that joins them (process groups,
+    links). Then the shell calls `run`, and `close` if it came to its end.
+
+    records: of each link to another cloud. received: by rank of the sender, where its own record
+    may be lost with it. lives: signs of life of the other ranks, by rank. is_stopped: the
+    run has ended early, as it was asked to.
+    """
+
+    records: Sequence[LinkRecord] = ()
+    received: Mapping[int, LinkRecord] = {}
+    lives: Mapping[int, PeerLife] = {}
+    is_stopped = False
+
+    def __init__(self, context: RankContext[JobT]) -> None:
+        self.context, self.job, self.rank = context, context.job, context.rank
+        self.reporter = context.reporter
+
+    def report(self, lines: bytes) -> None:
+        """Carry lines of the reporter to rank 0. Never called in rank 0."""
+        raise AssertionError("this role has no other ranks")
+
+    def checkpoints(
+        self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
+    ) -> Checkpointer:
+        """Of all that this rank goes on from, which takes over its state if the ranks have agreed
+        on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
+        context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
+        if self.rank not in self.job.saving_ranks:
+            never = Checkpoints(every_steps=0, every_minutes=0)
+            return Checkpointer(never, holder.folder, self.rank, None, {}, {}, self.reporter)
+        own = holder.own_step(step)
+        if own < step:
+            since = f"goes on from its own of step {own}" if own else "begins anew"
+            self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
+        forgets = False
+        if own:
+            state, forgets = holder.restore(own, states_of(parts), facts)
+            load_states(parts, state, f"rank {self.rank}")
+        elif self.job.checkpoint.are_made:
+            bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
+        if step:  # of a run that begins anew nothing is deleted that is complete
+            holder.folder.delete_after(step, self.rank)
+        if context.is_resumed and self.rank == 0:
+            changed = holder.changes(step) if step else Changes()
+            self.reporter.event("resume", now=True, step=step, changed=changed.said)
+            if changed.said:
+                self.reporter.note(changed.price(forgets))
+        about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
+        return Checkpointer(
+            self.job.checkpoint, holder.folder, self.rank, post, parts, about,
+            self.reporter, context.asked, step, self.job.max_steps, among=self.job.saving_ranks,
+        )  # fmt: skip
+
+    def needs(self, lost: frozenset[int]) -> bool:
+        """Whether this rank cannot go on without any of these, which have ended or are silent."""
+        return is_needed(self.job, self.rank, lost)
+
+    @abstractmethod
+    def run(self) -> None:
+        """From a rank that is joined to the others to the export and evaluation of its part."""
+
+    def alive(self) -> AbstractContextManager[object]:
+        """Signs of life during `run` and `close`, for a role that sends them all the time."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Deliver everything, hear every peer's goodbye."""

@@ -1,0 +1,75 @@
+"""Turns link counters, which only grow, into what one step sent between clouds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from xcloud.cluster.frame import Kind
+from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
+from xcloud.training.trainer import StepReport
+from xcloud.wire.wiring import Wiring
+
+
+class WanMeter:
+    """One rank's view: what it sent to other clouds since it last looked."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._last = self._read()
+
+    def forget(self) -> None:
+        """What crossed since the last step belongs to no step (an evaluation)."""
+        self._last = self._read()
+
+    def describe(self, report: StepReport) -> dict[str, Any]:
+        """The step's event: times in seconds, bytes on the wire with headers, FP32 bytes meant."""
+        now = self._read()
+        sent, raw, line_s = (
+            {name: value - before[name] for name, value in after.items()}
+            for before, after in zip(self._last, now, strict=True)
+        )
+        self._last = now
+        times = {f"{name}_s": round(getattr(report.clock, f"{name}_s"), 6)
+                 for name in ("compute", "codec", "waiting", "sync")}  # fmt: skip
+        event: dict[str, Any] = {
+            "step": report.step,
+            "step_s": round(report.step_s, 6),
+            **times,
+            "sent": sent,
+            "raw": raw,
+            "samples": report.num_samples,
+            "tokens": report.num_tokens,
+        }
+        if self._wiring.is_emulated:
+            event["line_busy_s"] = {
+                name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
+                for name in raw
+            }
+        if report.loss is not None:
+            event["loss"] = report.loss
+            event["learning_rate"] = report.learning_rate
+            if report.grad_norm is not None:
+                event["grad_norm"] = report.grad_norm
+        return event
+
+    def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any]]:
+        """Bytes sent, and FP32 bytes of the tensors in them, by the name of the traffic, which for
+        a boundary's tensors is the direction of their channel; seconds on the emulated line to
+        each cloud, by (name, cloud)."""
+        replicas = self._wiring.replicas
+        averaging = [e for e in (replicas, self._wiring.tied) if e is not None]
+        more = (AVERAGING,) if averaging else ()
+        sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
+        raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
+        line_s: Counter[tuple[str, str]] = Counter()
+        for record, stats in zip(self._wiring.wan_records, self._wiring.wan_stats, strict=True):
+            for kind in Kind:  # other threads may add to what has been sent
+                if (name := kind.traffic) is not None and name in sent:
+                    sent[name] += stats.num_bytes[kind]
+                    line_s[name, record.to] += stats.line_s[kind]
+        for channel in self._wiring.wan_sends:
+            raw[channel.identity.direction] += channel.raw_bytes
+        for ends in averaging:
+            raw[AVERAGING] += ends.raw_bytes
+        return sent, raw, line_s

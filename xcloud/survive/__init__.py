@@ -1,0 +1,1 @@
+"""Checkpoints, and what a run resumes with."""

@@ -1,0 +1,157 @@
+"""Try a trained causal language model: python -m xcloud generate RUN "Once upon" ["A question?"]
+
+RUN is a run's output folder, with the parts of all clouds in it. It writes on as it goes: the most
+probable token each time, or one drawn (--temperature, --top-p, --seed). The message between two
+clouds goes through the run's compressors, as it did in training (--uncompressed leaves them out).
+A model that has learned chats takes the text as a question.
+
+Keys and values of earlier tokens are kept, so after the prompt one row crosses for each token. A
+compressor that looks at all rows together (low rank, top-k) sees another matrix then than in
+training; --no-cache sends the whole text for each token, as an evaluation does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xcloud.base.errors import DataError, XcloudError
+from xcloud.comm.boundary import Message
+from xcloud.models.causal_network import Past
+from xcloud.models.causal_stage import TEXT, TYPES, CausalStage
+from xcloud.use.causal import TrainedCausal
+from xcloud.use.trained_boundaries import TrainedBorders
+
+UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen. temperature 0: the most probable one. Else one is drawn from
+    softmax(logits / temperature), of the fewest tokens whose probabilities reach top_p
+    (arXiv:1904.09751); equal seeds draw alike."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    _draw: torch.Generator = field(default_factory=torch.Generator, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._draw.manual_seed(self.seed)
+
+    def of(self, logits_V: Tensor) -> int:
+        if not self.temperature:
+            return int(logits_V.argmax())
+        shares_V, words_V = (logits_V.double() / self.temperature).softmax(0).sort(descending=True)
+        kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self.top_p)
+        return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
+
+
+@dataclass(frozen=True)
+class Writer:
+    """All stages in one process. carry(stage, message): what arrives behind a stage of what it
+    sends. cached: each token goes through the stages once; else with all before it, each time."""
+
+    stages: Sequence[CausalStage]
+    carry: Callable[[int, Message], Message]
+    cached: bool = True
+
+    def tokens(self, ids: Sequence[int], choice: Choice) -> Iterator[int]:
+        """What follows, without end."""
+        text, new = list(ids), list(ids)
+        pasts = [Past() if self.cached else None for _ in self.stages]
+        while True:
+            logits_V = self._next(torch.tensor([new if self.cached else text]), pasts)
+            new = [choice.of(logits_V)]
+            text += new
+            yield new[0]
+
+    def _next(self, text_BS: Tensor, pasts: Sequence[Past | None]) -> Tensor:
+        batch = {"ids": torch.arange(1), TEXT: text_BS, TYPES: torch.zeros_like(text_BS)}
+        message: Message | None = None
+        for number, stage in enumerate(self.stages[:-1]):
+            message = self.carry(number, stage.hand_on(message, batch, pasts[number]))
+        return self.stages[-1].next_words(message, batch, pasts[-1])[0]
+
+
+class Generator:
+    """A trained run that writes on."""
+
+    def __init__(
+        self, trained: TrainedCausal, compressed: bool = True, cached: bool = True
+    ) -> None:
+        self._tokenizer = trained.tokenizer
+        self.between = "\n" if trained.tokenizer.learns_chats else ""  # question and answer
+        stages = [stage for stage in trained.stages() if isinstance(stage, CausalStage)]
+        boundaries = TrainedBorders(trained.experiment, compressed)
+        self._writer = Writer(stages, boundaries.carry, cached)
+        self._longest = int(stages[-1].architecture["config"]["max_position_embeddings"])
+
+    def write_on(self, prompt: str, max_new_tokens: int, choice: Choice | None = None) -> str:
+        """What follows the prompt, up to the end token."""
+        return "".join(self.pieces(prompt, max_new_tokens, choice))
+
+    def pieces(
+        self, prompt: str, max_new_tokens: int, choice: Choice | None = None
+    ) -> Iterator[str]:
+        """The same as it comes."""
+        tokenizer = self._tokenizer
+        given = tokenizer.prompt(prompt)
+        ids, said = list(given), tokenizer.decode(given)
+        if len(given) >= self._longest:
+            raise DataError(
+                f"the prompt has {len(given)} tokens; the model has {self._longest} positions"
+            )
+        following = self._writer.tokens(given, choice or Choice())
+        for _ in range(min(max_new_tokens, self._longest - len(given))):
+            token = next(following)
+            if token == tokenizer.token_ids.eos:
+                break
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            # Later tokens may change what the last ones mean: a character of several bytes.
+            if text.startswith(said) and not text.endswith(UNFINISHED):
+                yield text[len(said) :]
+                said = text
+        yield tokenizer.decode(ids)[len(said) :]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m xcloud generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    parser.add_argument("text", nargs="+", help="what to go on from")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of what share it is drawn from")
+    parser.add_argument("--seed", type=int, default=0, help="of drawing")
+    parser.add_argument("--no-cache", action="store_true", help="send the whole text each time")
+    parser.add_argument("--uncompressed", action="store_true", help="leave the compressors out")
+    arguments = parser.parse_args(words)
+    if arguments.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be 1 or more, got {arguments.max_new_tokens}")
+    if not 0 <= arguments.temperature < float("inf"):
+        parser.error(f"--temperature must be 0 or more, got {arguments.temperature}")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
+    try:
+        generator = Generator(
+            TrainedCausal(arguments.run), not arguments.uncompressed, not arguments.no_cache
+        )
+        for text in arguments.text:
+            choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
+            print(text, end=generator.between, flush=True)
+            for piece in generator.pieces(text, arguments.max_new_tokens, choice):
+                print(piece, end="", flush=True)
+            print(flush=True)
+    except XcloudError as error:
+        sys.exit(f"xcloud: {error}")

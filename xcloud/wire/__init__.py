@@ -1,0 +1,1 @@
+"""Which link ends a rank holds, and how they are joined."""

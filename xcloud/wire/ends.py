@@ -1,0 +1,202 @@
+"""The link ends of one rank and what they share: names, clocks, records, signs of life. Which ends
+a rank needs is up to its wiring (wiring.py, one_way/wiring.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import ConfigError, LinkError
+from xcloud.cluster.clouds import Layout
+from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.frame import Frame, Kind
+from xcloud.cluster.line_meter import LineMeter
+from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
+from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
+from xcloud.cluster.transport import Transport
+from xcloud.cluster.window import LinkWindow
+from xcloud.cluster.wire_record import LinkRecord
+from xcloud.parallel.rank_group import RankGroup
+
+FRAME_SLACK_BYTES = 4096
+
+OnReport = Callable[[int, Frame], None]
+"""Takes another rank's report, with the rank by whose link it came."""
+
+
+class Ends:
+    """Every rank makes its ends at the same time, from the same layout.
+
+    outs, ins: all ends. wan_outs: those that leave the cloud; records: what they sent.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout[Any],
+        run_dir: Path,
+        messages: MessageLog | None = None,
+    ) -> None:
+        self.rank, self.layout = transport.rank, layout
+        self.outs: list[SendingEnd] = []
+        self.ins: list[ReceivingEnd] = []
+        self.wan_outs: list[SendingEnd] = []
+        self.records: list[LinkRecord] = []
+        self.meters: dict[int, LineMeter] = {}  # of real lines that boundaries cross, by sender
+        self._by_peer: dict[int, list[SendingEnd | ReceivingEnd]] = {}
+        self.lives = {
+            peer: PeerLife(layout.liveness)
+            for peer in range(layout.num_ranks)
+            if peer != transport.rank
+        }
+        self._transport, self._messages = transport, messages
+        self._clocks = LinkClocks(transport, layout, run_dir)
+
+    @property
+    def is_emulated(self) -> bool:
+        return self._clocks.are_used
+
+    def line(self, name: str, ranks: Sequence[int]) -> None:
+        """See Transport."""
+        self._transport.line(name, ranks)
+
+    def group(self, ranks: Sequence[int]) -> RankGroup | None:
+        """The group of these ranks, in the order of their lanes; None outside it."""
+        joined = self._transport.group(ranks)
+        if self.rank not in ranks:
+            return None
+        return RankGroup(self.rank, tuple(ranks), joined, self.lives)
+
+    def out(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        window: LinkWindow,
+        boundary: int = CONTROL,
+        overdue_s: float | None = None,
+    ) -> SendingEnd:
+        """boundary: stage before it, for logs and records of messages between stages. overdue_s:
+        by default as long as a message of capacity_bytes may take."""
+        if overdue_s is None:
+            overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
+        record = None
+        if self._leaves_cloud(peer):
+            there = self.layout.placement(peer).cloud
+            record = LinkRecord(there, peer, None if boundary == CONTROL else boundary)
+            self.records.append(record)
+        settings = OutSettings(
+            self._name(peer), capacity_bytes, self._clocks.to(peer), window,
+            self._log(LinkName(boundary, self.rank, peer), peer), record, self.lives[peer],
+            overdue_s,
+        )  # fmt: skip
+        end = self._transport.out(line, peer, settings)
+        self.outs.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
+        if self._leaves_cloud(peer):
+            self.wan_outs.append(end)
+        return end
+
+    def incoming(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        window: LinkWindow,
+        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+        boundary: int = CONTROL,
+        on_end: Callable[[LinkError], None] | None = None,
+        advice: str | None = None,
+    ) -> ReceivingEnd:
+        """advice: what makes this rank wait longer; by default the layout's."""
+        if advice is None:
+            advice = self.layout.overdue_advice(self.rank, peer)
+        meter, wan = None, self.layout.wan_between(self.rank, peer)
+        if boundary != CONTROL and wan == "real":
+            meter = self.meters.setdefault(peer, LineMeter())
+        settings = InSettings(
+            self._name(peer), capacity_bytes, handlers or {}, window,
+            self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer], advice,
+            meter, isinstance(wan, LinkProfile),
+        )  # fmt: skip
+        end = self._transport.incoming(line, peer, settings)
+        self.ins.append(end)
+        self._by_peer.setdefault(peer, []).append(end)
+        return end
+
+    def forget(self, peer: int) -> None:
+        """A lost rank's ends are not closed. What they sent stays counted."""
+        gone = self._by_peer.pop(peer, [])
+        self.outs = [end for end in self.outs if end not in gone]
+        self.ins = [end for end in self.ins if end not in gone]
+
+    def begins_again(self, ranks: Sequence[int]) -> bool:
+        """See Transport."""
+        return self._transport.begins_again(ranks)
+
+    def window(self, under_way: int, frame_bytes: int) -> LinkWindow:
+        """Of the same arguments at both ends of a link."""
+        return LinkWindow.covering(under_way, frame_bytes, self.layout.link_budget_bytes)
+
+    def close(self, *may_be_gone: type[LinkError]) -> None:
+        """Deliver everything, hear every peer's goodbye, as long as it gives signs of life.
+
+        may_be_gone: errors of an end that do not matter: its peer may have left before.
+        """
+        patience_s = self.layout.liveness.lost_after_s
+        # Those made first, which bear signs of life, last.
+        ends: list[SendingEnd | ReceivingEnd] = [*reversed(self.outs), *self.ins]
+        for end in ends:
+            with contextlib.suppress(*may_be_gone):
+                end.close(patience_s)
+
+    def _leaves_cloud(self, peer: int) -> bool:
+        return self.layout.wan_between(self.rank, peer) is not None
+
+    def _log(self, name: LinkName, peer: int) -> LinkLog | None:
+        """Only messages between clouds are noted."""
+        if self._messages is None or not self._leaves_cloud(peer):
+            return None
+        return LinkLog(name, self._messages)
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
+
+
+class LinkClocks:
+    """Clocks of the emulated links, one for each direction between two clouds."""
+
+    def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
+        self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
+        self._clocks: dict[str, LinkClock] = {}
+        emulated = [layout.wan, *layout.links.values()]
+        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
+            # A name that no earlier run in this folder used: link time starts at 0 in every run.
+            self._run_number = transport.run_number()
+            if len(set(transport.machines())) > 1:
+                # Delivery times are by the machine's clock, which another does not share.
+                raise ConfigError(
+                    "an emulated link (cluster.wan) works between ranks on one machine only; this "
+                    "run spans several: set cluster/wan=real"
+                )
+
+    @property
+    def are_used(self) -> bool:
+        return bool(self._clocks)
+
+    def to(self, peer: int) -> LinkClock | None:
+        """Clock for messages from this rank to `peer`; None where nothing is emulated."""
+        wan = self._layout.wan_between(self._rank, peer)
+        if not isinstance(wan, LinkProfile):
+            return None
+        here = self._layout.placement(self._rank).cloud
+        there = self._layout.placement(peer).cloud
+        name = f"link-{here}-to-{there}.{self._run_number}.clock"
+        if name not in self._clocks:
+            self._clocks[name] = LinkClock(wan, self._run_dir / name)
+        return self._clocks[name]
