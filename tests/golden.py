@@ -115,17 +115,25 @@ def entry(run_dir: Path) -> dict[str, Any]:
         for kind, num_bytes in event.get("sent", {}).items() if event["event"] == "step" else ():
             sent[kind] += num_bytes
     sent.pop("other", None)  # reports, whose lengths follow from measured times
+    step = SAVED if run_dir.name.startswith("one way") else STEPS  # one-way jobs save no last step
     digest = hashlib.sha256()
-    for name, value in sorted(state(run_dir, STEPS).items()):
-        digest.update(
-            name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-        )
+    for one in sorted(map(_digest, state(run_dir, step).values())):
+        digest.update(one)
     found = sorted(losses(run_dir).items())
     return {
         "losses": {f"step {step} rank {rank}": loss for (step, rank), loss in found},
         "bytes": dict(sorted(sent.items())),
         "digest": digest.hexdigest(),
     }
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    """Of values alone: what they are called may change. Numbers by themselves count nothing."""
+    if value.numel() < 2 or not value.is_floating_point():
+        return b""
+    return hashlib.sha256(
+        value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    ).digest()
 
 
 def main() -> None:
