@@ -48,7 +48,8 @@ def print_report(
 
 
 def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
-    columns = [Column("", right=False, wraps=True), "", Column("", False, wraps=True, dim=True)]
+    remark = Column("", right=False, wraps=True, dim=True)
+    columns = [Column("", right=False, wraps=True), Column(""), remark]
     print_table(console, columns, _rows(summary), heads=False)
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
