@@ -1,0 +1,178 @@
+"""claims.toml: what is claimed, where that is published, how it is shown, and by which rule it
+counts as reproduced. Reads and checks; runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, settings
+
+FILE = "claims.toml"
+UNKNOWN = "unknown"
+
+ResultRow = Mapping[str, Any]
+"""One run of one row: "row", "seed", what it was run on, and its figures by name."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """mean and standard error over seeds; the error is None for a single one."""
+
+    mean: float
+    error: float | None
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.fmean(values), error, len(values))
+
+    def __str__(self) -> str:
+        digits = 2 if abs(self.mean) >= 1 else 3
+        if self.error is None:
+            return f"{self.mean:.{digits}f} (one seed)"
+        return f"{self.mean:.{digits}f} ± {self.error:.{digits}f}"
+
+
+@settings("claim.figure")
+class Figure:
+    """A number of the rows: the column of `row`, minus that of the row `minus`, or over that of
+    the row `over`, paired by seed. where: other columns that the rows must have."""
+
+    row: str
+    column: str
+    minus: str | None = None
+    over: str | None = None
+    where: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, rows: Sequence[ResultRow]) -> Estimate | None:
+        """None without any seed that has what is needed."""
+        own, other = self._by_seed(rows, self.row), self._by_seed(rows, self.minus or self.over)
+        if self.minus or self.over:
+            seeds = sorted(own.keys() & other.keys())
+            pairs = [(own[seed], other[seed]) for seed in seeds]
+            values = [a - b if self.minus else a / b for a, b in pairs]
+        else:
+            values = list(own.values())
+        return Estimate.of(values) if values else None
+
+    def _by_seed(self, rows: Sequence[ResultRow], name: str | None) -> dict[Any, float]:
+        wanted = {"row": name, **self.where}
+        chosen = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+        return {
+            row.get("seed"): float(row[self.column])
+            for row in chosen
+            if row.get(self.column) is not None
+        }
+
+
+@settings("claim.rules")
+class Rule:
+    """says: the rule in words, stated before the run. Met where the mean of the figure is not
+    below at_least, nor above at_most."""
+
+    says: str
+    figure: Figure
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_least is None and self.at_most is None:
+            raise ConfigError(f"claim.rules: {self.says!r} needs at_least or at_most")
+
+    def is_met(self, found: Estimate) -> bool:
+        low, high = self.at_least, self.at_most
+        return (low is None or found.mean >= low) and (high is None or found.mean <= high)
+
+
+@settings("claim.cells")
+class Cell:
+    """A cell of a published table or figure: what is printed there, ours for the same setting,
+    and the same setting made better."""
+
+    table: str
+    cell: str
+    published: str = UNKNOWN
+    ours: Figure | None = None
+    better: Figure | None = None
+
+
+@settings("claim")
+class Claim:
+    """source: where it is published. means: what it says here. runs: settings of run.py by row;
+    or module: a benchmark that writes rows, `python -m module OUT.jsonl`. needs: what must be
+    there, such as a folder of data. quick: settings for a run of minutes; leaves_out: what that
+    run cannot tell."""
+
+    name: str
+    title: str
+    source: str
+    means: str
+    human_minutes: NotNegative
+    machine_minutes: Positive
+    rules: Sequence[Rule]
+    cells: Sequence[Cell] = ()
+    runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    module: Sequence[str] = ()
+    common: Sequence[str] = ()
+    seeds: Sequence[int] = (1, 2, 3)
+    needs: Sequence[str] = ()
+    quick: Sequence[str] = ()
+    leaves_out: str = ""
+    expected: str = UNKNOWN
+    missing: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.runs) == bool(self.module):
+            raise ConfigError(f"claim {self.name}: give either runs or module")
+        if not self.rules:
+            raise ConfigError(f"claim {self.name}: needs at least one rule")
+
+    @property
+    def command(self) -> str:
+        return f"python -m xcloud reproduce {self.name}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """found is None where the rows do not hold the rule's figure."""
+
+    rule: Rule
+    found: Estimate | None
+
+    @property
+    def is_met(self) -> bool:
+        return self.found is not None and self.rule.is_met(self.found)
+
+
+def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
+    return [Judged(rule, rule.figure.of(rows)) for rule in claim.rules]
+
+
+def read_claims(path: Path) -> dict[str, Claim]:
+    """By name, in the order of the file. Raises ConfigError that names the claim."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return {name: _claim(name, entry) for name, entry in data.items()}
+
+
+def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
+    try:
+        rules = [Rule(**{**rule, "figure": Figure(**rule["figure"])}) for rule in entry["rules"]]
+        cells = [
+            Cell(**{key: Figure(**v) if isinstance(v, dict) else v for key, v in cell.items()})
+            for cell in entry.get("cells", ())
+        ]
+        return Claim(name=name, **{**entry, "rules": rules, "cells": cells})
+    except (ConfigError, KeyError, TypeError) as error:
+        raise ConfigError(f"{FILE}: claim {name!r}: {error}") from None

@@ -1,0 +1,77 @@
+"""Pages that need no server and no network: a front page and one page a study, as plain HTML."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*\s*(%|±.*|\(one seed\))?$")
+
+
+class Cell(NamedTuple):
+    text: str
+    link: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return bool(_NUMBER.match(self.text))
+
+
+class Picture(NamedTuple):
+    """file: copied beside the pages. text: what it shows, for those who cannot see it too."""
+
+    file: str
+    text: str
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Page:
+    """name: of the file, without .html. facts: (what, text), such as ("Verdict", "reproduced").
+    up: what the link to the front page says; none on the front page, whose pictures are links."""
+
+    name: str
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    command: str = ""
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    up: str = ""
+
+    @property
+    def links(self) -> bool:
+        return not self.up
+
+
+def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
+    """Write index.html and a page for each study, with copies of their pictures; returns the
+    index. The folder may hold an older site, whose files of the same names are replaced."""
+    from jinja2 import Environment, StrictUndefined  # only who writes a site pays for it
+
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    for page in (replace(front, name="index"), *studies):
+        pictures = [_copied(picture, page.name, folder) for picture in page.pictures]
+        text = template.render(page=replace(page, pictures=pictures))
+        (folder / f"{page.name}.html").write_text(text, encoding="utf-8")
+    return folder / "index.html"
+
+
+def _copied(picture: Picture, page: str, folder: Path) -> Picture:
+    source = Path(picture.file)
+    target = folder / f"{page}-{source.name}"
+    shutil.copyfile(source, target)
+    return picture._replace(file=target.name)
