@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from xcloud.base.errors import RunFailed
-from xcloud.comm.phases import Phased
+from xcloud.comm.compression import Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run

@@ -13,7 +13,7 @@ import torch
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.memory import State, whole_numbers
+from xcloud.comm.state import State, whole_numbers
 
 NOBODY = -1
 """In the place of a consumer's rank: a batch that only the other ranks of the cloud need."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xcloud.base.errors import FrameError
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
+from xcloud.comm.state import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.parallel.control import Signal
