@@ -238,22 +238,9 @@ def orders() -> Parser:
     def take(parts: Parts) -> object:
         book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
         book.take_orders(frame(parts))
-        while book._waiting:
-            book.next(False)
-        return book.state_dict()
+        return [book.next(False) for _ in list(book._waiting)]
 
     return Parser([(rows,)], take)
-
-
-def stops() -> Parser:
-    def take(parts: Parts) -> object:
-        book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
-        book.take_stop(frame(parts))
-        while book.next(False) is not None:
-            assert len(book._waiting) < 3
-        return book.state_dict()
-
-    return Parser([(whole(9),)], take)
 
 
 def batches() -> Parser:
@@ -399,7 +386,7 @@ def checkpoint_headers(folder: Path) -> Parser:
 PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
-        frames, packed_ids, ranked_ids, gaps, orders, stops, batches, norms, answers, codes, ages,
+        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, answers, codes, ages,
         facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
     )
 }  # fmt: skip
