@@ -32,6 +32,21 @@ COMMANDS = {
         "make tables and pictures of sweeps again, or compare sweeps",
         "report table2 other_sweep",
     ),
+    "claims": Command(
+        "xcloud.claims.list",
+        "list what is claimed, published and own, with its state; write docs/paper.md",
+        "claims",
+    ),
+    "reproduce": Command(
+        "xcloud.claims.reproduce",
+        "run one claim, judge it by its rule, write a record",
+        "reproduce demo --quick",
+    ),
+    "site": Command(
+        "xcloud.claims.site",
+        "write the records as a static site",
+        "site --out site",
+    ),
     "translate": Command(
         "xcloud.use.translate",
         "translate lines with a trained run",

@@ -57,7 +57,7 @@ class Record:
 
 
 def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> str:
-    """"reproduced" only if every rule is met by a whole run."""
+    """ "reproduced" only if every rule is met by a whole run."""
     judged = judge(claim, rows)
     if is_quick:
         return "quick run: judges nothing"
@@ -124,6 +124,8 @@ def digests(paths: Sequence[Path]) -> dict[str, str]:
     }
 
 
-def made(claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool) -> Record:
+def made(
+    claim: Claim, rows: Sequence[ResultRow], data: Sequence[Path], at: str, quick: bool
+) -> Record:
     verdict = verdict_of(claim, rows, is_quick=quick)
     return Record(claim.name, at, commit(), quick, verdict, rows, environment(), digests(data))

@@ -1,6 +1,4 @@
-"""`python -m xcloud claims` and `reproduce CLAIM`: list claims with their state, run one, judge it
-by its rule, and write the record.
-"""
+"""`python -m xcloud reproduce CLAIM`: run it, judge it by its rule, write the record."""
 
 from __future__ import annotations
 
@@ -17,28 +15,17 @@ from typing import Any
 from xcloud.base.errors import ConfigError, DataError, RunFailed, XcloudError
 from xcloud.base.project import project_root
 from xcloud.claims.claims import FILE, Claim, read_claims
-from xcloud.claims.records import FOLDER, Record, made
+from xcloud.claims.records import FOLDER, made
 
 KEPT_FILES = ("experiment.yaml", "summary.json", "run.log")
-
-
-def list_claims(words: Sequence[str] | None = None) -> int:
-    """A line for each claim: its state, minutes, title."""
-    argparse.ArgumentParser("python -m xcloud claims", description=list_claims.__doc__).parse_args(
-        words
-    )
-    for name, claim in read_claims(project_root() / FILE).items():
-        record = Record.read(project_root() / FOLDER / name)
-        state = record.verdict.split(":")[0] if record else "not run"
-        minutes = f"{claim.human_minutes} + {claim.machine_minutes} min"
-        print(f"{name:<28} {state:<16} {minutes:<14} {claim.title}")
-    return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m xcloud reproduce", description=__doc__)
     parser.add_argument("claim", help=f"a name in {FILE}")
-    parser.add_argument("--quick", action="store_true", help="minutes on two cores; judges nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="minutes on two cores; judges nothing"
+    )
     parser.add_argument("--data", type=Path, help="the folder that holds the claim's data sets")
     parser.add_argument("--out", type=Path, help=f"default: {FOLDER}/CLAIM; with --quick outputs/")
     given = parser.parse_args(words)
@@ -80,9 +67,7 @@ def _data(claim: Claim, folder: Path | None) -> list[Path]:
     return paths
 
 
-def _rows(
-    claim: Claim, data: Path | None, out: Path, quick: bool
-) -> Iterator[Mapping[str, Any]]:
+def _rows(claim: Claim, data: Path | None, out: Path, quick: bool) -> Iterator[Mapping[str, Any]]:
     if claim.module:
         yield from _of_module(claim, data, out, quick)
         return
@@ -91,7 +76,9 @@ def _rows(
         for row, settings in claim.runs.items():
             words = [*claim.common, *settings, *(claim.quick if quick else ()), f"seed={seed}"]
             print(f"{row}, seed {seed}: {' '.join(words)}", flush=True)
-            yield {"row": row, "seed": seed} | _run(words, data, out / "runs" / f"{row}-seed{seed}")
+            yield {"row": row, "seed": seed} | _run(
+                words, data, out / "runs" / f"{row}-seed{seed}"
+            )
 
 
 def _run(words: Sequence[str], data: Path | None, folder: Path) -> dict[str, Any]:
@@ -101,7 +88,11 @@ def _run(words: Sequence[str], data: Path | None, folder: Path) -> dict[str, Any
         work = folder.with_name(f"{folder.name}.work")
         command = [sys.executable, "run.py", *filled, f"hydra.run.dir={work}", "tracker=none"]
         done = subprocess.run(
-            command, cwd=project_root(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=project_root(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         if done.returncode:
             raise RunFailed(f"{' '.join(command)}\n{done.stderr.strip()}")
