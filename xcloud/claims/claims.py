@@ -170,7 +170,7 @@ def _claim(name: str, entry: Mapping[str, Any]) -> Claim:
     try:
         rules = [Rule(**{**rule, "figure": Figure(**rule["figure"])}) for rule in entry["rules"]]
         cells = [
-            Cell(**{key: Figure(**v) if isinstance(v, dict) else v for key, v in cell.items()})
+            Cell(**{k: Figure(**v) if isinstance(v, dict) else v for k, v in cell.items()})  # type: ignore[arg-type]
             for cell in entry.get("cells", ())
         ]
         return Claim(name=name, **{**entry, "rules": rules, "cells": cells})

@@ -12,6 +12,7 @@ from xcloud.claims.claims import FILE, Claim, Figure, read_claims
 from xcloud.claims.records import FOLDER, Record
 
 PAPER = Path("docs", "paper.md")
+HEAD = "| cell | published | ours | made better | command | record |"
 Records = Mapping[str, Record]
 
 
@@ -31,17 +32,14 @@ def paper_page(claims: Mapping[str, Claim], records: Records) -> str:
     ]  # fmt: skip
     cells = [(cell, claim) for claim in claims.values() for cell in claim.cells]
     for table, group in groupby(cells, key=lambda pair: pair[0].table):
-        lines += ["", f"## {table}", "", "| cell | published | ours | made better | command | record |",
-                  "|---|---|---|---|---|---|"]  # fmt: skip
+        lines += ["", f"## {table}", "", HEAD, "|---|---|---|---|---|---|"]
         for cell, claim in group:
             record = records.get(claim.name)
-            link = (
-                f"[{record.made_at[:10]}](../{FOLDER}/{claim.name}/README.md)" if record else "–"
-            )
+            page = f"../{FOLDER}/{claim.name}/README.md"
+            link = f"[{record.made_at[:10]}]({page})" if record else "–"
             ours, better = (_shown(figure, record) for figure in (cell.ours, cell.better))
-            lines.append(
-                f"| {cell.cell} | {cell.published} | {ours} | {better} | `{claim.command}` | {link} |"
-            )
+            shown = (cell.cell, cell.published, ours, better, f"`{claim.command}`", link)
+            lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 

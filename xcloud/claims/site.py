@@ -27,7 +27,7 @@ def study_page(claim: Claim, record: Record | None, picture: Path | None) -> Pag
         ("Question", claim.means), ("Source", claim.source),
         ("Verdict", record.verdict if record else "not run yet"),
         ("Missing", claim.missing or "nothing that we know of"),
-        ("Time", f"{claim.human_minutes} minutes of yours, {claim.machine_minutes} of the machine"),
+        ("Minutes", f"{claim.human_minutes} of yours, {claim.machine_minutes} of the machine"),
     ]  # fmt: skip
     if record:
         where = ", ".join(f"{name} {value}" for name, value in record.environment.items())
