@@ -71,6 +71,7 @@ def draw(claim: Claim, record: Record, path: Path) -> bool:
         [getattr(one, key) or 0.0 for one in drawn.values()] for key in ("mean", "error")
     )
     axes.errorbar(means, list(drawn), xerr=errors, fmt="o", color=LINES[1], capsize=3)
+    axes.margins(y=0.25)
     axes.invert_yaxis()
     axes.set_xlabel(column)
     axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,154 @@
+"""Claims: what is judged by which rule, what a record holds, and the pages made of records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.project import project_root
+from xcloud.claims import list as listing
+from xcloud.claims import reproduce, site
+from xcloud.claims.claims import FILE, Claim, Figure, Rule, judge, read_claims
+from xcloud.claims.records import Record, made, page, verdict_of
+
+ROWS = [
+    {"row": row, "seed": seed, "corpus": "a", "bleu": bleu + seed, "step_s": 1.0 + seed}
+    for row, bleu in (("ours", 30.0), ("theirs", 26.5))
+    for seed in (1, 2, 3)
+]
+
+
+def claim(**changed: Any) -> Claim:
+    rule = Rule("3 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=3.0)
+    given: dict[str, Any] = {
+        "name": "front", "title": "Ours is in front", "source": "somebody", "means": "More BLEU.",
+        "human_minutes": 1, "machine_minutes": 5, "rules": [rule], "runs": {"ours": []},
+        "leaves_out": "everything but one seed",
+    }  # fmt: skip
+    return Claim(**(given | changed))
+
+
+def test_a_figure_is_paired_by_seed() -> None:
+    found = Figure("ours", "bleu", minus="theirs").of(ROWS)
+    assert found is not None and (found.mean, found.error, found.num) == (3.5, 0.0, 3)
+    share = Figure("ours", "step_s", over="theirs").of(ROWS[:4])  # one seed of theirs
+    assert share is not None and (share.mean, share.error) == (1.0, None)
+
+
+def test_rows_of_another_corpus_do_not_count() -> None:
+    assert Figure("ours", "bleu", where={"corpus": "b"}).of(ROWS) is None
+    assert Figure("ours", "chrf").of(ROWS) is None
+
+
+def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> None:
+    harder = Rule("4 BLEU in front", Figure("ours", "bleu", minus="theirs"), at_least=4.0)
+    both = claim(rules=[*claim().rules, harder])
+    assert verdict_of(claim(), ROWS, is_quick=False) == "reproduced"
+    assert verdict_of(both, ROWS, is_quick=False) == "not reproduced: 4 BLEU in front"
+    assert verdict_of(claim(), ROWS[:3], is_quick=False) == "not reproduced: 3 BLEU in front"
+    assert verdict_of(claim(), ROWS, is_quick=True) == "quick run: judges nothing"
+    assert [one.is_met for one in judge(both, ROWS)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rules": []}, "needs at least one rule"),
+        ({"runs": {}}, "give either runs or module"),
+        ({"machine_minutes": 0}, r"claim\.machine_minutes must be a whole number >= 1, got 0"),
+    ],
+)
+def test_a_claim_that_shows_nothing_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        claim(**changed)
+
+
+def test_the_projects_claims_can_be_read_and_every_record_is_of_one() -> None:
+    claims = read_claims(project_root() / FILE)
+    records = listing.read_records(claims)
+    folders = {path.parent.name for path in (project_root() / "records").glob("*/record.json")}
+    assert folders == set(records)
+    for name, record in records.items():
+        assert record.verdict == verdict_of(claims[name], record.rows, is_quick=record.is_quick)
+        kept = (project_root() / "records" / name / "README.md").read_text("utf-8")
+        assert kept == page(claims[name], record)
+
+
+def test_the_papers_page_is_what_the_records_say() -> None:
+    claims = read_claims(project_root() / FILE)
+    written = (project_root() / listing.PAPER).read_text("utf-8")
+    assert written == listing.paper_page(claims, listing.read_records(claims))
+
+
+def test_a_malformed_claim_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('[odd]\ntitle = "x"\nrules = []\n')
+    with pytest.raises(ConfigError, match=r"claims\.toml: claim 'odd'"):
+        read_claims(tmp_path / FILE)
+
+
+def test_a_record_says_all_and_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "train.tsv").write_text("a\tb\n")
+    record = made(claim(), ROWS, [tmp_path / "corpus"], "2026-01-01", False)
+    record.write(tmp_path / "out", claim())
+    assert Record.read(tmp_path / "out") == Record(**json.loads(json.dumps(vars(record))))
+    text = (tmp_path / "out" / "README.md").read_text("utf-8")
+    for part in ("3 BLEU in front", "3.50 ± 0.00", "**Verdict.** Reproduced.", "torch 2."):
+        assert part in text
+    assert list(record.data) == ["corpus/train.tsv"]
+    (tmp_path / "out" / "record.json").write_text("{}")
+    with pytest.raises(DataError, match="is no record"):
+        Record.read(tmp_path / "out")
+
+
+def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def run(words: list[str], data: Path | None, folder: Path) -> dict[str, Any]:
+        ran.append((folder.name, words))
+        return {"bleu": 30.0 if "a=1" in words else 26.0}
+
+    mine = claim(runs={"ours": ["a=1"], "theirs": []}, common=["+exp=x"], quick=["few=1"])
+    monkeypatch.setattr(reproduce, "read_claims", lambda path: {"front": mine})
+    monkeypatch.setattr(reproduce, "_run", run)
+    assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
+    assert len(ran) == 6 and ran[0] == ("ours-seed1", ["+exp=x", "a=1", "seed=1"])
+    assert "**Verdict.** Reproduced." in capsys.readouterr().out
+    assert reproduce.main(["front", "--quick", "--out", str(tmp_path / "quick")]) == 0
+    assert len(ran) == 8 and ran[-1] == ("theirs-seed1", ["+exp=x", "few=1", "seed=1"])
+    assert "leaves out: everything but one seed" in capsys.readouterr().out
+
+
+def test_missing_data_and_unknown_claims_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        reproduce, "read_claims", lambda path: {"front": claim(needs=["multi30k"])}
+    )
+    for words, said in (
+        (["front"], "needs multi30k: give the folder that holds them with --data DIR"),
+        (["front", "--data", str(tmp_path)], "needs"),
+        (["behind"], "no claim 'behind'"),
+    ):
+        assert reproduce.main(words) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_the_site_has_a_page_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = made(claim(), ROWS, [], "2026-01-01", False)
+    monkeypatch.setattr(site, "read_claims", lambda path: {"front": claim()})
+    monkeypatch.setattr(site, "read_records", lambda claims: {"front": record})
+    assert site.main(["--out", str(tmp_path)]) == 0
+    index = (tmp_path / "index.html").read_text("utf-8")
+    study = (tmp_path / "front.html").read_text("utf-8")
+    assert 'href="front.html"' in index and "reproduced" in index
+    for part in ("3 BLEU in front", "python -m xcloud reproduce front", "front-front.png"):
+        assert part in study
+    assert (tmp_path / "front-front.png").stat().st_size > 1000
+    assert "http" not in study + index  # nothing is fetched
