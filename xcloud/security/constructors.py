@@ -11,13 +11,13 @@ comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache comm.me
 comm.per_boundary.PerBoundary comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
 comm.phases.Phased comm.power_sgd.PowerSgd comm.quantize.BlockInt comm.sparsify.RandomK
 comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
-electra.config.DiscriminatorSettings electra.config.Generator electra.model.MultilingualElectra
+electra.parts.DiscriminatorSettings electra.parts.Generator electra.model.MultilingualElectra
 job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining
 models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
 models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
 models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
 models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
-models.public_backbone.PublicBackbone models.split_point.Split models.transformer.Transformer
+models.backbone.PublicBackbone models.split_point.Split models.transformer.Transformer
 parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
 parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer
 parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
