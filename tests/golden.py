@@ -95,13 +95,13 @@ def jobs() -> dict[str, Job]:
 
 
 def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The whole table. Two rows are run again from their first checkpoint."""
+    """The whole table. Three rows are run again from their first checkpoint."""
     table = {}
     for name, job in jobs().items():
         run_dir = folder / name
         run(job, run_dir, patch)
         table[name] = entry(run_dir)
-        if name in ("1f1b, lanes, int4", "streaming, feedback"):
+        if name in ("1f1b, lanes, int4", "streaming, feedback", "one way"):
             again = folder / f"{name}, gone on"
             interrupted(run_dir, again)
             run(job, again, patch)

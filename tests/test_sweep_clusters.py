@@ -21,7 +21,7 @@ from xcloud.sweep import report
 from xcloud.sweep.losses import LOSSES, curves_of, write_losses
 from xcloud.sweep.published import published_for
 from xcloud.sweep.results import Row, from_folder, rows_of
-from xcloud.sweep.table import print_table, write_csv
+from xcloud.sweep.table import print_sweep, write_csv
 
 NUM_STEPS = 60
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 def printed(rows: list[Row]) -> str:
     stream = StringIO()
-    print_table(rows, Console(file=stream, width=150))
+    print_sweep(rows, Console(file=stream, width=150))
     return " ".join(stream.getvalue().split())
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.base.project import MODEL_DIR
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.id_packing import CorruptedTexts, IdPacking
-from xcloud.comm.memory import State, load_states, states_of
+from xcloud.comm.ids import CorruptedTexts, IdPacking
+from xcloud.comm.state import State, load_states, states_of
 from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
 from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
 from xcloud.models.attention import Packing

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of
-from xcloud.hub.packaged_checkpoint import resolve
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of, resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
 from xcloud.models.made_once import PublicTexts, made_once

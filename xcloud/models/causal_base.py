@@ -19,9 +19,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of
 from xcloud.models.causal_network import Part, config_of, network_of
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.causal_weights import draw_weights, write_checkpoint

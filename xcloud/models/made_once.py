@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import NotNegative, settings
-from xcloud.comm.memory import State, Stateful, load_states, states_of
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import make_once
+from xcloud.comm.state import State, Stateful, load_states, states_of
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import make_once
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule

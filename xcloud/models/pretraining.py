@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder
 from xcloud.models.made_once import Descent

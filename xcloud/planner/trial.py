@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from xcloud.base.errors import RunFailed
-from xcloud.comm.phases import Phased
+from xcloud.base.units import human_seconds
+from xcloud.comm.compression import Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run
@@ -30,7 +31,6 @@ from xcloud.plan.profile import MOST_FACTOR, Profile, WorkFactor
 from xcloud.plan.settings import Planning
 from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
-from xcloud.report.table import human_seconds
 
 WARM_UP = 2  # steps that are not counted
 USUAL = (0.5, 1.5)  # factors beyond these have another cause

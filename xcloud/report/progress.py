@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
+from xcloud.base.units import human_duration
 from xcloud.record.events import AVERAGING, Event, Line, StepTotals
 from xcloud.record.scores import score_name, score_text
 
@@ -165,16 +166,6 @@ class _Smooth:
     def get(self, name: str) -> float:
         value, weight = self._sums[name]
         return value / weight
-
-
-def human_duration(seconds: float) -> str:
-    """42 s, 13 min, 2 h 05 min."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 99.5:
-        return f"{max(seconds, 0):.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _describe_resume(event: Event) -> str:

@@ -44,7 +44,7 @@ from xcloud.record.tracking import Status
 from xcloud.report.mlflow_view import places_of, prepared_view
 from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.report.progress import ProgressLine
-from xcloud.report.table import print_report
+from xcloud.report.run_table import print_report
 from xcloud.security import leak_meter
 from xcloud.security.wire_audit import AUDIT_FILE, compact, join_audit
 
