@@ -32,7 +32,7 @@ def export_stage(
     def write(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         data.save_tokenizers(folder)
-        architecture = json.dumps(getattr(module, "architecture", None))
+        architecture = json.dumps(module.architecture)
         save_file(tensors, folder / path.name, metadata={"architecture": architecture})
 
     try:
