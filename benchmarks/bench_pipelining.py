@@ -259,9 +259,7 @@ def ours(rank: int, schedule, compression):
         print, schedule, seed=1,
     )  # fmt: skip
     stage = Layers()
-    pipeline = Pipeline(
-        rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock
-    )
+    pipeline = Pipeline(rank, layout, {rank: stage}, wiring.ports, cpu, 1, clock)
     optimizer = torch.optim.SGD(stage.parameters(), 1e-3)
     x, y = data()
     batches = {

@@ -128,9 +128,8 @@ class System:
         torch.manual_seed(rank)
         self._stage = Layers(rank == num_stages - 1)
         self._pipeline = Pipeline(
-            rank, {rank: self._stage}, num_stages, self.wiring.ports, layout.owner, {rank: (0, 1)},
-            cpu, 1, clock,
-        )  # fmt: skip
+            rank, layout, {rank: self._stage}, self.wiring.ports, cpu, 1, clock
+        )
         self._optimizer = torch.optim.SGD(self._stage.parameters(), 1e-3)
         x, y = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
         self._batches = {
@@ -143,7 +142,7 @@ class System:
         self._steps += 1
         self._optimizer.zero_grad()
         self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
-        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, self._num_stages)
+        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, Director())
         self._optimizer.step()
         return time.perf_counter() - started
 
