@@ -160,9 +160,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
 def system(name: str, rank: int, m: int):
     """One step of it, as a function. Raises SystemExit for a name that is none."""
     from xcloud.comm.chain import Chain
+    from xcloud.comm.compression import Compression
     from xcloud.comm.memory import NoMemory
-    from xcloud.comm.phases import Compression
-    from xcloud.comm.quantize import BlockInt
+    from xcloud.comm.precision import BlockInt
     from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 
     match name.split():
@@ -235,7 +235,7 @@ def ours(rank: int, schedule, compression):
     from xcloud.cluster.transport import GlooTransport
     from xcloud.comm.boundary import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
-    from xcloud.contracts.stage import Stage, StageOutput
+    from xcloud.contracts.model import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline
     from xcloud.training.batch_plan import cut
     from xcloud.wire.wiring import wire

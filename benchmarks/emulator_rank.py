@@ -32,10 +32,10 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.compression import Compression
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut

@@ -16,13 +16,11 @@ from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.security.defences import Defences

@@ -16,17 +16,16 @@ from tests.configs import build
 from tests.pipelines import in_threads
 from tests.trainers import LAYOUTS, Rank, ranks
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import Kind
+from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.line_meter import LineMeter
+from xcloud.cluster.line import LineMeter
 from xcloud.cluster.link_profile import LinkProfile, line_bytes
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.chain import Chain
-from xcloud.comm.memory import MEMORY, DeltaCache, State, is_marked
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.quantize import BlockInt
-from xcloud.comm.selectable import Selectable, Selection
+from xcloud.comm.compression import Compression, Phase, Phased, Selectable, Selection
+from xcloud.comm.memory import DeltaCache
+from xcloud.comm.precision import BlockInt
+from xcloud.comm.state import MEMORY, State, is_marked
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways

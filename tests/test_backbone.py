@@ -15,7 +15,7 @@ import torch
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models import backbone, checkpoint
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone

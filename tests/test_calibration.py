@@ -12,7 +12,7 @@ import torch
 from tests.translation_models import IDS
 from tests.understanding_models import RandomText, backbone, where
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.calibration import EncoderBlock, measured_basis

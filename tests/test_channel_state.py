@@ -28,11 +28,11 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.draws import ChannelId
+from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compressor import ChannelId
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
 from xcloud.wire.wiring import Wiring

@@ -10,7 +10,7 @@ import torch
 
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiverged
-from xcloud.comm.id_packing import IdPacking
+from xcloud.comm.ids import IdPacking
 from xcloud.contracts.one_way_parts import Fed
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.model import MultilingualElectra
@@ -260,7 +260,7 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
-    from xcloud.contracts.split_model import BuildContext
+    from xcloud.contracts.model import BuildContext
     from xcloud.models.checkpoint import quiet
     from xcloud.models.encoder import Encoder
 

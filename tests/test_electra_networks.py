@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.electra import (
     LONGEST_WORD,

@@ -16,13 +16,12 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
-from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import TopK
-from xcloud.contracts.stage import Batch, StageOutput
+from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import PinnedBatchPlan, cut
 from xcloud.training.optimizer import Optimizer

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Head, Message, Stage, TokenIds
+from xcloud.contracts.model import Batch, BuildContext, Head, Message, Stage, TokenIds
 from xcloud.models.backbone import OwnBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import FrameError
 from xcloud.base.project import MODEL_DIR
-from xcloud.comm.id_packing import CorruptedTexts, IdPacking
-from xcloud.comm.memory import State, load_states, states_of
+from xcloud.comm.ids import CorruptedTexts, IdPacking
+from xcloud.comm.state import State, load_states, states_of
 from xcloud.contracts.one_way_parts import SUMS, OneWayContext
 from xcloud.electra.config import DiscriminatorSettings
 from xcloud.models.checkpoint import export_electra

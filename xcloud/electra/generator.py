@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from xcloud.base.project import MODEL_DIR
-from xcloud.comm.id_packing import CorruptedTexts, IdPacking
-from xcloud.comm.memory import State
+from xcloud.comm.ids import CorruptedTexts, IdPacking
+from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
 from xcloud.electra.config import Generator
 from xcloud.models.attention import Packing

@@ -10,9 +10,9 @@ from typing import Literal
 from xcloud.base.checks import check_choice
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import MODEL_DIR
-from xcloud.comm.id_packing import IdPacking
+from xcloud.comm.ids import IdPacking
+from xcloud.contracts.model import BuildContext
 from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.contracts.split_model import BuildContext
 from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.discriminator import DISCRIMINATOR_DIR, DiscriminatorRank
 from xcloud.electra.generator import GeneratorRank

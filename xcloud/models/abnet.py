@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Stage, TokenIds
+from xcloud.contracts.model import BuildContext, Stage, TokenIds
 from xcloud.models.attention import CrossAttention, FixedCache, Packing
 from xcloud.models.backbone import Backbone, OwnBackbone, Weights, check_backbone
 from xcloud.models.decoding import Greedy, Search, check_search

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of, make_once
-from xcloud.hub.packaged_checkpoint import resolve
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of, make_once, resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
 from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, TokenIds
-from xcloud.hub.cache import bytes_of, key_of, make_once
+from xcloud.contracts.model import Batch, BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder

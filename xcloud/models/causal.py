@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Boundary, BoundaryField, Stage, TokenIds
+from xcloud.cluster.frame import TensorSpec
+from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage, TokenIds
 from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (

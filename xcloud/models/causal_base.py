@@ -19,9 +19,8 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of
 from xcloud.models.backbone import make_in_lane_0
 from xcloud.models.causal_network import (
     Part,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.model import BuildContext
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.causal_network import (

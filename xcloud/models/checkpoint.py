@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.hub.access import go_offline_if_unreachable
+from xcloud.hub import go_offline_if_unreachable
 from xcloud.models.encoder import Encoder, EncoderConfig
 
 MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")

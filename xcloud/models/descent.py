@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.base.checks import check_int, check_number
-from xcloud.comm.memory import State, Stateful, load_states, states_of
+from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule

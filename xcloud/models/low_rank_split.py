@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Boundary, BoundaryField, Head, Stage, TokenIds
+from xcloud.cluster.frame import TensorSpec
+from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Head, Stage, TokenIds
 from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
 from xcloud.models.calibration import EncoderBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig

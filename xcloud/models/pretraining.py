@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.descent import Descent
 from xcloud.models.electra import choose_masked

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.models.backbone import OwnBackbone, Weights
 from xcloud.models.encoder import EncoderConfig
 from xcloud.models.text_source import PublicTexts, check_public_text

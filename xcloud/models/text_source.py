@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 
 
 @runtime_checkable

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.boundary import Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel, SendChannel
 from xcloud.comm.compressor import Parts

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from xcloud.comm.memory import State, Stateful, split_state
+from xcloud.comm.state import Stateful, StatefulParts
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch
+from xcloud.contracts.model import Batch
 from xcloud.parallel.control import Director, Signal
 
 
@@ -33,7 +33,7 @@ class StepReport:
     signal: Signal = Signal.GO_ON
 
 
-class Part(Director, Stateful):
+class Part(Director, StatefulParts):
     """Does nothing; a feature overrides what it needs. The methods stand in the order in which an
     update calls them, in the training thread, in every rank that has the part. Those of a Director
     come after `after_exchange`."""
@@ -75,77 +75,70 @@ class Part(Director, Stateful):
     def close(self, is_finished: bool) -> None:
         """After that meeting. is_finished: the run has made all its updates."""
 
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        split_state(state, (), self.name)
-
 
 class Parts(Part):
     """Several as one, called in their order."""
 
     def __init__(self, parts: Sequence[Part] = ()) -> None:
-        self.parts = tuple(parts)
+        self._parts = tuple(parts)
 
-    @property
-    def stateful(self) -> dict[str, Stateful]:
-        return {part.name: part for part in self.parts if part.name}
+    def parts(self) -> dict[str, Stateful]:
+        return {part.name: part for part in self._parts if part.name}
 
     def before_update(self, step: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.before_update(step)
 
     def leaves_out(self, step: int) -> bool:
-        return any([part.leaves_out(step) for part in self.parts])
+        return any([part.leaves_out(step) for part in self._parts])
 
     def begin(self, step: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.begin(step)
 
     def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.before_pass(step, batches)
 
     def after_micro_batch(self, stage: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.after_micro_batch(stage)
 
     def after_backward(self, step: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.after_backward(step)
 
     def after_exchange(self, step: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.after_exchange(step)
 
     def signal(self, step: int) -> Signal:
-        return max((part.signal(step) for part in self.parts), default=Signal.GO_ON)
+        return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
 
     def measured(self, step: int) -> Tensor | None:
-        measured = [part.measured(step) for part in self.parts]
+        measured = [part.measured(step) for part in self._parts]
         return next((tensor for tensor in measured if tensor is not None), None)
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
-        choices = [part.decide(step, measured) for part in self.parts]
+        choices = [part.decide(step, measured) for part in self._parts]
         return next((choice for choice in choices if choice is not None), None)
 
     def follow(self, step: int, choice: int) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.follow(step, choice)
 
     def after_update(self, step: int, report: StepReport) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.after_update(step, report)
 
     def finish(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.finish()
 
     def settle(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.settle()
 
     def close(self, is_finished: bool) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.close(is_finished)

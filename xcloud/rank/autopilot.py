@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind
+from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.channel import Codec
+from xcloud.comm.compression import Compression, Selectable
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import (
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.state import (
     MEMORY,
-    NoMemory,
     State,
     Stateful,
     join_states,
@@ -30,8 +30,6 @@ from xcloud.comm.memory import (
     states_of,
     whole_number,
 )
-from xcloud.comm.phases import Compression
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE, Pilot

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.activation_cache import MEGABYTE, CachingChannel, describe
-from xcloud.comm.memory import Stateful, states_of
-from xcloud.comm.selectable import Selectable
-from xcloud.comm.snapshot import bytes_to_copy
+from xcloud.comm.compression import Selectable
+from xcloud.comm.state import Stateful, bytes_to_copy, states_of
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import NO_LABEL, Batch, Stage
+from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import Batch
+from xcloud.contracts.model import Batch
 
 
 class BatchPlan:

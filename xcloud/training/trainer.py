@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
+from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.control import Reply, Signal, StageSums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.part import Part, StepReport
@@ -50,7 +50,7 @@ class LossReport:
 
 @dataclass(frozen=True)
 class TrainedStage:
-    """A stage of this rank. groups: the ranks that hold it."""
+    """A stage of this rank. group: the ranks that hold it."""
 
     trained: TrainedModule
     buffer: FlatBuffer
@@ -58,9 +58,11 @@ class TrainedStage:
     exchange: GradientExchange
 
 
-class Trainer:
+class Trainer(StatefulParts):
     """Makes the updates of one rank. groups, exchanges: by stage, for those of this rank. sums: of
     the stages' norms. num_updates: made or skipped so far."""
+
+    own_names = ("num_updates",)
 
     def __init__(
         self,
@@ -120,30 +122,29 @@ class Trainer:
         """From the next update on. All ranks call it between the same two."""
         self.schedule = schedule
 
-    def state_dict(self) -> State:
-        """Of this rank's stages, between two updates: parameters and moments by name, exchanges,
-        and how many updates there were. Channels have theirs in the wiring. Batches, learning
-        rates and dropout follow from the seed and the number of the update."""
-        return {"num_updates": self.num_updates} | states_of(self._stateful)
+    def own(self) -> State:
+        """Batches, learning rates and dropout follow from the seed and the number of the update;
+        channels have their state in the wiring."""
+        return {"num_updates": self.num_updates}
 
-    def load_state_dict(self, state: State) -> None:
-        """The state of the same rank in the same experiment; ValueError otherwise."""
-        self.num_updates = whole_number(state, "num_updates")
-        owner = f"the trainer of rank {self.pipeline.rank}"
-        load_states(self._stateful, state, owner, ["num_updates"])
+    def take(self, own: State) -> None:
+        self.num_updates = whole_number(own, "num_updates")
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        every = (stage.trained.optimizer for stage in self.stages.values())
-        return [optimizer for optimizer in every if optimizer is not None]
-
-    @property
-    def _stateful(self) -> dict[str, Stateful]:
+    def parts(self) -> dict[str, Stateful]:
         parts: dict[str, Stateful] = {"guard": self.guard}
         for number, stage in self.stages.items():
             parts[f"stage {number}"] = stage.trained
             parts[f"exchange {number}"] = stage.exchange
         return parts
+
+    @property
+    def state_owner(self) -> str:
+        return f"the trainer of rank {self.pipeline.rank}"
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        every = (stage.trained.optimizer for stage in self.stages.values())
+        return [optimizer for optimizer in every if optimizer is not None]
 
     def _learning_rate(self, step: int) -> float:
         return self.settings.optimizer.learning_rate_at(step, self.settings.max_steps)

@@ -11,16 +11,13 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.cluster.clouds import Layout
-from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.line_meter import LineMeter
+from xcloud.cluster.line import CONTROL, LineMeter, LinkClock, LinkLog, LinkName, MessageLog
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkProfile, LinkWindow
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.cluster.transport import Transport
-from xcloud.cluster.window import LinkWindow
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.parallel.rank_group import RankGroup
 
 FRAME_SLACK_BYTES = 4096

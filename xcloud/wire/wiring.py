@@ -18,11 +18,10 @@ import torch
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link import LinkStats
+from xcloud.cluster.link import LinkRecord, LinkStats
 from xcloud.cluster.link_end import ReceivingEnd
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import Transport
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.comm.activation_cache import ActivationCache, CachingChannel
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.channel import (
@@ -36,18 +35,9 @@ from xcloud.comm.channel import (
     SendChannel,
     Sender,
 )
-from xcloud.comm.draws import ChannelId
-from xcloud.comm.memory import (
-    MEMORY,
-    State,
-    join_states,
-    load_states,
-    split_state,
-    states_of,
-)
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable, Selection
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable, Selection
+from xcloud.comm.compressor import ChannelId
+from xcloud.comm.state import MEMORY, State, join_states, load_states, split_state, states_of
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Control, StageSums
 from xcloud.parallel.guard import ReceiveGuard, SendGuard
