@@ -36,6 +36,7 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
+from xcloud.parallel.control import Director
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut

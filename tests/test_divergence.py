@@ -30,7 +30,7 @@ def state(ranks: list[Trainer]) -> list[Any]:
     found: list[Any] = []
     for trainer in ranks:
         for stage, module in trainer.pipeline.stages.items():
-            optimizer = trainer._optimizers[stage]
+            optimizer = trainer.stages[stage].trained.optimizer
             assert optimizer is not None
             moments = optimizer.state_dict()["state"]
             found.append(copy.deepcopy((module.state_dict(), moments)))

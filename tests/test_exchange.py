@@ -109,9 +109,9 @@ class Spy:
 def spied(ranks: list[Trainer]) -> list[Spy]:
     spies = []
     for trainer in ranks:
-        own = {stage: Spy(inner) for stage, inner in trainer.exchanges.items()}
-        trainer.exchanges = own
-        spies += own.values()
+        for number, stage in trainer.stages.items():
+            spies.append(Spy(stage.exchange))
+            trainer.stages[number] = replace(stage, exchange=spies[-1])
     return spies
 
 

@@ -50,13 +50,13 @@ from xcloud.join.agreement import (
 )
 from xcloud.parallel.averaging import contribution_of
 from xcloud.parallel.control import (
-    reply_of,
     check_norms,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
     note_ages,
+    reply_of,
 )
 from xcloud.parallel.hub import Hub, Member
 from xcloud.parallel.local_updates import LocalUpdates

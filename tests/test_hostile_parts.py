@@ -17,13 +17,14 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.control import (
+    Director,
     Signal,
     StageSums,
-    reply_of,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
+    reply_of,
 )
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates

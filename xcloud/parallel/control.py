@@ -100,9 +100,7 @@ class StageSums:
         """Whether this rank adds up, and its director decides."""
         return self.rank == min(self.leader_of)
 
-    def sum_over_stages(
-        self, step: int, values: Mapping[int, float], director: Director
-    ) -> Reply:
+    def sum_over_stages(self, step: int, values: Mapping[int, float], director: Director) -> Reply:
         """Sum of one number per stage, the same bits in every leader, and what the director of the
         first of them decides, which travels with it. Leaders only.
 
@@ -177,6 +175,8 @@ class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
     lives: signs of life of every other rank, by rank.
     """
+
+    tells_sizes = True
 
     def __init__(
         self,

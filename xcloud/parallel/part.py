@@ -18,8 +18,8 @@ from xcloud.parallel.control import Director, Signal
 @dataclass
 class StepReport:
     """One rank's account of one update. loss is None but in one rank per job (replicas that update
-    apart: per replica), and None there too if the update was skipped: `skipped` then is the reason,
-    for the user. signal: what all ranks do now."""
+    apart: per replica), and None there too if the update was skipped: `skipped` is the reason, for
+    the user. signal: what all ranks do now."""
 
     step: int
     step_s: float

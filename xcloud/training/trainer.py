@@ -73,7 +73,7 @@ class Trainer(StatefulParts):
         groups: Mapping[int, RankGroup],
         exchanges: Mapping[int, GradientExchange],
         sums: StageSums,
-        losses: LossReport = LossReport(),  # noqa: B008
+        losses: LossReport = LossReport(),
     ) -> None:
         self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
         self.sums, self.losses, self.num_updates = sums, losses, 0
@@ -117,6 +117,13 @@ class Trainer(StatefulParts):
         self.num_updates = step
         report.step_s = clock.end_step()
         return report
+
+    @property
+    def num_backwards(self) -> dict[int, int]:
+        """Micro-batches of this rank in an update, by stage."""
+        m, passes = self.schedule.num_micro_batches, self.settings.accumulate_steps
+        turns = self.pipeline.turns
+        return {s: passes * len(range(first, m, period)) for s, (first, period) in turns.items()}
 
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next update on. All ranks call it between the same two."""
