@@ -63,8 +63,7 @@ class Attempt:
         self.lines: list[bytes] = []
         self.folder = CheckpointFolder(self.run_dir)
         self.holders = [
-            RankCheckpoints(self.folder, r.number, places_of(r), self.settings)
-            for r in self.ranks
+            RankCheckpoints(self.folder, r.number, places_of(r), self.settings) for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]

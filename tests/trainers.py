@@ -25,8 +25,8 @@ from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.rank.exchanges import join_exchanges, join_tied
 from xcloud.rank.local_exchanges import LocalTraining
-from xcloud.record.reporter import Reporter
 from xcloud.rank.privacy import PrivateGradients
+from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed, Work
 from xcloud.training.optimizer import Optimizer

@@ -19,6 +19,7 @@ from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.exchange import GradientExchange
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
+from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import RunPilot
 from xcloud.rank.cache_report import UNSAVED, CacheReport
@@ -36,6 +37,7 @@ from xcloud.survive.checkpointing import CheckpointPart
 from xcloud.training.batch_plan import Feed, Work
 from xcloud.training.memory_meter import MemoryReport
 from xcloud.training.trainer import Trainer
+from xcloud.wire.boundaries import observed
 from xcloud.wire.wiring import Wiring
 
 
@@ -77,12 +79,13 @@ class Features:
 
     def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
         """What the leak meter sees; None without it."""
-        leaks = leak_observers(
+        return leak_observers(
             self.job, self.rank, data, stages, self.reporter, self.context.run_dir
         )
-        if leaks is not None:
-            self.wiring.observe(leaks.observer)
-        return leaks
+
+    def ports(self, leaks: LeakObservers | None) -> Mapping[int, BoundaryPorts]:
+        ports = self.wiring.boundaries.ports
+        return ports if leaks is None else observed(ports, leaks.observer, self.wiring.ends)
 
     def meet(self, stages: Mapping[int, Stage]) -> None:
         """Another cloud may build its stages longer than a message may take."""
@@ -150,7 +153,7 @@ class Features:
             PrivacyAccount(privacy, trainer, job.strategy.most_contributions, reporter)
             if privacy is not None and self.rank == 0
             else None,
-            CacheReport(self.wiring.channels.values(), reporter),
+            CacheReport(self.wiring.boundaries.channels.values(), reporter),
             MemoryReport(trainer, reporter, states),
             # It asks all ranks at once.
             None if job.is_elastic else TypicalStep(self.clock, job.cluster.num_ranks, reporter),

@@ -24,6 +24,7 @@ from xcloud.rank.wan_meter import WanMeter
 from xcloud.training.batch_plan import Feed
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import LossReport, Trainer
+from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import wire
 
 
@@ -49,21 +50,11 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
             device=context.device,
         )
-        self.wiring = wire(
-            context.transport or GlooTransport(self.rank, context.device), layout, job.boundaries,
-            job.compression, job.max_micro_batch, context.device, self.clock, context.run_dir,
-            on_report=context.on_report,
-            schedule=job.schedule,
-            defences=job.security.defences,
-            seed=job.seed,
-            ties_ends=job.ties_ends,
-            is_elastic=job.is_elastic,
-            kept_bytes=job.training.activation_cache_bytes,
-            other_schedules=job.schedules[1:],
-        )  # fmt: skip
+        transport = context.transport or GlooTransport(self.rank, context.device)
+        ends = Ends(transport, layout, context.run_dir, self.clock.messages)
+        self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.features = Features(context, self.wiring, self.clock)
-        self.records = self.wiring.wan_records
-        self.lives = self.wiring.ends.lives
+        self.records, self.lives = ends.records, ends.lives
 
     def report(self, lines: bytes) -> None:
         assert self.wiring.control is not None
@@ -97,7 +88,7 @@ class StageRank(Role[Experiment]):
         }
         leaks = features.leaks(stages, data)
         pipeline = Pipeline(
-            self.rank, layout, stages, wiring.ports, device, job.seed, self.clock,
+            self.rank, layout, stages, features.ports(leaks), device, job.seed, self.clock,
             autocast_for(job.training.precision, device),
         )  # fmt: skip
         features.meet(stages)

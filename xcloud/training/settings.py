@@ -69,10 +69,6 @@ class Training:
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
-    @property
-    def activation_cache_bytes(self) -> int:
-        return 1_000_000 * self.activation_cache_mb
-
     def __post_init__(self) -> None:
         check_int("training.max_steps", self.max_steps, 1)
         check_int("training.batch_size", self.batch_size, 1)
