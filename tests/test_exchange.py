@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
 from xcloud.parallel.norm import squared_norm
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import Trainer
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
 ALONE = AllReduce(RankGroup.alone())

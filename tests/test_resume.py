@@ -18,8 +18,8 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import State
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.schedule import GPipe
-from xcloud.training.trainer import StepReport
 
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
 

@@ -55,8 +55,8 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
     norms = []
     for step in range(1, 4):
         optimizer.zero_grad()
-        ids = whole.plan.ids(step)
-        batch, message = whole.fetch(ids), None
+        ids = whole.feed.plan.ids(step)
+        batch, message = whole.feed.fetch(ids), None
         for number in range(3):
             output = stages[number](message, batch)
             message = output.send
