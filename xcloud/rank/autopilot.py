@@ -137,7 +137,8 @@ class RunPilot(Pilot):
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
-                if self._layout.wan_between(*both) == "real":
+                wan = self._layout.wan_between(*both)
+                if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
