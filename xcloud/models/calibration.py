@@ -23,10 +23,10 @@ from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis, largest_entry_sign
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.seeding import seeded
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
-from xcloud.models.text_source import PublicTexts
 
 CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32

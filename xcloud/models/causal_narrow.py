@@ -36,8 +36,8 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Split, check_rank
-from xcloud.models.text_source import PublicTexts
 
 Cut = ProjectionBottom | ProjectionTop
 
