@@ -195,11 +195,12 @@ class Columns:
         self._columns: dict[Key, array[float]] = {}
 
     def append(self, totals: StepTotals) -> None:
+        place = len(self.step)
+        self.step.append(totals.step)
         for key, value in _numbers(totals):
             column = self._columns.setdefault(key, array("d"))
-            column.frombytes(bytes(8 * (len(self.step) - len(column))))
+            column.frombytes(bytes(8 * (place - len(column))))
             column.append(value)
-        self.step.append(totals.step)
 
     def cut(self, step: int) -> int:
         """Forget all later steps; returns how many they were."""

@@ -90,6 +90,25 @@ MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
 KEPT: dict[str, tuple[str, ...]] = {**OF_STEPS, **OF_AN_ATTEMPT, **OF_A_RUN}
 
 
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("step", "num", "rank"), int),
+    **dict.fromkeys(("split", "cloud", "what", "choice", "before", "producer", "state"), str),
+    **dict.fromkeys(("field", "name"), str),
+    "values": dict, "sender": (int, str),
+}  # fmt: skip
+
+
+def _check(event: Event) -> None:
+    """Raise one of MALFORMED for what no rank would report: it was damaged on its way."""
+    for name in KEPT[event["event"]]:
+        if not isinstance(event[name], FIELDS[name]):
+            raise TypeError(f"{event['event']} with {name} = {event[name]!r:.60}")
+    if event["event"] == "quality":
+        dict(event.get("signature") or {})
+        for value in event["values"].values():
+            _rounded(value, 0)
+
+
 class RunStatistics:
     """Feed it every event of a run, in order and once; `summary()` works at any time, also after
     a failure. A run that resumed is joined by cutting what came after the step that it resumed
@@ -129,8 +148,7 @@ class RunStatistics:
         if kind == "resume":
             self._go_back(int(event["step"]))
         elif kind in KEPT:
-            if missing := [name for name in KEPT[kind] if name not in event]:
-                raise KeyError(f"{kind} without {missing[0]!r}")
+            _check(event)
             self._events.append(event)
         totals = self.collector.feed(event)
         if totals is not None:
