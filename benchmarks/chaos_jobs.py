@@ -14,8 +14,7 @@ from tests.one_way_toy import cloud, feed_config
 from tests.runs import weights
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.comm.boundary import Message
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.summary import read_run
 

@@ -29,15 +29,12 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
-from xcloud.comm.low_rank import Svd
+from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
+from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.power_sgd import PowerSgd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join import elastic

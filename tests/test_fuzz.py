@@ -26,15 +26,18 @@ from xcloud.base.errors import ConfigError, FrameError, XcloudError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.cast import Nothing
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.draws import ChannelId
-from xcloud.comm.gap_code import decode_ascending, encode_ascending
-from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.ids import (
+    CorruptedTexts,
+    IdPacking,
+    decode_ascending,
+    decode_ids,
+    encode_ascending,
+    encode_ids,
+)
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.quantize import BlockInt
-from xcloud.comm.ranked_ids import decode_ids, encode_ids
+from xcloud.comm.precision import BlockInt, Nothing
 from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec

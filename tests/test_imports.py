@@ -106,13 +106,13 @@ def test_benchmarks_and_experiments_import_what_exists() -> None:
 def test_an_import_of_what_does_not_exist_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import xcloud.gone\nfrom xcloud.comm import cast\nfrom xcloud.gone import a\n"
-        "def inside():\n    from xcloud.comm.cast import Cast, Gone\n"
+        "import xcloud.gone\nfrom xcloud.comm import precision\nfrom xcloud.gone import a\n"
+        "def inside():\n    from xcloud.comm.precision import Cast, Gone\n"
     )
     assert missing_imports(script) == [
         "script.py:1: xcloud.gone",
         "script.py:3: xcloud.gone.a",
-        "script.py:5: xcloud.comm.cast.Gone",
+        "script.py:5: xcloud.comm.precision.Gone",
     ]
 
 

@@ -20,7 +20,7 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.comm.memory import State, Stateful
+from xcloud.comm.state import State, Stateful
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.inbox import Inbox

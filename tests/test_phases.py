@@ -7,14 +7,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
+from xcloud.comm.compression import Compression, PerBoundary, PerTensor, Phase, Phased
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, SampleRows
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.per_tensor import PerTensor
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import TopK
 
 

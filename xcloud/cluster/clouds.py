@@ -11,9 +11,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import BUDGET_BYTES, LinkProfile
 from xcloud.cluster.liveness import Liveness
-from xcloud.cluster.window import BUDGET_BYTES
 
 Wan = LinkProfile | Literal["real", "free"]
 

@@ -8,11 +8,10 @@ from itertools import pairwise
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Nothing
-from xcloud.comm.compressor import Compressor, Family, Feedback, Parts
-from xcloud.comm.draws import Randomized, seed_from
-from xcloud.comm.memory import State, Stateful, join_states, split_state
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.compressor import Compressor, Family, Feedback, Parts, Randomized, seed_from
+from xcloud.comm.precision import Nothing
+from xcloud.comm.state import State, Stateful, join_states, split_state
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
 _STRONGEST_FIRST: tuple[Feedback, ...] = ("harmful", "needed", "useful")
@@ -36,7 +35,7 @@ class Chain:
             if not isinstance(member, Compressor):
                 raise ConfigError(
                     f"Chain member {name!r} must be a compressor, got {member!r}; in YAML give it "
-                    "a _target_, such as xcloud.comm.cast.Cast"
+                    "a _target_, such as xcloud.comm.precision.Cast"
                 )
             if isinstance(member, Chain):
                 raise ConfigError(

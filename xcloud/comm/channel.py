@@ -19,22 +19,14 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import InLink, OutLink
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor, Parts
-from xcloud.comm.draws import ChannelId, Randomized, seed_from
-from xcloud.comm.memory import (
-    Memory,
-    NoMemory,
-    State,
-    Stateful,
-    join_states,
-    split_state,
-)
-from xcloud.comm.selectable import Selection
+from xcloud.comm.compression import Selection
+from xcloud.comm.compressor import ChannelId, Compressor, Parts, Randomized, seed_from
+from xcloud.comm.memory import Memory, NoMemory
+from xcloud.comm.state import State, Stateful, join_states, split_state
 from xcloud.comm.step_clock import StepClock
 
 NOTHING_KNOWN: Message = {}

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import FrameError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.bitpack import pack, packed_bytes, unpack
-from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers
-from xcloud.comm.draws import Draws
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.bits import pack, packed_bytes, unpack
+from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
 
 _SAMPLE = 1 << 16
 """Values that tell roughly where the largest begin."""

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.chain import Chain
-from xcloud.comm.compressor import Compressor, Parts
-from xcloud.comm.draws import Randomized, seed_from
-from xcloud.comm.memory import MEMORY, State, Stateful, join_states, split_state
-from xcloud.comm.snapshot import copy_of
+from xcloud.comm.compressor import Compressor, Parts, Randomized, seed_from
+from xcloud.comm.state import MEMORY, State, Stateful, copy_of, join_states, split_state
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""

@@ -11,10 +11,8 @@ from itertools import product
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.split_model import SplitModel
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
+from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.job.experiment_checks import (
     check_autopilot,

@@ -11,11 +11,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import decodes_rows_alone
 from xcloud.comm.boundary import Boundary
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.model import SplitModel
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step

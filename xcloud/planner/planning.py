@@ -14,9 +14,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import MEGABYTE
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble

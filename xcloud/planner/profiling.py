@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.boundary import Boundary, Message
-from xcloud.comm.phases import Compression, Phased
-from xcloud.contracts.split_model import FreelyCut, SplitModel
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.comm.compression import Compression, Phased
+from xcloud.contracts.model import Batch, FreelyCut, SplitModel, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.exchange import FlatBuffer

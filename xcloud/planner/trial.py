@@ -19,7 +19,7 @@ import torch
 
 from xcloud.base.errors import RunFailed
 from xcloud.base.units import human_seconds
-from xcloud.comm.phases import Phased
+from xcloud.comm.compression import Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run

@@ -22,7 +22,7 @@ from typing import Any
 
 from xcloud.base.errors import DataError
 from xcloud.cluster.clouds import Layout
-from xcloud.cluster.wire_record import LinkRecord
+from xcloud.cluster.link import LinkRecord
 
 AUDIT_FILE = "wire_audit.json"
 

@@ -21,7 +21,7 @@ from typing import Any
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.units import human_duration, human_seconds
-from xcloud.cluster.machine import num_cores
+from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.launch.local import sigterm_as_interrupt
 from xcloud.rank.interleaved import ADDRESS, check_takes_turns

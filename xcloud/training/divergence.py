@@ -11,7 +11,7 @@ from typing import Literal
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import TrainingDiverged
-from xcloud.comm.memory import State, whole_number
+from xcloud.comm.state import State, whole_number
 
 OnDivergence = Literal["stop", "skip"]
 

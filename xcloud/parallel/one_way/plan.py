@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from xcloud.comm import memory
+from xcloud.comm import state as memory
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.orders import NOBODY
 

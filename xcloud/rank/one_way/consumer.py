@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import LinkClosed
-from xcloud.comm import memory
+from xcloud.comm import state as memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment

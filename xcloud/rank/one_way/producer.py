@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number, whole_numbers
+from xcloud.comm.state import State, Stateful, load_states, states_of, whole_number, whole_numbers
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.parallel.control import Signal

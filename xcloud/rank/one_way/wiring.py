@@ -17,11 +17,11 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.cluster.transport import Transport
-from xcloud.cluster.window import LinkWindow
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.parallel.control import (
     REPORT_CAPACITY_BYTES,
     REPORT_CARRIES,

@@ -1,11 +1,11 @@
-"""Pack unsigned n-bit codes into bytes without gaps, and unpack them. What a code means is not
-known here.
+"""Pack numbers into bit strings and unpack them. What a number means is not known here.
 
-A code is cut into planes of 8, 4, 2 and 1 bits (6 = 4 + 2). A plane of w bits is packed in rows:
-byte j holds codes j, j + M, j + 2M, … with M = ceil(N * w / 8), so every step is one pass over
-neighbouring bytes; with codes j, j + 1, … in a byte the same work takes strided passes.
+`pack` and `unpack` take codes of one width, cut into planes of 8, 4, 2 and 1 bits (6 = 4 + 2). A
+plane of w bits is packed in rows: byte j holds codes j, j + M, j + 2M, … with M = ceil(N * w / 8),
+so every step is one pass over neighbouring bytes; with codes j, j + 1, … in a byte the same work
+takes strided passes. `write_bits` and `read_bits` take numbers of different widths.
 
-Shapes: N codes.
+Shapes: N codes or numbers, K bits in total.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -93,3 +95,34 @@ def _rows(width: int, size: int) -> Iterator[tuple[int, int]]:
     """(bit offset in the byte, first code) of every row after the first."""
     for row in range(1, 8 // width):
         yield row * width, row * size
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def bits_bytes(widths_N: Ints) -> int:
+    """Bytes that numbers of these widths take."""
+    return (int(widths_N.sum()) + 7) // 8
+
+
+def write_bits(numbers_N: Ints, widths_N: Ints) -> Tensor:
+    """Numbers in 0..2**width-1, lowest bits first → uint8 [bits_bytes(widths)]."""
+    place_K, shift_K = _layout(widths_N)
+    bits_K = (numbers_N[place_K] >> shift_K) & 1
+    return torch.from_numpy(np.packbits(bits_K.astype(np.uint8)))
+
+
+def read_bits(data: Tensor, widths_N: Ints) -> Ints:
+    """The numbers of `write_bits`; widths up to 52."""
+    place_K, shift_K = _layout(widths_N)
+    bits_K = np.unpackbits(data.numpy(), count=len(place_K)).astype(np.int64)
+    # Sums below 2**53 are exact in float64.
+    sums = np.bincount(place_K, weights=bits_K << shift_K, minlength=len(widths_N))
+    return sums.astype(np.int64)
+
+
+def _layout(widths_N: Ints) -> tuple[Ints, Ints]:
+    """For every bit: the index of its number, and which bit of that number it is."""
+    place_K = np.repeat(np.arange(len(widths_N)), widths_N)
+    starts_N = np.cumsum(widths_N) - widths_N
+    return place_K, np.arange(len(place_K)) - starts_N[place_K]

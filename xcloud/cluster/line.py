@@ -1,14 +1,5 @@
-"""The clock of an emulated link: computes when a message would arrive. Delays nothing itself.
-
-All ranks of one cloud that send to the same other cloud share one clock, kept in a small file in
-the run folder, and so share the bandwidth. The sender's background thread reserves the line and
-writes the time of delivery into the frame; the receiver's background thread holds the frame back
-until then. It needs no root rights and no busy waiting, and never blocks the compute threads.
-
-Model: whole messages first come, first served (as in a router's queue); TCP and Ethernet headers
-count; latency is added after the last byte; jitter never reorders. As on a real link, a message
-starts only when its sender knows of a posted receive
-(`PostedReceives`). Not modelled: TCP slow start, loss, cross traffic.
+"""Time on the line between two clouds: an emulated line's clock, a real line's meter, the log of
+when messages were sent and received. Delays and sends nothing itself.
 """
 
 from __future__ import annotations
@@ -17,14 +8,17 @@ import fcntl
 import mmap
 import os
 import random
+import statistics
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.link_profile import LinkProfile
 
 _STATE = struct.Struct("<dddQ")  # started at, line free at, last arrival (all seconds), messages
@@ -114,3 +108,116 @@ class LinkClock:
     def close(self) -> None:
         self._state.close()
         os.close(self._file)
+
+
+_NUM_PROBES = 9
+
+
+class LineMeter:
+    """Of all links from one rank to this one, whose threads call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._delays_s: deque[float] = deque(maxlen=_NUM_PROBES)
+        self._arrived_at_s = 0.0
+
+    @property
+    def delay_s(self) -> float:
+        """Clock difference + latency; 0 before the first probe."""
+        with self._lock:
+            return statistics.median(self._delays_s) if self._delays_s else 0.0
+
+    def probe(self, sent_at_s: float, arrived_at_s: float) -> None:
+        with self._lock:
+            self._delays_s.append(arrived_at_s - sent_at_s)
+
+    def busy_s(self, sent_at_s: float, arrived_at_s: float) -> float:
+        """Of a message that has just arrived; 0 before the first probe."""
+        with self._lock:
+            before_s, self._arrived_at_s = self._arrived_at_s, arrived_at_s
+            if not self._delays_s:
+                return 0.0
+            start_s = max(sent_at_s + statistics.median(self._delays_s), before_s)
+            return max(0.0, arrived_at_s - start_s)
+
+
+CONTROL = -1
+"""In place of a boundary: control messages from and to rank 0."""
+
+
+class LinkName(NamedTuple):
+    """The same at both ends. boundary: number of the stage before it, or CONTROL."""
+
+    boundary: int
+    sender: int
+    receiver: int
+
+
+class SentMessage(NamedTuple):
+    """line_from_s, line_until_s: when the emulated line carried it. On a real link line_from_s is
+    when it was passed to the network, and line_until_s is None: only the receiver knows it."""
+
+    link: LinkName
+    key: MessageKey
+    sequence: int
+    num_bytes: int
+    queued_at_s: float
+    line_from_s: float
+    line_until_s: float | None
+
+
+class ReceivedMessage(NamedTuple):
+    link: LinkName
+    key: MessageKey
+    sequence: int
+    received_at_s: float
+
+
+class MessageLog:
+    """What one rank sent to and received from other clouds; its links append from their threads.
+
+    Messages of step from_step or later are recorded whenever they arrive: without a backward pass
+    a cloud may be many steps ahead of the next. Reports belong to no step; they are recorded
+    while is_open.
+    """
+
+    def __init__(self, from_step: int) -> None:
+        self.from_step = from_step
+        self.is_open = False
+        self.sent: list[SentMessage] = []
+        self.received: list[ReceivedMessage] = []
+
+    def wants(self, key: MessageKey) -> bool:
+        if key.kind is Kind.REPORT:
+            return self.is_open
+        return key.step >= self.from_step and key.kind not in _OF_NO_STEP
+
+
+_OF_NO_STEP = (Kind.EVALUATION, Kind.MEETING, Kind.ALIVE, Kind.CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class LinkLog:
+    """One link's access to its rank's log."""
+
+    name: LinkName
+    log: MessageLog
+
+    def sending(
+        self,
+        key: MessageKey,
+        sequence: int,
+        num_bytes: int,
+        queued_at_s: float,
+        now_s: float,
+        slot: Reservation | None,
+    ) -> None:
+        """now_s: when it is passed to the network. slot: its reservation on an emulated line."""
+        if not self.log.wants(key):
+            return
+        line = (now_s, None) if slot is None else (slot.start_s, slot.sent_s)
+        self.log.sent.append(SentMessage(self.name, key, sequence, num_bytes, queued_at_s, *line))
+
+    def received(self, frame: Frame, now_s: float) -> None:
+        if self.log.wants(frame.key):
+            self.log.received.append(ReceivedMessage(self.name, frame.key, frame.sequence, now_s))
