@@ -41,7 +41,7 @@ SIDE_BY_SIDE = {  # rooms of one line that another may use
 HYDRA = {
     *("job/config.py", "job/data_file.py", "job/follow_up.py", "job/hints.py", "launch/local.py"),
 }
-MLFLOW = {"record/mlflow_sender.py", "record/mlflow_store.py"}
+MLFLOW = {"record/mlflow_tracker.py", "record/mlflow_store.py"}
 
 
 def level(room: str) -> int:

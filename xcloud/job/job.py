@@ -17,6 +17,7 @@ from xcloud.base.settings import NotNegative, settings
 from xcloud.cluster.layout import Layout
 from xcloud.plan.autopilot import Autopilot
 from xcloud.plan.settings import Planning
+from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
 from xcloud.training.settings import Checkpoints
@@ -130,6 +131,10 @@ class Job(ABC):
             "compression": self.compression_in_force,
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
+
+    def statistics(self) -> RunStatistics:
+        """A fresh one, to be fed this run's events."""
+        return RunStatistics(self.cluster.num_ranks)
 
     @property
     def essential_ranks(self) -> frozenset[int]:

@@ -16,6 +16,7 @@ from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
+from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.training.divergence import OnDivergence
 from xcloud.training.settings import Checkpoints
 
@@ -66,6 +67,13 @@ class OneWayExperiment(Job):
             usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
         self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+
+    def statistics(self) -> OneWayStatistics:
+        layout = self.cluster
+        num_consumers = 1 if layout.form == "local" else layout.num_consumers
+        shares = dict(zip(layout.producers, layout.shares, strict=True))
+        sizes = dict(zip(layout.producers, layout.num_lanes, strict=True))
+        return OneWayStatistics(num_consumers, shares, sizes)
 
     @property
     def compression_in_force(self) -> str:
