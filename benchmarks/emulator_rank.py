@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pipelines import wired_job
-from xcloud.cluster.clouds import Wan
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression

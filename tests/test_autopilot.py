@@ -29,7 +29,6 @@ from xcloud.comm.state import MEMORY, State, is_marked
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
-from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics
 from xcloud.training.batch_plan import PinnedBatchPlan
 from xcloud.training.optimizer import Optimizer
@@ -299,8 +298,10 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
         {"step": 3, "choice": "int4+int4", "before": "none+none"}
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
-        again = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        assert is_kept == any(e["event"] == "autopilot" for e in one_timeline([*events, again]))
+        resumed = RunStatistics(2)
+        for one in (*events, {"event": "resume", "step": step, "rank": 0, "t": 0.0}):
+            resumed.feed(one)
+        assert is_kept == bool(resumed.events("autopilot"))
 
 
 def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

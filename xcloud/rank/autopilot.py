@@ -140,7 +140,8 @@ class RunPilot(Part):
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.boundaries.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
-                if self._layout.wan_between(*both) == "real":
+                wan = self._layout.wan_between(*both)
+                if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
