@@ -33,8 +33,7 @@ from xcloud.models.causal_network import Elsewhere, words_of
 from xcloud.models.causal_stage import attention_masks
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
-from xcloud.parallel.sharding import whole
-from xcloud.rank.export import export_stage, fill
+from xcloud.rank.export import export_stage, fill, whole
 from xcloud.training.memory_meter import SavedTensors
 from xcloud.training.settings import autocast_for
 

@@ -23,7 +23,7 @@ parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer
 parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
 parallel.strategy.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
 plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
-record.tracking.MlflowTracker record.tracking.NullTracker security.defences.Defences
+record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
 security.privacy.CloudPrivacy security.privacy.SamplePrivacy security.privacy.no_privacy
