@@ -369,7 +369,7 @@ def test_a_middle_stage_of_an_own_backbone_must_see_the_source(tmp_path: Path) -
         ),
         (
             {"encoder_layers_per_stage": [0]},
-            "encoder_layers_per_stage\[\d\] must be a whole number",
+            r"layers_per_stage\[0\] must be a whole number",
         ),
         ({"decoding": "greedy"}, "AbNet.decoding must be a Greedy or a Beam, got 'greedy'"),
     ],
