@@ -117,8 +117,8 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
 
     assert sorted(reports) == [(1, b"rank 1\n"), (2, b"rank 2\n")]
     away = ranks[2].wiring
-    assert {record.to for record in away.wan_records} == {"a"}
-    sent = sum(r.bytes_of[Kind.REPORT] for r in away.wan_records)
+    assert {record.to for record in away.ends.records} == {"a"}
+    sent = sum(r.bytes_of[Kind.REPORT] for r in away.ends.records)
     assert sent == sum(s.num_bytes[Kind.REPORT] for s in away.wan_stats) > 0
     assert ranks[0].wiring.lanes[0].group is not None
 

@@ -27,7 +27,7 @@ from xcloud.rank.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
-from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
@@ -120,14 +120,12 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
-    line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
+    line = ProgressLine(10, stream=(stream := io.StringIO()))
     event = {
         "event": "step", "rank": 0, "cloud": "d", "t": 9.0, "step": 1, "step_s": 2.0,
         "taken": {"a": 1},        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
     }  # fmt: skip
-    line.show(event)
-    line.show(event | {"rank": 1, "line_s": {"b": 0.9}})
-    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
+    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1, "line_s": {"b": 0.9}}}))
     line.close()
 
     assert "link 50 %" in stream.getvalue()

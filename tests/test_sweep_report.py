@@ -15,7 +15,8 @@ from tests.sweep_runs import compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
-from xcloud.record.tracking import MlflowTracker, NullTracker
+from xcloud.record.mlflow_tracker import MlflowTracker
+from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 from xcloud.base.errors import ConfigError
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.rank_state import RankState
 
 ADDRESS = "XCLOUD_TURNS"  # environment variable: the conductor's socket
@@ -23,20 +25,7 @@ MIN_ROUNDS = 6  # with fewer there is no interval of 95 %
 _MIN_STEPS = STEPS_PER_TURN * (MIN_ROUNDS + 1)  # the first turn is the run's warm-up
 
 
-class Interleaving:
-    """Of a run that is alone: it never waits."""
-
-    def take(self) -> None:
-        """Between two steps, and after the last; returns when this rank may go on."""
-
-    def note(self, ended_s: float, step_s: float) -> None:
-        """A step was made: when it ended, and how long it took this rank."""
-
-    def close(self) -> None:
-        """This rank makes no more steps."""
-
-
-class InterleavedClient(Interleaving):
+class InterleavedClient(Part):
     """Of a point among others: STEPS_PER_TURN steps, then the others have theirs."""
 
     def __init__(
@@ -48,7 +37,20 @@ class InterleavedClient(Interleaving):
         self._is_over = self._has_begun = False
         self._made: list[tuple[float, float]] = []  # in this turn
 
-    def take(self) -> None:
+    def before_update(self, step: int) -> None:
+        self.wait()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.note(time.monotonic(), report.step_s)
+
+    def finish(self) -> None:
+        self.wait()
+
+    def close(self, is_finished: bool = False) -> None:
+        self._connection.close()
+
+    def wait(self) -> None:
+        """Between two steps, and after the last; returns when this rank may go on."""
         if self._is_over or (self._has_begun and len(self._made) < STEPS_PER_TURN):
             return
         line = json.dumps({**self._who, "made": self._made}) + "\n"
@@ -62,21 +64,19 @@ class InterleavedClient(Interleaving):
         self._enter("training")
 
     def note(self, ended_s: float, step_s: float) -> None:
+        """A step was made: when it ended, and how long it took this rank."""
         self._made.append((ended_s, step_s))
-
-    def close(self) -> None:
-        self._connection.close()
 
     def _enter(self, phase: str) -> None:
         if self._state is not None:
             self._state.enter(phase)
 
 
-def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Interleaving:
-    """Those of this process: it was started by a sweep that times its points together, or not."""
+def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Part:
+    """Of this process: waits for its turn if a sweep that times its points together started it."""
     address = os.environ.get(ADDRESS)
     if address is None:
-        return Interleaving()
+        return Part()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     return InterleavedClient(connection, run_dir, rank, num_ranks, state)

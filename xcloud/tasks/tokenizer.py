@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, DataError
@@ -169,6 +169,7 @@ class Tokenizer:
             raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
 
 
+@runtime_checkable
 class TokenizerChoice(Protocol):
     """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint."""
 

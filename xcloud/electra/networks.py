@@ -21,7 +21,6 @@ from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
 
 SAMPLED_TOGETHER = 2**24  # probabilities held at once during sampling
-LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries
 
 
 class Corrupted(NamedTuple):
@@ -34,32 +33,6 @@ class Corrupted(NamedTuple):
     loss: Tensor
     num_masked: int
     num_right: int
-
-
-def choose_masked(
-    ids_R: Tensor,
-    special: TokenIds,
-    share: float,
-    draw: torch.Generator,
-    starts_V: Tensor | None = None,
-) -> Tensor:
-    """Rows to mask, int64 [M], ascending, at least one: each token, or with starts_V (bool [V],
-    ids that start a word) each whole word, with probability `share`. Words longer than
-    LONGEST_WORD are split into parts of that length. Never pad, bos or eos.
-    """
-    fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
-    if starts_V is None:
-        chance_R = torch.rand(len(ids_R), generator=draw)
-    else:
-        after_fixed_R = torch.cat((torch.ones(1, dtype=torch.bool), fixed_R[:-1]))
-        begins_R = starts_V[ids_R] | fixed_R | after_fixed_R
-        row_R = torch.arange(len(ids_R))
-        place_R = row_R - (row_R * begins_R).cummax(0).values
-        word_R = (place_R % LONGEST_WORD == 0).cumsum(0) - 1
-        chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
-    chance_R = chance_R.masked_fill(fixed_R, 1.0)
-    masked_M = (chance_R < share).nonzero()[:, 0]
-    return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)
 
 
 def corrupt(

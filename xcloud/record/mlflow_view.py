@@ -9,12 +9,14 @@ is what the UI's "share" button writes; the format is private to MLflow 3.17.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from xcloud.record.mlflow_store import UI_HOST, UI_PORT, VIEW_KEY
+from xcloud.base.project import project_root
 from xcloud.record.scores import LESS_IS_BETTER
-from xcloud.record.tracking import Recorded
 
+UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
+VIEW_KEY = "xcloud"  # of the view of all runs
 VIEW_METRICS = (
     "bleu",
     "step_time_s",
@@ -28,6 +30,11 @@ VIEW_METRICS = (
 )
 COSTS = ("step_time_s", "compression_ratio")
 FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
+
+
+def view_tag(key: str) -> str:
+    """The experiment tag under which MLflow looks up a view."""
+    return f"mlflow.sharedViewState.{key}"
 
 
 def sweep_key(sweep: str) -> str:
@@ -45,25 +52,10 @@ def page(server: str, experiment_id: str, key: str | None = None, *, charts: boo
     return link + (f"&viewStateShareKey={key}" if key else "")
 
 
-def places_of(recorded: Recorded | None) -> dict[str, str]:
-    """Where a run was recorded and how to open it, label -> text; for the closing table."""
-    if recorded is None:
-        return {}
-    lacks = {"MLflow lacks": recorded.missing} if recorded.missing else {}
-    if recorded.run_id is None:
-        return lacks
-    sweep = sweep_key(recorded.sweep) if recorded.sweep else None
-    if recorded.uri is not None:
-        link = page(recorded.uri, recorded.experiment_id, sweep)
-        return {**lacks, "MLflow run": f"{recorded.run_id} at {recorded.uri}", "compare at": link}
-    link = page(f"http://{UI_HOST}:{UI_PORT}", recorded.experiment_id, sweep or VIEW_KEY)
-    command = ui_command(recorded.root)
-    return {**lacks, "MLflow run": recorded.run_id, "see it with": command, "compare at": link}
-
-
-def ui_command(root: str) -> str:
+def ui_command(root: Path) -> str:
     """The command that serves the store in the folder `root`."""
-    return "python -m xcloud ui" + ("" if root == "mlruns" else f" --root {root}")
+    is_usual = root == project_root() / "mlruns"
+    return "python -m xcloud ui" + ("" if is_usual else f" --root {root}")
 
 
 def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
