@@ -10,7 +10,7 @@ from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
 from xcloud.models.backbone import Backbone, PretrainedBackbone, SeededBackbone
 from xcloud.models.public_backbone import PublicBackbone
-from xcloud.tasks.corpus.monolingual import TextSource
+from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.training.optimizer import Optimizer
 
 

@@ -21,7 +21,7 @@ from xcloud.models.electra import Discriminator
 from xcloud.models.encoder import Encoder
 from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
-from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 from xcloud.training.settings import autocast_for

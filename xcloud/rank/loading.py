@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.task import SPLITS, TaskData, asks_for_sizes, with_sizes
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts
 from xcloud.parallel.control import Control
 from xcloud.security.defences import LABEL
-from xcloud.tasks.corpus.text import SPLITS
-from xcloud.tasks.sizes import asks_for_sizes, told_sizes
 
 DATA = "the task's data"
 SAMPLES = {split: f"samples of {split}" for split in SPLITS}
@@ -29,7 +27,7 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
     if control is None or isinstance(control, StoreFacts):
         told = False
     elif told and rank in unseeing:
-        task = told_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
+        task = with_sizes(task, dict(zip(SPLITS, control.hear_sizes(len(SPLITS)), strict=True)))
     data = task.load(fields, seed)
     _check_fields(data, fields)
     if data.head is not None:
@@ -47,7 +45,7 @@ def load(experiment: Experiment, rank: int, control: Control | StoreFacts | None
     if told:
         if rank == 0 and not isinstance(control, StoreFacts):
             control.tell_sizes([sizes[split] for split in SPLITS], unseeing)
-        unread = told_sizes(task, sizes).load(frozenset(), seed)
+        unread = with_sizes(task, sizes).load(frozenset(), seed)
         facts["the task's settings and sizes"] = unread.fingerprint()
     unread_facts = (DATA, *SAMPLES.values())
     control.agree(facts, dict.fromkeys(unseeing, unread_facts) if told else {})

@@ -22,7 +22,7 @@ from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
 from xcloud.contracts.stage import NO_LABEL, Batch, Stage
-from xcloud.contracts.task import TaskData
+from xcloud.contracts.task import SPLITS, TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact
 from xcloud.parallel.averaging_guard import AveragingGuard
@@ -44,7 +44,6 @@ from xcloud.security.defences import LABEL
 from xcloud.security.observer import OBSERVATIONS_DIR, Observer
 from xcloud.security.privacy import CloudPrivacy
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.tasks.corpus.text import SPLITS
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer, Work
