@@ -12,10 +12,11 @@ from rich.console import Console
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
 from xcloud.base.errors import ConfigError
+from xcloud.parallel.part import Part
 from xcloud.rank.interleaved import (
     ADDRESS,
     STEPS_PER_TURN,
-    Interleaving,
+    InterleavedClient,
     check_takes_turns,
     join_turns,
 )
@@ -68,16 +69,17 @@ def test_the_reference_is_the_uncompressed_point_of_the_seed_or_else_the_first()
     assert reference_of(slow, asked) is int8, "no uncompressed one has its link"
 
 
-def steps(turns: Interleaving, step_s: float, log: list[tuple[str, int]], who: str) -> None:
+def steps(turns: Part, step_s: float, log: list[tuple[str, int]], who: str) -> None:
     for step in range(NUM_STEPS):
-        turns.take()
+        turns.before_update(step)
         log.append((who, step))
         time.sleep(0.0005)
         log.append((who, step))
         own_s = step_s * (100 if step % STEPS_PER_TURN == 0 else 1)
-        turns.note(own_s, own_s)  # all ranks begin at once
-    turns.take()
-    turns.close()
+        if isinstance(turns, InterleavedClient):
+            turns.note(own_s, own_s)  # all ranks begin at once
+    turns.finish()
+    turns.close(is_finished=True)
 
 
 def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_counted(
@@ -115,9 +117,8 @@ def test_a_turn_in_which_ranks_were_started_again_does_not_count(
 
         def lose_one() -> None:
             lost = join_turns(tmp_path, 0, 1, None)
-            lost.take()
-            lost.note(0.0, 0.1)
-            lost.close()
+            lost.before_update(0)
+            lost.close(is_finished=False)
             steps(join_turns(tmp_path, 0, 1, None), 0.1, [], "again")
 
         lone = pool.submit(lose_one)
@@ -148,16 +149,17 @@ class TimedRuns:
         step_s = 0.2 if point.experiment.compression_in_force == "none" else 0.1
         turns = join_turns(run_dir, 0, 1, None)
         for step in range(NUM_STEPS):
-            turns.take()
+            turns.before_update(step)
             assert self.lock.acquire(blocking=False), "two points make steps at once"
             TimedRuns.moment = 1.0 + (TimedRuns.moment * 7.3) % 0.01
+            assert isinstance(turns, InterleavedClient)
             turns.note(0.0, step_s * TimedRuns.moment)
             self.lock.release()
             if point.experiment.seed == 2 and step == 9:
-                turns.close()
+                turns.close(is_finished=False)
                 return "asked to fail"
-        turns.take()
-        turns.close()
+        turns.finish()
+        turns.close(is_finished=True)
         write_run(run_dir, point.config)
         return None
 
@@ -204,8 +206,8 @@ def test_an_interrupted_sweep_lets_all_points_go_and_ends_them(
 
     def wait(self: TimedRuns, point: Point, run_dir: Path) -> str:
         turns = join_turns(run_dir, 0, 1, None)
-        turns.take()  # for ever, if nobody lets it go
-        turns.close()
+        turns.before_update(0)  # for ever, if nobody lets it go
+        turns.close(is_finished=False)
         return "interrupted"
 
     use_threads(monkeypatch)

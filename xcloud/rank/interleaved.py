@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 from xcloud.base.errors import ConfigError
 from xcloud.job.job import Job
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.rank_state import RankState
 
 ADDRESS = "XCLOUD_TURNS"  # environment variable: the server's socket
@@ -23,20 +25,7 @@ MIN_ROUNDS = 6  # with fewer there is no interval of 95 %
 _MIN_STEPS = STEPS_PER_TURN * (MIN_ROUNDS + 1)  # the first turn is the run's warm-up
 
 
-class Interleaving:
-    """Of a run that is alone: it never waits."""
-
-    def take(self) -> None:
-        """Between two steps, and after the last; returns when this rank may continue."""
-
-    def note(self, ended_s: float, step_s: float) -> None:
-        """A step was made: when it ended, and how long it took this rank."""
-
-    def close(self) -> None:
-        """This rank makes no more steps."""
-
-
-class InterleavedClient(Interleaving):
+class InterleavedClient(Part):
     """Of a point among others: STEPS_PER_TURN steps, then the others have theirs."""
 
     def __init__(
@@ -46,8 +35,24 @@ class InterleavedClient(Interleaving):
         self._is_over = self._has_begun = False
         self._made: list[tuple[float, float]] = []  # in this turn
 
-    def take(self) -> None:
-        if self._is_over or (self._has_begun and len(self._made) < STEPS_PER_TURN):
+    def before_update(self, step: int) -> None:
+        if not self._has_begun or len(self._made) == STEPS_PER_TURN:
+            self._wait()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.note(time.monotonic(), report.step_s)
+
+    def note(self, ended_s: float, step_s: float) -> None:
+        self._made.append((ended_s, step_s))
+
+    def finish(self) -> None:
+        self.before_update(0)
+
+    def close(self, is_finished: bool = False) -> None:
+        self._connection.close()
+
+    def _wait(self) -> None:
+        if self._is_over:
             return
         message = json.dumps({**self._who, "made": self._made}).encode()
         self._has_begun, self._made, self._is_over = True, [], True
@@ -58,22 +63,16 @@ class InterleavedClient(Interleaving):
             self._is_over = False
         self._enter("training")
 
-    def note(self, ended_s: float, step_s: float) -> None:
-        self._made.append((ended_s, step_s))
-
-    def close(self) -> None:
-        self._connection.close()
-
     def _enter(self, phase: str) -> None:
         if self._state is not None:
             self._state.enter(phase)
 
 
-def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Interleaving:
-    """Those of this process: it was started by a sweep that times its points together, or not."""
+def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Part:
+    """Of this process: waits for its turn if a sweep that times its points together started it."""
     address = os.environ.get(ADDRESS)
     if address is None:
-        return Interleaving()
+        return Part()
     who = {"point": str(run_dir.resolve()), "rank": rank, "num_ranks": num_ranks}
     return InterleavedClient(Client(address, "AF_UNIX"), who, state)
 
