@@ -19,7 +19,7 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.memory import MEMORY, OUTER, State, is_marked, load_states, states_of
+from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
 from xcloud.job.config import job_from_config
 from xcloud.join.agreement import judge
 from xcloud.launch.local import resumed
@@ -69,7 +69,7 @@ class Attempt:
 
     def train(self, until_step: int = LAST) -> None:
         for step in range(self.from_step + 1, until_step + 1):
-            in_threads([lambda r=rank, s=step: r.trainer.update(s) for rank in self.ranks])
+            in_threads([lambda r=rank, s=step: r.update(s) for rank in self.ranks])
             for holder, rank in zip(self.holders, self.ranks, strict=True):
                 if step % 2 == 0:
                     about = {**holder.about(7), "facts": {}}

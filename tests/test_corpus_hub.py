@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud import hub as hub_access
 from xcloud.base.errors import DataError
-from xcloud.hub import access as hub_access
 from xcloud.tasks.corpus.rows import Corpus
 from xcloud.tasks.translation import HubTranslation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.tasks.tables import PairTable, TokenTable
 
 IDS = TokenIds(100, pad=0, bos=1, eos=2, mask=3)

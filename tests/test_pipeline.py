@@ -6,10 +6,10 @@ from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.draws import ChannelId
+from xcloud.comm.compressor import ChannelId
+from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble
@@ -108,8 +108,8 @@ def test_the_gradient_leaves_before_those_of_the_weights_are_computed() -> None:
             return sender.send(*message)
 
     rank.ports[0].backward_out[0] = Spy()
-    rank.on_backward = done.append
-    step([rank], ZeroBubble(4))
+    batches = {i: samples(ids) for i, ids in enumerate(cut(IDS, 4))}
+    rank.step(ZeroBubble(4), batches, 1, 12.0, after_micro_batch=done.append)
 
     assert seen[0] == (0, True)
     assert weight.grad is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.compression import Compression, Phased
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")

@@ -14,8 +14,8 @@ import torch
 
 from xcloud import __version__
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.machine import num_cores
-from xcloud.comm.phases import Compression, Phased
+from xcloud.cluster.transport import num_cores
+from xcloud.comm.compression import Compression, Phased
 from xcloud.job.experiment import Experiment
 
 PROFILES_DIR = "profiles"

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.boundary import Boundary, Message
-from xcloud.comm.phases import Compression, Phased
-from xcloud.contracts.split_model import FreelyCut, SplitModel
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.comm.compression import Compression, Phased
+from xcloud.contracts.model import Batch, FreelyCut, SplitModel, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.exchange import FlatBuffer
@@ -33,7 +32,7 @@ from xcloud.plan.stopwatch import MOST_TIMES, Stopwatch
 from xcloud.planner.codec_profiling import around_averaging_s, averaging_codec, boundary_codec
 from xcloud.planner.profile_key import Candidates, device_of, threads_of, what_is_measured
 from xcloud.planner.reference import reference_s
-from xcloud.rank.stage_rank import context_of
+from xcloud.rank.loading import context_of
 from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 

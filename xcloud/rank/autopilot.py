@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind
+from xcloud.cluster.frame import Kind, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.channel import Codec
+from xcloud.comm.compression import Compression, Selectable
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import (
+from xcloud.comm.memory import NoMemory
+from xcloud.comm.state import (
     MEMORY,
-    NoMemory,
     State,
     Stateful,
     join_states,
@@ -30,11 +30,10 @@ from xcloud.comm.memory import (
     states_of,
     whole_number,
 )
-from xcloud.comm.phases import Compression
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import NO_CHOICE, Pilot
+from xcloud.parallel.control import NO_CHOICE
+from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.plan.stopwatch import Stopwatch
@@ -47,13 +46,15 @@ _SUMS = 3  # of each boundary and direction: bytes, messages, seconds on the lin
 _PER_WAY = _SUMS + 1
 
 
-class RunPilot(Pilot):
+class RunPilot(Part):
     """Measures are sums since the start: [busy_s of the main thread, compute_s, then by boundary
     and direction bytes, messages, line_s and the delay]; rank 0 takes differences between two
     looks.
 
     The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
     delay: the latency of a message; of a real line + what both clocks differ by."""
+
+    name = "autopilot"
 
     def __init__(
         self,
@@ -102,44 +103,45 @@ class RunPilot(Pilot):
             return None
         found = torch.zeros(2 + len(self._boundaries) * len(DIRECTIONS) * _PER_WAY).double()
         found[0], found[1] = self._busy_s, self._compute_s
-        for channel in self._wiring.wan_sends:
+        for channel in self._wiring.boundaries.wan_sends:
             at = self._place(channel.identity.boundary, channel.identity.direction)
             kind, sent = KINDS[channel.identity.direction], channel.link.stats
             sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
             found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
             found[at + _SUMS] = sent.latency_s
         meters = self._wiring.ends.meters
-        for identity, link in self._wiring.wan_receives:
+        for identity, link in self._wiring.boundaries.wan_receives:
             if identity.sender in meters:
                 at = self._place(identity.boundary, identity.direction)
                 found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
                 found[at + _SUMS] = meters[identity.sender].delay_s
         return found
 
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        before, self._last = self._last, dict(told)
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        before, self._last = self._last, dict(measured)
         updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        measured = self._since(before, updates)
-        predicted_s = self.forecast.step_s(measured, self._choice)
-        since_step = self._wiring.switches.since_step
+        grown = self._since(before, updates)
+        predicted_s = self.forecast.step_s(grown, self._choice)
+        since_step = self._wiring.boundaries.switches.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, self._choice, choice, predicted_s, measured)
+            self._tell(step, self._choice, choice, predicted_s, grown)
         return choice
 
     def follow(self, step: int, choice: int) -> None:
         if choice != NO_CHOICE:
             self._choice = choice
             shape, compression = divmod(choice, len(self._compression.choices))
-            self._wiring.switches.switch(compression, step + 1)
+            self._wiring.boundaries.switches.switch(compression, step + 1)
             self._use_schedule(self._schedules[shape])
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
-            for channel in self._wiring.wan_sends:
+            for channel in self._wiring.boundaries.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
-                if self._layout.wan_between(*both) == "real":
+                wan = self._layout.wan_between(*both)
+                if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:
@@ -152,7 +154,7 @@ class RunPilot(Pilot):
         load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
         shape, compression = divmod(self._choice, len(self._compression.choices))
-        if shape >= len(self._schedules) or compression != self._wiring.switches.choice:
+        if shape >= len(self._schedules) or compression != self._wiring.boundaries.switches.choice:
             raise ValueError(
                 f"the autopilot was saved with choice {self._choice}, which it has not now"
             )
@@ -160,7 +162,10 @@ class RunPilot(Pilot):
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful] = {"rule": self._rule, "switches": self._wiring.switches}
+        parts: dict[str, Stateful] = {
+            "rule": self._rule,
+            "switches": self._wiring.boundaries.switches,
+        }
         return parts if self.forecast is None else {**parts, "forecast": self.forecast}
 
     @property

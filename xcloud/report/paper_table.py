@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from xcloud.base.units import human_bytes, human_seconds
 from xcloud.plan.paper import OnPaper, Planned
 from xcloud.report.plan_table import WIDTH
-from xcloud.report.table import human_bytes, human_seconds
 
 ORDERS: Mapping[str, Callable[[OnPaper], float]] = {
     "step": lambda row: row.priced.step_s,

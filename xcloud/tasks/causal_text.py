@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, TokenIds
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, TokenIds
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
 

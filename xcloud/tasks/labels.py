@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.tasks.corpus.rows import OwnNames, Table
 
 Kind = Literal["classes", "value"]

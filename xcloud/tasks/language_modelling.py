@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.stage import NO_LABEL, Batch, TokenIds
+from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, Positive, settings
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import make_once
+from xcloud.contracts.model import TokenIds
+from xcloud.hub import make_once
 from xcloud.tasks.corpus.multilingual import TextSource, languages_of
 from xcloud.tasks.tables import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer

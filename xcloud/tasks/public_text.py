@@ -11,7 +11,7 @@ from pathlib import Path
 from xcloud.base.errors import DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import NotNegative, settings
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import public_sentences
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.rows import Text

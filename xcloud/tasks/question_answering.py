@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.contracts.task import SPLITS, Answers, Split
 from xcloud.tasks.corpus.demo import DemoParagraphs
 from xcloud.tasks.corpus.folder import Folder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.model import Batch, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
 from xcloud.tasks.tables import PairTable

@@ -19,9 +19,8 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import make_once
-from xcloud.hub.packaged_checkpoint import resolve
+from xcloud.contracts.model import TokenIds
+from xcloud.hub import make_once, resolve
 from xcloud.tasks.word_starts import begins_word
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
@@ -329,7 +328,7 @@ class PretrainedTokenizer:
         """As transformers has it. Raises DataError."""
         from transformers import AutoTokenizer
 
-        from xcloud.hub.access import go_offline_if_unreachable
+        from xcloud.hub import go_offline_if_unreachable
 
         name = resolve(self.name_or_path)
         local = Path(name).expanduser().is_dir()

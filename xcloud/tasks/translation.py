@@ -19,7 +19,7 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
-from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.model import Batch, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.files import read_lines

@@ -13,7 +13,7 @@ from typing import Any
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.task import SPLITS, Split
-from xcloud.hub.access import go_offline_if_unreachable
+from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import Language
 from xcloud.tasks.corpus.rows import (
     DEV_NAMES,
