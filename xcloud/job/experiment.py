@@ -29,7 +29,6 @@ from xcloud.job.experiment_checks import (
     check_visibility,
 )
 from xcloud.job.job import Job
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
 from xcloud.security.defences import Defence
@@ -174,11 +173,20 @@ class Experiment(Job):
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
 
     @property
+    def why_not_in_turns(self) -> str:
+        if not self.strategy.is_apart:
+            return ""
+        return (
+            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
+            "which turns would miss or hide (compare samples_per_s)"
+        )
+
+    @property
     def essential_ranks(self) -> frozenset[int]:
-        local = self.strategy.averaging
-        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
-            return super().essential_ranks
-        return self.saving_ranks
+        averaging = self.strategy.averaging
+        if self.is_elastic and averaging is not None and averaging.may_leave:
+            return self.saving_ranks
+        return super().essential_ranks
 
     @property
     def may_report(self) -> Mapping[str, frozenset[int]]:
@@ -196,8 +204,8 @@ class Experiment(Job):
 
     @property
     def restart_s(self) -> float | None:
-        local = self.strategy.averaging
-        return local.restart_s if isinstance(local, LocalUpdates) else None
+        averaging = self.strategy.averaging
+        return None if averaging is None else averaging.restart_s
 
     @property
     def schedule_label(self) -> str:

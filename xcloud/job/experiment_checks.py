@@ -14,10 +14,9 @@ from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import Compression, CompressionPlan, Selectable
 from xcloud.comm.memory import NoMemory
 from xcloud.contracts.model import SplitModel
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.security.defences import LABEL, Defence
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
@@ -141,7 +140,7 @@ def check_sharded(job: Checked) -> None:
         if not cloud.shard:
             continue
         what = f"cluster.clouds.{name}"
-        if job.ties_ends or isinstance(job.strategy.averaging, LocalUpdates):
+        if job.ties_ends or job.strategy.is_apart:
             other = "model.embeddings=tie" if job.ties_ends else job.strategy.label
             raise ConfigError(
                 f"{what}.shard deals gradients over ranks, and {other} exchanges whole ones "
@@ -187,7 +186,7 @@ def check_tied(job: Checked) -> None:
             "model.embeddings=tie hands the other end gradients as they are, and "
             "security.privacy noises them apart: take untie or freeze"
         )
-    if not isinstance(job.strategy.averaging, GradientAveraging | None):
+    if job.strategy.is_apart:
         raise ConfigError(
             f"model.embeddings=tie needs both ends in every update, and {job.strategy.name} "
             "brings replicas together from time to time: take untie or freeze"
