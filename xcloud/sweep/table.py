@@ -139,14 +139,14 @@ def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
     yield "share_std", rounded(row.share_std)
     if (ratio := row.step_ratio) is not None:
         figures = {"": ratio.ratio, "_low": ratio.low, "_high": ratio.high}
-        yield from ((f"step_time_ratio{end}", round(value, 4)) for end, value in figures.items())
+        yield from ((f"step_time_ratio{end}", round(figure, 4)) for end, figure in figures.items())
         yield "step_time_ratio_to", ratio.to
     for name, rate in row.rates.items():
         yield from spread(name, rate, 3)
         yield f"{name}_share_of_one_cloud", rounded(row.share_of_one_cloud.get(name))
     for kind in TIMES:
-        for cloud, value in row.parts_s(kind).items():
-            yield f"{kind}_{cloud}", round(value, 6)
+        for cloud, seconds in row.parts_s(kind).items():
+            yield f"{kind}_{cloud}", round(seconds, 6)
     known = published_for(row) or Published()
     yield "paper_quality", known.quality or None
     yield "paper_share", known.share
