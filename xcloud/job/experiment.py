@@ -17,18 +17,8 @@ from xcloud.comm.boundary import Boundary
 from xcloud.comm.compression import CompressionPlan
 from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
-from xcloud.job.experiment_checks import (
-    check_autopilot,
-    check_choices,
-    check_defences,
-    check_feedback,
-    check_keeping,
-    check_privacy,
-    check_sharded,
-    check_tied,
-    check_visibility,
-)
 from xcloud.job.job import Job
+from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.strategy import Strategy
@@ -56,9 +46,7 @@ class Experiment(Job):
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         if self.autopilot is not None:
-            check_autopilot(self)
             object.__setattr__(self, "compression", self.autopilot.around(self.compression))
-            check_choices(self)
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -76,7 +64,6 @@ class Experiment(Job):
         layout = self.cluster
         if layout.num_replicas > 1:
             _ = self.compression.averaging_label  # raises for one that cannot be
-            check_feedback(self)
         for boundary in self.compression.boundaries:
             if boundary >= layout.num_stages - 1:
                 raise ConfigError(
@@ -86,14 +73,27 @@ class Experiment(Job):
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
-            check_visibility(self, replica, fields)
-        if self.ties_ends:
-            check_tied(self)
-        check_sharded(self)
+            self._check_visibility(replica, fields)
         self.security.defences.check(fields[layout.num_stages - 1])
-        for replica in range(layout.num_replicas):
-            check_defences(self, replica)
-        check_privacy(self)
+        for feature in FEATURES:
+            feature.check(self)
+        if self.autopilot is not None:
+            check_choices(self)
+
+    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
+        layout, clouds = self.cluster, tuple(self.cluster.clouds)
+        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
+        try:
+            self.security.check(clouds, fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
+                self.security.check_weights(clouds, parts, stage_cloud)
+        except ConfigError as error:
+            if replica == 0:
+                raise
+            raise ConfigError(
+                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
+            ) from error
 
     @property
     def ties_ends(self) -> bool:
@@ -212,7 +212,8 @@ class Experiment(Job):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
-        check_keeping(self, self.boundaries)
+        for feature in CHECKED_LAST:
+            feature.check(self)
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
