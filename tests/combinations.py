@@ -46,7 +46,7 @@ from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 from xcloud.parallel.strategy import GradientAveraging, Strategy
 from xcloud.plan.autopilot import Autopilot
-from xcloud.rank import stage_rank
+from xcloud.rank import stage_rank, typical_step
 from xcloud.rank.one_way import roles as one_way_roles
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import EventReader, steps_done
@@ -334,7 +334,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     for module in (stage_rank, one_way_roles):
         patch.setattr(module, "GlooTransport", lambda rank, device: world.transport(rank))
     # The ranks would agree on a step by a collective of torch's default group.
-    patch.setattr(stage_rank, "report_typical_step", lambda *of: None)
+    patch.setattr(typical_step, "report_typical_step", lambda *of: None)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)

@@ -27,13 +27,13 @@ from tests.causal_models import (
 )
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models import causal_weights
+from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere, attention_masks, words_of
+from xcloud.models.causal_network import Elsewhere, words_of
+from xcloud.models.causal_stage import attention_masks
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
-from xcloud.parallel.sharding import whole
-from xcloud.rank.export import export_stage, fill
+from xcloud.rank.export import export_stage, fill, whole
 from xcloud.training.memory_meter import SavedTensors
 from xcloud.training.settings import autocast_for
 
@@ -130,7 +130,7 @@ def test_a_stage_holds_its_own_parts_only(
     network = saved(kind, tmp_path)
     whole = {n: p.numel() for n, p in network.named_parameters(remove_duplicate=False)}
     read: list[str] = []
-    files = causal_weights.WeightFiles
+    files = causal_network.WeightFiles
     real = files.tensor
     monkeypatch.setattr(files, "tensor", lambda self, name: read.append(name) or real(self, name))
     sizes = []
@@ -326,7 +326,7 @@ def test_the_head_of_gpt_neox_is_found_under_its_old_name(tmp_path: Path) -> Non
         ({"checkpoint": None}, "model.checkpoint .* or model.own, not both"),
         ({"embeddings": "freeze"}, "model.embeddings is for training without LoRA"),
         ({"lora": None, "embeddings": "share"}, "model.embeddings must be one of"),
-        ({"blocks_per_stage": [-1]}, "model.blocks_per_stage must be"),
+        ({"blocks_per_stage": [-1]}, r"model.blocks_per_stage\[0\] must be"),
         ({"vocabulary_chunk": 0}, "model.vocabulary_chunk"),
     ],
 )

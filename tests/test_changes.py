@@ -69,7 +69,7 @@ class Attempt:
 
     def train(self, until_step: int = LAST) -> None:
         for step in range(self.from_step + 1, until_step + 1):
-            in_threads([lambda r=rank, s=step: r.trainer.update(s) for rank in self.ranks])
+            in_threads([lambda r=rank, s=step: r.update(s) for rank in self.ranks])
             for holder, rank in zip(self.holders, self.ranks, strict=True):
                 if step % 2 == 0:
                     about = {**holder.about(7), "facts": {}}

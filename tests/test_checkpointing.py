@@ -30,7 +30,7 @@ from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive import checkpointing
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, News, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, News, StopSignal
 from xcloud.survive.resume import RankCheckpoints
 from xcloud.training.settings import Checkpoints
 
@@ -63,8 +63,7 @@ class Attempt:
         self.lines: list[bytes] = []
         self.folder = CheckpointFolder(self.run_dir)
         self.holders = [
-            RankCheckpoints(self.folder, r.trainer.rank, places_of(r), self.settings)
-            for r in self.ranks
+            RankCheckpoints(self.folder, r.number, places_of(r), self.settings) for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
@@ -79,9 +78,9 @@ class Attempt:
         in_threads([lambda r=rank: self._train(r, until_step, lost) for rank in self.ranks])
 
     def _train(self, rank: Rank, until_step: int, lost: Sequence[int]) -> None:
-        number, trainer = rank.trainer.rank, rank.trainer
+        number, trainer = rank.number, rank.trainer
         holder = self.holders[number]
-        parts = {"trainer": trainer, "channels": rank.wiring}
+        parts = rank.stateful
         if self.from_step:
             state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
             load_states(parts, state, "a rank")
@@ -95,14 +94,15 @@ class Attempt:
             self.schedule, self.folder, number, rank.wiring.control, parts, about,
             Reporter(number, "a", self.lines.append), self.asked, self.from_step, LAST, clock,
         )  # fmt: skip
-        is_one = trainer.pipeline.num_replicas == 1
-        trainer.decide = made.decide if is_one else made.decide_by_step
+        is_directed = trainer.pipeline.layout.num_replicas == 1
+        rank.parts.append(CheckpointPart(made, self.asked, is_directed, trainer.pipeline.clock))
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
-            word = trainer.update(step).word
+            signal = rank.update(step).signal
             if step == until_step and number in lost:
-                word = Signal.GO_ON
-            if made.after(step, word):
+                signal = Signal.GO_ON
+            made.after(step, signal)
+            if signal is Signal.STOP:
                 break
             self.ready.wait(60)
             if step == self.slow_until:
@@ -114,7 +114,7 @@ class Attempt:
             self.ready.wait(60)
         else:
             if until_step == LAST:
-                made.save_last(LAST)
+                made.save_last()
         made.wait()
         rank.wiring.meet()
         made.close()
@@ -297,7 +297,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
 
     def copy(parts: Any) -> Any:
         trainer = parts["trainer"]
-        if trainer.rank == 1 and trainer.num_updates in steps:
+        if trainer.pipeline.rank == 1 and trainer.num_updates in steps:
             raise MemoryError if phase == "memory of Python" else RuntimeError("can't allocate")
         return states_of(parts)
 
@@ -441,7 +441,7 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     shape = limited(cloud_ranks, **limit)
     first = Attempt(tmp_path, job(shape, CODECS["plain"]))
     first.train(7)
-    assert all(first.ranks[0].trainer.is_idle(step) for step in (7, 8))
+    assert all(first.ranks[0].local.is_idle(step) for step in (7, 8))
     assert first.folder.agreed_steps() == [6, 4]
     second = Attempt(tmp_path, job(shape, CODECS["plain"]))
     second.train()

@@ -53,7 +53,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
     small = partial(OverlappedSums, bucket_bytes=1)
-    monkeypatch.setattr("xcloud.training.trainer.OverlappedSums", small)
+    monkeypatch.setattr("tests.trainers.OverlappedSums", small)
     began: list[bool] = []
     finish = OverlappedSums._finish
 
@@ -76,7 +76,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
     def trained(job: list[Rank]) -> list[Tensor]:
         for step in range(1, 5):
             spoiled = spoil([r.trainer for r in job], 0, torch.nan) if step == 3 else None
-            in_threads([partial(r.trainer.update, step) for r in job])
+            in_threads([partial(r.update, step) for r in job])
             if spoiled is not None:
                 spoiled.remove()
         modules = [m for r in job for m in r.trainer.pipeline.stages.values()]
@@ -99,10 +99,10 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
         for layer in layers:
             nn.init.eye_(layer.weight)
         buffer = FlatBuffer(layers.parameters())
-        early = OverlappedSums({0: buffer}, {0: group}, {0: 1}, bucket_bytes=1)
+        early = OverlappedSums({0: buffer}, {0: group}, lambda: {0: 1}, bucket_bytes=1)
         for _ in range(2):
             buffer.zero()
-            early.begin()
+            early.begin(1)
             used = layers[: 3 - group.lane]
             (nn.Sequential(*used)(torch.ones(1, 3)) * 10.0**group.lane).sum().backward()
             assert len(early._waits) == (3 if group.lane == 0 else 0)
@@ -119,8 +119,8 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
 def test_a_second_gradient_after_the_sum_is_an_error() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     buffer = FlatBuffer(layers.parameters())
-    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, {0: 1}, bucket_bytes=1)
-    early.begin()
+    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, lambda: {0: 1}, bucket_bytes=1)
+    early.begin(1)
     layers[1](torch.ones(1, 1)).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"a second gradient .* use_reentrant=False"):

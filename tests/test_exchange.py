@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
 from xcloud.parallel.norm import squared_norm
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import Trainer
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
 ALONE = AllReduce(RankGroup.alone())
@@ -109,9 +110,9 @@ class Spy:
 def spied(ranks: list[Trainer]) -> list[Spy]:
     spies = []
     for trainer in ranks:
-        own = {stage: Spy(inner) for stage, inner in trainer.exchanges.items()}
-        trainer.exchanges = own
-        spies += own.values()
+        for number, stage in trainer.stages.items():
+            spies.append(Spy(stage.exchange))
+            trainer.stages[number] = replace(stage, exchange=spies[-1])
     return spies
 
 

@@ -50,13 +50,13 @@ from xcloud.join.agreement import (
 )
 from xcloud.parallel.averaging import contribution_of
 from xcloud.parallel.control import (
-    answer_of,
     check_norms,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
     note_ages,
+    reply_of,
 )
 from xcloud.parallel.hub import Hub, Member
 from xcloud.parallel.local_updates import LocalUpdates
@@ -271,7 +271,7 @@ def norms() -> Parser:
 def answers() -> Parser:
     total = whole(1.0, dtype=torch.float64)
     honest = [(total,), (total, whole(1, 3, dtype=torch.uint8))]
-    return Parser(honest, lambda parts: answer_of(parts, 0))
+    return Parser(honest, lambda parts: reply_of(parts, 0))
 
 
 def codes() -> Parser:

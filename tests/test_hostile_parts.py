@@ -17,13 +17,14 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.control import (
+    Director,
     Signal,
     StageSums,
-    answer_of,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
+    reply_of,
 )
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates
@@ -117,7 +118,7 @@ def sums_of(*parts: Tensor, leader: int = 1) -> float:
     there, back = InProcessLink("rank 1"), InProcessLink()
     there.send(MessageKey(Kind.NORM, 4), parts)
     sums = StageSums(0, (0, leader), {leader: back}, {leader: there}, 1.0)
-    return sums.sum_over_stages(4, {0: 1.0}, 2).total
+    return sums.sum_over_stages(4, {0: 1.0}, Director()).total
 
 
 def norms(*values: float) -> Tensor:
@@ -146,13 +147,13 @@ def test_norms_of_another_shape_or_below_0_are_refused(parts: tuple[Tensor, ...]
 
 def test_an_answer_is_a_sum_and_a_word() -> None:
     byte = torch.tensor([1], dtype=torch.uint8)
-    assert answer_of((norms(2.0),), 0) == (2.0, Signal.GO_ON, -1)
-    assert answer_of((norms(2.0), byte), 0) == (2.0, Signal.CHECKPOINT, -1)
+    assert reply_of((norms(2.0),), 0) == (2.0, Signal.GO_ON, -1)
+    assert reply_of((norms(2.0), byte), 0) == (2.0, Signal.CHECKPOINT, -1)
     bad = [(), (norms(1.0, 2.0),), (norms(1.0), byte + 8), (norms(1.0), byte[:0]),
            (norms(1.0), norms(1.0)), (norms(1.0), byte, byte), (byte,)]  # fmt: skip
     for parts in bad:
         with pytest.raises(FrameError, match="rank 0 sent"):
-            answer_of(parts, 0)
+            reply_of(parts, 0)
 
 
 def test_a_peer_that_tells_no_facts_of_the_data_is_refused() -> None:

@@ -86,7 +86,7 @@ def trained(of: list[Rank], first: int, last: int) -> list[float | None]:
     """Losses of these steps."""
     losses = []
     for step in range(first, last + 1):
-        reports: list[Any] = update([rank.trainer for rank in of], step)
+        reports: list[Any] = update(of, step)
         losses += [report.loss for report in reports if report.loss is not None]
     return losses
 

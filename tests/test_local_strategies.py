@@ -37,7 +37,7 @@ def train(job: list[Rank], last: int = 8, first: int = 1) -> list[list[float | N
     """The loss that each rank tells, by step. Ranks go their own pace."""
 
     def one(rank: Rank) -> list[float | None]:
-        return [rank.trainer.update(step).loss for step in range(first, last + 1)]
+        return [rank.update(step).loss for step in range(first, last + 1)]
 
     return in_threads([lambda r=rank: one(r) for rank in job])
 
@@ -72,7 +72,7 @@ def test_replicas_train_alone_and_end_equal(name: str) -> None:
     for stage in (0, 1):
         found = values(job, stage)
         assert all(torch.equal(found[0], other) for other in found)
-    reports = [r for r in update([rank.trainer for rank in job], 9) if not isinstance(r, str)]
+    reports = [r for r in update(job, 9) if not isinstance(r, str)]
     assert sum(report.loss is not None for report in reports) >= 2  # each replica has its own
 
 

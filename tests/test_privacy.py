@@ -22,7 +22,7 @@ from xcloud.parallel.averaging_guard import PrivateAverager
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.replica_links import ReplicaLinks
 from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.rank.privacy_account import account
+from xcloud.rank.privacy import account
 from xcloud.security.privacy import (
     CloudPrivacy,
     Privacy,
@@ -52,7 +52,7 @@ def job(name: str, privacy: Privacy | None) -> list[Rank]:
 
 def gradients(job: Sequence[Rank]) -> list[Tensor]:
     """By stage, that of the first update, the same in every rank."""
-    update([rank.trainer for rank in job], 1)
+    update(job, 1)
     found = [
         torch.cat([p.grad.reshape(-1) for p in stage.parameters() if p.grad is not None])
         for rank in job
@@ -98,7 +98,7 @@ def test_without_noise_and_bound_a_run_is_the_unprivate_one() -> None:
             private, plain = job(name, privacy), job(name, None)
             for step in range(1, 4):
                 for job_ in (private, plain):
-                    update([rank.trainer for rank in job_], step)
+                    update(job_, step)
             for one, other in zip(private, plain, strict=True):
                 for stage, module in one.trainer.pipeline.stages.items():
                     pairs = zip(
@@ -128,7 +128,7 @@ def test_one_rank_of_each_replica_adds_noise_of_the_promised_size() -> None:
 def test_replicas_tell_no_losses_of_private_samples() -> None:
     for privacy in (SamplePrivacy(1.0, 1.0), CloudPrivacy(1.0, 1.0)):
         private, plain = job("two clouds", privacy), job("two clouds", None)
-        told = [update([rank.trainer for rank in job_], 1) for job_ in (private, plain)]
+        told = [update(job_, 1) for job_ in (private, plain)]
         losses = [[report.loss for report in reports] for reports in told]
 
         assert losses[0][1] is losses[1][1] is None

@@ -37,9 +37,9 @@ from xcloud.parallel.sharding import (
     Sharder,
     check_in_step,
     is_sharded,
-    whole,
     whole_blocks,
 )
+from xcloud.rank.export import whole
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 

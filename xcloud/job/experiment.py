@@ -174,6 +174,15 @@ class Experiment(Job):
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
 
     @property
+    def why_not_in_turns(self) -> str:
+        if not self.strategy.is_apart:
+            return ""
+        return (
+            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
+            "which turns would miss or hide (compare samples_per_s)"
+        )
+
+    @property
     def essential_ranks(self) -> frozenset[int]:
         local = self.strategy.averaging
         if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -137,9 +137,17 @@ def _name(layout: Layout[Any], rank: int) -> str:
 class StoreFacts:
     """What each rank compares before its first step: rank 0 leaves its own in the store."""
 
+    tells_sizes = False
+
     def __init__(self, transport: PairTransport) -> None:
         self._transport = transport
         self._number = 0
+
+    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
+        raise AssertionError("ranks that begin at any time read their own data")
+
+    def hear_sizes(self, num_splits: int) -> list[int]:
+        raise AssertionError("ranks that begin at any time read their own data")
 
     def agree(
         self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING

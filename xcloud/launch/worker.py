@@ -130,7 +130,7 @@ def live(
             time.sleep(LAST_WORDS_S)
         raise
     finally:
-        context.turns.close()
+        context.turns.close(is_finished=False)
         if events is not None and intake is not None:
             intake.close()
             events.close()

@@ -164,15 +164,3 @@ class ShardedAcross(AcrossClouds):
         """The norm of what other ranks hold is another one now."""
         own_share = loss if self._lanes.leads else torch.zeros_like(loss)
         self._inside.before_update(step, buffer, own_share)
-
-
-def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gathered, one at a time, on the CPU; of a dealt stage every rank calls it. keep: False where
-    they are not wanted."""
-    found = {}
-    for name, tensor in tensors.items():
-        gather = getattr(tensor, "full_tensor", None)
-        full = tensor if gather is None else gather()
-        if keep:
-            found[name] = full.detach().cpu().contiguous()
-    return found

@@ -11,26 +11,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import State, Stateful, join_states, split_state
+from xcloud.comm.state import State, join_states, split_state
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
-class TiedGradients(Stateful):
-    """Of one rank that holds one end or both. Called once the gradients of each stage are whole.
+class TiedGradients(Part):
+    """Of one rank that holds one end or both.
 
     held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
     averager: between the two ends, its `merge` a sum; None in ranks that do not speak, and where
-        both ends are here.
+        both ends are here. buffers: of the gradients of these stages.
     """
+
+    name = "tied"
 
     held: Mapping[int, nn.Parameter]
     groups: Mapping[int, RankGroup]
     averager: Averager | None
+    buffers: Mapping[int, FlatBuffer]
 
-    def sum(self, step: int, buffers: Mapping[int, FlatBuffer]) -> None:
+    def after_exchange(self, step: int) -> None:
         """Replace the gradients at both ends. Of the norm the first end counts."""
         gradients = [_gradient(self.held[stage]) for stage in sorted(self.held)]
         if len(gradients) == 2:
@@ -41,7 +45,7 @@ class TiedGradients(Stateful):
         last = max(self.held)
         if last:
             own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
-            buffers[last].squares_elsewhere = -(float(own) ** 2)
+            self.buffers[last].squares_elsewhere = -(float(own) ** 2)
 
     def _across(self, step: int, gradient: Tensor) -> None:
         (group,) = self.groups.values()

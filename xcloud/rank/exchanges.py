@@ -14,7 +14,7 @@ from xcloud.contracts.model import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager, averager_for
 from xcloud.parallel.averaging_guard import AveragingGuard
-from xcloud.parallel.exchange import AllReduce, GradientExchange
+from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_sum
@@ -107,7 +107,11 @@ def _join_averaging(
 
 
 def join_tied(
-    wiring: Wiring, stages: Mapping[int, Stage], choose: Choose, seed: int
+    wiring: Wiring,
+    stages: Mapping[int, Stage],
+    choose: Choose,
+    seed: int,
+    buffers: Mapping[int, FlatBuffer],
 ) -> TiedGradients | None:
     """For ranks that hold an end of a tied matrix; opens the link to the other end."""
     held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
@@ -127,4 +131,4 @@ def join_tied(
         )
         averager = AllToAll(links, codec)
         links.open(averager.max_bytes)
-    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager, buffers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def export_stage(
     def write(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         data.save_tokenizers(folder)
-        architecture = json.dumps(getattr(module, "architecture", None))
+        architecture = json.dumps(module.architecture)
         save_file(tensors, folder / path.name, metadata={"architecture": architecture})
 
     try:
@@ -43,6 +43,18 @@ def export_stage(
             write(spare := Path(tempfile.mkdtemp(prefix="xcloud-model-")))
         raise RunFailed(f"{error}. This part of it is in {spare}: copy it there") from error
     return path
+
+
+def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Gathered, one at a time, on the CPU; of a sharded stage every rank calls it. keep: whether
+    this rank wants them."""
+    found = {}
+    for name, tensor in tensors.items():
+        gather = getattr(tensor, "full_tensor", None)
+        full = tensor if gather is None else gather()
+        if keep:
+            found[name] = full.detach().cpu().contiguous()
+    return found
 
 
 @contextmanager

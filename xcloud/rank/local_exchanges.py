@@ -19,16 +19,17 @@ from xcloud.parallel.local_rounds import LocalRounds, local_exchanges
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import weighted_mean
+from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.step_budget import StepBudget
 from xcloud.record.reporter import Reporter
-from xcloud.training.trainer import Work
+from xcloud.training.batch_plan import Work
 from xcloud.wire.replicas import ReplicaEnds
 
 
 @dataclass
-class LocalTraining:
+class LocalTraining(Part):
     """What local updates and the rank's trainer, which is built after them, know of each other.
 
     cloud_of: the cloud of each replica, for events; ranks_in: the ranks of a cloud. most_work: of
@@ -49,6 +50,9 @@ class LocalTraining:
     rejoin: Callable[[], int] = lambda: 0
     welcome: Callable[[int], None] = lambda step: None
     compare: Callable[[int], None] = lambda step: None
+
+    def leaves_out(self, step: int) -> bool:
+        return self.is_idle(step)
 
 
 def join_local_updates(

@@ -31,7 +31,9 @@ from typing import Any, Protocol
 
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
+from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.control import Signal
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Checkpoints
@@ -248,10 +250,10 @@ class Checkpointer:
         self._jobs.put(written.set)
         written.wait()
 
-    def save_last(self, step: int) -> None:
+    def save_last(self) -> None:
         """After the last update, however short the run."""
-        if self.settings.are_made and self._last_step != step:
-            self.save(step)
+        if self.settings.are_made and self._last_step != self._final_step:
+            self.save(self._final_step)
 
     @property
     def is_pending(self) -> bool:
@@ -408,3 +410,37 @@ class Checkpointer:
         if what not in self._said:
             self._said.add(what)
             self._reporter.note(text)
+
+
+class CheckpointPart(Part):
+    """A Checkpointer around a pipeline's updates. is_told: rank 0's signal comes with every step;
+    else this rank goes by the step alone."""
+
+    def __init__(
+        self, checkpoints: Checkpointer, asked: StopSignal, is_told: bool, clock: StepClock
+    ) -> None:
+        self._checkpoints, self._asked, self._is_told = checkpoints, asked, is_told
+        self._clock = clock
+
+    def before_update(self, step: int) -> None:
+        self._asked.is_armed = self._is_told and self._checkpoints.settings.are_made
+
+    def signal(self, step: int) -> Signal:
+        checkpoints = self._checkpoints
+        return checkpoints.decide(step) if self._is_told else checkpoints.decide_by_step(step)
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        with self._clock.paused():
+            self._checkpoints.after(step, report.signal)
+
+    def finish(self) -> None:
+        self._asked.is_armed = False
+        self._checkpoints.save_last()
+
+    def settle(self) -> None:
+        self._checkpoints.wait()
+
+    def close(self, is_finished: bool) -> None:
+        self._checkpoints.close()
+        if is_finished:
+            self._checkpoints.keep_newest()

@@ -19,6 +19,7 @@ from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS, LESS_IS_BETTER
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (
     UNCOMPRESSED,
     Settings,
@@ -29,7 +30,6 @@ from xcloud.sweep.points import (
     workload_key,
 )
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
-from xcloud.sweep.step_ratio import KEY, StepRatio
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 _NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"

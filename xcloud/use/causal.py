@@ -29,9 +29,9 @@ from xcloud.models.causal_network import (
     config_of,
     depth,
     network_of,
+    write_checkpoint,
 )
-from xcloud.models.causal_stage import TEXT
-from xcloud.models.causal_weights import write_checkpoint
+from xcloud.models.stages import TEXT
 from xcloud.rank.export import exporting, fill, read_stage
 from xcloud.record.segments import check_is_run
 from xcloud.tasks.causal_tokenizer import CausalTokenizer
@@ -72,8 +72,9 @@ class TrainedCausal:
         """Whole, each as it was trained."""
         made = []
         for number in range(self.num_stages):
-            _, path = read_stage(self.run_dir, number)
-            stage = self.model.build_stage(number, self.num_stages, self.context(), measures=False)
+            architecture, path = read_stage(self.run_dir, number)
+            assert architecture is not None
+            stage = self.model.empty_stage(number, self.num_stages, self.context(), architecture)
             fill(stage, path)
             made.append(stage.eval())
         return made

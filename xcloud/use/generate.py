@@ -23,8 +23,8 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError, XcloudError
 from xcloud.comm.boundary import Message
-from xcloud.models.causal_network import Past
-from xcloud.models.causal_stage import TEXT, TYPES, CausalStage
+from xcloud.models.causal_stage import CausalStage, Past
+from xcloud.models.stages import TEXT, TYPES
 from xcloud.use.causal import TrainedCausal
 from xcloud.use.trained_boundaries import TrainedBorders
 
@@ -91,7 +91,8 @@ class Generator:
         stages = [stage for stage in trained.stages() if isinstance(stage, CausalStage)]
         boundaries = TrainedBorders(trained.experiment, compressed)
         self._writer = Writer(stages, boundaries.carry, cached)
-        self._longest = int(stages[-1].architecture["config"]["max_position_embeddings"])
+        about = stages[-1].architecture
+        self._longest = int(about["config"]["max_position_embeddings"])
 
     def write_on(self, prompt: str, max_new_tokens: int, choice: Choice | None = None) -> str:
         """What follows the prompt, up to the end token."""

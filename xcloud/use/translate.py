@@ -17,7 +17,7 @@ import torch
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.comm.boundary import Message
-from xcloud.contracts.model import Stage
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.rank.export import fill, read_stage
@@ -42,12 +42,22 @@ class Translator:
 
     def _stage(self, run_dir: Path, number: int) -> Stage:
         architecture, path = read_stage(run_dir, number)
+        context = BuildContext(
+            seed=0,
+            device=torch.device("cpu"),
+            cache_dir=Path(self.experiment.cache_dir),
+            vocabularies=self.text.vocabularies,
+            sentences=lambda name: [],
+            max_length=self.experiment.task.max_length,
+            lane=0,
+            barrier=lambda: None,
+            report=print,
+        )
         stage = self.experiment.model.empty_stage(
             number,
             self.experiment.cluster.num_stages,
-            self.text.vocabularies,
-            self.experiment.task.max_length,
-            architecture,
+            context,
+            architecture or {},
         )
         fill(stage, path)
         return stage.eval()
