@@ -12,18 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.activation_cache import decodes_rows_alone
 from xcloud.comm.compression import Compression, Selectable
 from xcloud.comm.memory import NoMemory
+from xcloud.job.pipeline_job import PipelineJob
 from xcloud.parallel.schedule import put_off
 from xcloud.parallel.sharding import check_in_step
 from xcloud.security.defences import LABEL
-
-if TYPE_CHECKING:
-    from xcloud.job.experiment import Experiment
 
 MAX_CHOICES = 255  # rank 0 sends the number in a byte
 
@@ -35,7 +33,7 @@ class Lack(NamedTuple):
     remedy: str
 
 
-Need = Callable[["Experiment"], Lack | None]
+Need = Callable[[PipelineJob], Lack | None]
 
 
 def _lack_if(is_lacking: bool, setting: str, remedy: str) -> Lack | None:
@@ -49,11 +47,11 @@ class Feature:
     without the feature."""
 
     name: str
-    used: Callable[[Experiment], object]
+    used: Callable[[PipelineJob], object]
     why: Mapping[Need, str]
     without: str
 
-    def check(self, job: Experiment) -> None:
+    def check(self, job: PipelineJob) -> None:
         """Raise ConfigError for the first need that the job lacks."""
         if not (used := self.used(job)):
             return
@@ -64,50 +62,50 @@ class Feature:
                 raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
 
 
-def no_plan(job: Experiment) -> Lack | None:
+def no_plan(job: PipelineJob) -> Lack | None:
     setting = "plan= prices one compression for the whole run"
     return _lack_if(job.plan is not None, setting, "leave plan= out")
 
 
-def one_pipeline(job: Experiment) -> Lack | None:
+def one_pipeline(job: PipelineJob) -> Lack | None:
     number = job.cluster.num_replicas
     setting = f"strategy={job.strategy.name} makes {number} of it"
     return _lack_if(number > 1, setting, "choose strategy=pipeline")
 
 
-def several_replicas(job: Experiment) -> Lack | None:
+def several_replicas(job: PipelineJob) -> Lack | None:
     remedy = "choose strategy=data_parallel or local_updates"
     return _lack_if(job.cluster.num_replicas == 1, "here is one replica", remedy)
 
 
-def every_update_together(job: Experiment) -> Lack | None:
+def every_update_together(job: PipelineJob) -> Lack | None:
     setting = f"strategy={job.strategy.name} brings whole replicas together from time to time"
     remedy = "choose one that averages gradients (strategy=data_parallel)"
     return _lack_if(job.strategy.is_apart, setting, remedy)
 
 
-def all_clouds_stay(job: Experiment) -> Lack | None:
+def all_clouds_stay(job: PipelineJob) -> Lack | None:
     setting = f"strategy={job.strategy.name} lets clouds be late, leave and come back"
     remedy = "set strategy.averaging.late=wait and leave=fail"
     return _lack_if(job.strategy.is_elastic, setting, remedy)
 
 
-def no_privacy(job: Experiment) -> Lack | None:
+def no_privacy(job: PipelineJob) -> Lack | None:
     setting = "security.privacy noises them apart and bounds gradients of whole stages"
     return _lack_if(job.security.privacy is not None, setting, "set security/privacy=none")
 
 
-def untied_ends(job: Experiment) -> Lack | None:
+def untied_ends(job: PipelineJob) -> Lack | None:
     setting = "model.embeddings=tie exchanges whole ones between both ends"
     return _lack_if(job.ties_ends, setting, "take model.embeddings=untie or freeze")
 
 
-def whole_stages(job: Experiment) -> Lack | None:
+def whole_stages(job: PipelineJob) -> Lack | None:
     setting = "cluster.clouds.*.shard leaves each rank sums of a part of a stage"
     return _lack_if(bool(_shards(job)), setting, "leave shard out")
 
 
-def whole_replicas(job: Experiment) -> Lack | None:
+def whole_replicas(job: PipelineJob) -> Lack | None:
     return _lack_if(
         any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
         "this cluster cuts the model between clouds, which pass each sample's activations and "
@@ -117,7 +115,7 @@ def whole_replicas(job: Experiment) -> Lack | None:
     )
 
 
-def whole_backward(job: Experiment) -> Lack | None:
+def whole_backward(job: PipelineJob) -> Lack | None:
     orders = (
         job.schedule.actions(s, job.cluster.num_stages) for s in range(job.cluster.num_stages)
     )
@@ -126,7 +124,7 @@ def whole_backward(job: Experiment) -> Lack | None:
     return _lack_if(any(map(put_off, orders)), setting, remedy)
 
 
-def one_sample_each(job: Experiment) -> Lack | None:
+def one_sample_each(job: PipelineJob) -> Lack | None:
     return _lack_if(
         job.training.batch_size != job.num_pieces,
         f"training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
@@ -135,7 +133,7 @@ def one_sample_each(job: Experiment) -> Lack | None:
     )
 
 
-def one_rank_at_metered_ends(job: Experiment) -> Lack | None:
+def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
     layout = job.cluster
     for stage in range(layout.num_stages - 1):
         ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
@@ -146,7 +144,7 @@ def one_rank_at_metered_ends(job: Experiment) -> Lack | None:
     return None
 
 
-def self_correcting_compressor(job: Experiment) -> Lack | None:
+def self_correcting_compressor(job: PipelineJob) -> Lack | None:
     """Before any rank has tensors to choose for; those chosen by name are checked there."""
     for shape in ((2,), (2, 2)):
         chosen = job.compression.for_tensor("", shape)
@@ -159,7 +157,7 @@ def self_correcting_compressor(job: Experiment) -> Lack | None:
     return None
 
 
-def labels_where_gradients_leave(job: Experiment) -> Lack | None:
+def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
     layout = job.cluster
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
@@ -176,7 +174,7 @@ def labels_where_gradients_leave(job: Experiment) -> Lack | None:
     return None
 
 
-def words_may_be_at_both_ends(job: Experiment) -> Lack | None:
+def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
     """The gradient of the embeddings shows which words are in a batch, and that of the head which
     are to be predicted: neither may go where these may not be."""
     layout = job.cluster
@@ -193,7 +191,7 @@ def words_may_be_at_both_ends(job: Experiment) -> Lack | None:
     return None
 
 
-def equal_shards_in_step(job: Experiment) -> Lack | None:
+def equal_shards_in_step(job: PipelineJob) -> Lack | None:
     """Ranks that gather parameters together compute in step; raises ConfigError itself where the
     schedule does not let them."""
     layout = job.cluster
@@ -219,12 +217,12 @@ def equal_shards_in_step(job: Experiment) -> Lack | None:
     return None
 
 
-def rows_may_be_kept(job: Experiment) -> Lack | None:
+def rows_may_be_kept(job: PipelineJob) -> Lack | None:
     setting, remedy = "security.may_keep_rows=false forbids it", "set security.may_keep_rows=true"
     return _lack_if(not job.security.may_keep_rows, setting, remedy)
 
 
-def constant_boundary(job: Experiment) -> Lack | None:
+def constant_boundary(job: PipelineJob) -> Lack | None:
     if job.cached_boundaries:
         return None
     trained = {True: "something before it is trained", False: "dropout is active before it"}
@@ -242,7 +240,7 @@ def constant_boundary(job: Experiment) -> Lack | None:
     return Lack(setting, remedy)
 
 
-def rows_arrive_alike(job: Experiment) -> Lack | None:
+def rows_arrive_alike(job: PipelineJob) -> Lack | None:
     """The same row must arrive as the same values in every epoch, whatever is sent with it."""
     boundaries = job.boundaries
     for stage in job.cached_boundaries:
@@ -271,16 +269,16 @@ def rows_arrive_alike(job: Experiment) -> Lack | None:
     return None
 
 
-def _shards(job: Experiment) -> list[str]:
+def _shards(job: PipelineJob) -> list[str]:
     return [name for name, cloud in job.cluster.clouds.items() if cloud.shard]
 
 
-def _averages_without_feedback(job: Experiment) -> bool:
+def _averages_without_feedback(job: PipelineJob) -> bool:
     averaging = job.strategy.averaging
     return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
 
 
-def _private_by(job: Experiment, unit: str) -> bool:
+def _private_by(job: PipelineJob, unit: str) -> bool:
     return job.security.privacy is not None and job.security.privacy.unit == unit
 
 
@@ -364,7 +362,7 @@ CHECKED_LAST: Sequence[Feature] = (
 )
 
 
-def check_choices(job: Experiment) -> None:
+def check_choices(job: PipelineJob) -> None:
     """Whatever the autopilot may choose must be allowed as the run's own setting."""
     schedules, compression = job.schedules, job.compression
     assert isinstance(compression, Selectable)
