@@ -9,7 +9,6 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
 from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
 from xcloud.job.pipeline_job import PipelineJob
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.security.observer import LeakMeter
 
 
@@ -148,10 +147,10 @@ class Experiment(PipelineJob):
 
     @property
     def essential_ranks(self) -> frozenset[int]:
-        local = self.strategy.averaging
-        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
-            return super().essential_ranks
-        return self.saving_ranks
+        averaging = self.strategy.averaging
+        if self.is_elastic and averaging is not None and averaging.may_leave:
+            return self.saving_ranks
+        return super().essential_ranks
 
     @property
     def may_report(self) -> Mapping[str, frozenset[int]]:
@@ -169,8 +168,8 @@ class Experiment(PipelineJob):
 
     @property
     def restart_s(self) -> float | None:
-        local = self.strategy.averaging
-        return local.restart_s if isinstance(local, LocalUpdates) else None
+        averaging = self.strategy.averaging
+        return None if averaging is None else averaging.restart_s
 
     @property
     def schedule_label(self) -> str:
