@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from xcloud.contracts.model import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 Answers = Literal["sample", "span"]
 """What an understanding task predicts: one label per sample, or a span in it."""
 
@@ -69,6 +67,27 @@ class TaskData(Protocol):
         """A few predictions with their references, for display."""
 
 
+class SavedText(Protocol):
+    """What `save_tokenizers` wrote, loaded to use a trained model without the corpus."""
+
+    @property
+    def vocabularies(self) -> Mapping[str, TokenIds]:
+        """Of the batch fields that hold token ids."""
+
+
+UsedAs = Literal["translation task", "causal language model"]
+
+
+@runtime_checkable
+class SavesText(Protocol):
+    """A task whose trained models can be used on texts of one's own."""
+
+    used_as: ClassVar[UsedAs]
+
+    def saved_text(self, folder: Path) -> SavedText:
+        """Raises DataError if the folder has none."""
+
+
 class Task(Protocol):
     """A task as configured."""
 
@@ -84,13 +103,3 @@ class Task(Protocol):
 
     def load(self, fields: frozenset[str], seed: int) -> TaskData:
         """Read only these fields. Raises DataError: what is missing and how to get it."""
-
-
-def asks_for_sizes(task: Task) -> bool:
-    """Whether ranks that read no field can be given the row counts, as `task.sizes`, which is not
-    set."""
-    return getattr(task, "sizes", ()) is None
-
-
-def with_sizes(task: Task, sizes: Mapping[Split, int]) -> Task:
-    return replace(task, sizes=sizes)  # type: ignore[type-var]
