@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import State, join_states, split_state
+from xcloud.comm.state import Stateful, stateful
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.part import Part
@@ -52,23 +52,15 @@ class TiedGradients(Part):
         merged = gradient
         if self.averager is not None:
             # One that is not finite stays where it is, and stops or skips the update by its norm;
-            # compressors need not bear it.
+            # compressors may not accept it.
             is_finite = bool(gradient.isfinite().all())
             self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
-            (merged,) = self.averager.finish(step)
+            ((merged,),) = self.averager.finish(step).changes
             merged = merged if is_finite else gradient
         gradient.copy_(group.from_leader(merged.clone()))
 
-    def state_dict(self) -> State:
-        if self.averager is None:
-            return {}
-        return join_states({"averager": self.averager.state_dict()})
-
-    def load_state_dict(self, state: State) -> None:
-        names = () if self.averager is None else ("averager",)
-        parts = split_state(state, names, "the gradients of tied embeddings")
-        if self.averager is not None:
-            self.averager.load_state_dict(parts["averager"])
+    def parts(self) -> dict[str, Stateful]:
+        return stateful({"averager": self.averager})
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
