@@ -40,11 +40,12 @@ from xcloud.job.job import Job
 from xcloud.join import elastic
 from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import worker
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.plan.autopilot import Autopilot
 from xcloud.rank import stage_rank, typical_step
 from xcloud.rank.one_way import roles as one_way_roles

@@ -424,7 +424,7 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
 
 
 def _but_for_times(attempt: Attempt) -> Any:
-    return [{k: v for k, v in one.items() if "pace.numbers" not in k} for one in attempt.state]
+    return [{k: v for k, v in one.items() if "budget.numbers" not in k} for one in attempt.state]
 
 
 def limited(cloud_ranks: int = 1, **limit: Any) -> Shape:
@@ -441,7 +441,7 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     shape = limited(cloud_ranks, **limit)
     first = Attempt(tmp_path, job(shape, CODECS["plain"]))
     first.train(7)
-    assert all(first.ranks[0].local.is_idle(step) for step in (7, 8))
+    assert all(first.ranks[0].trainer.exchange.is_idle(step) for step in (7, 8))
     assert first.folder.agreed_steps() == [6, 4]
     second = Attempt(tmp_path, job(shape, CODECS["plain"]))
     second.train()

@@ -12,12 +12,13 @@ from tests.local_replicas import groups
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import SKIP, Rank, ranks, spoil
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))
@@ -106,7 +107,7 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
             used = layers[: 3 - group.lane]
             (nn.Sequential(*used)(torch.ones(1, 3)) * 10.0**group.lane).sum().backward()
             assert len(early._waits) == (3 if group.lane == 0 else 0)
-            loss = AllReduce(group).before_update(1, buffer, torch.tensor(2.0))
+            loss = buffer.sum_over(group, torch.tensor(2.0))
             assert float(loss) == 4.0
         return buffer.flat
 

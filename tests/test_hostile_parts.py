@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.elastic_replicas import Diary, end_of
 from tests.in_process_link import InProcessLink
-from tests.local_replicas import MEAN, Post
-from tests.replicas import connected
+from tests.local_replicas import MEAN, Diary, Scalar
+from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.averaging import AllToAll, Contributing
 from xcloud.parallel.control import (
     Director,
     Signal,
@@ -26,12 +25,12 @@ from xcloud.parallel.control import (
     encode_facts,
     reply_of,
 )
-from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, News
@@ -198,16 +197,15 @@ def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
     """The weights of merges every 2 steps in which replica 1 claims these; replica 0 does a sample
     a step."""
     post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late="skip", wait_s=5.0)
-    hub = end_of(post.links(0), [nn.Parameter(torch.zeros(1))], settings, diary)
-    assert isinstance(hub, Hub)
-    hub.ends.values.drop()
+    hub = Scalar(0, post, settings, 99, diary)
+    hub.end.holds_to = Contributing(most_weight=float)
     for number, weight in enumerate(weights):
         step, known = every * (number + 1), every * number
         head = torch.tensor([step, known, weight], dtype=torch.float64)
         key = MessageKey(Kind.AVERAGING, number, 0)
         post.links(1).send(0, key, (head, torch.ones(1)), ("head", "change"), 0)
-        hub.merge(step, float(every))
-    return [told.weights for told in diary.merges]
+        hub.run(step - every + 1, step)
+    return [record.weights for record in diary.merges]
 
 
 def test_a_replica_weighs_what_its_steps_allow() -> None:
@@ -221,7 +219,7 @@ def test_a_weight_that_would_decide_a_merge_is_refused(weight: float) -> None:
     shapes = {"w": torch.Size([3])}
     links = connected(2)
     one, other = (
-        AllToAll(own, TensorCodec(shapes, lambda *_: Chain(), 7, False), weighted_mean)
+        AllToAll(Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), weighted_mean)
         for own in links
     )
     one.start(2, [torch.zeros(3)])

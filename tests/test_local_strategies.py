@@ -18,7 +18,7 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +16,17 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.parallel.averaging_guard import AveragingGuard
+from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.rank.exchanges import join_exchanges, join_tied
-from xcloud.rank.local_exchanges import LocalTraining
+from xcloud.parallel.strategy import Replicas, Strategy
 from xcloud.rank.privacy import PrivateGradients
+from xcloud.rank.tied import join_tied
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
-from xcloud.training.batch_plan import BatchPlan, Feed, Work
+from xcloud.training.batch_plan import BatchPlan, Feed
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 from xcloud.training.trainer import LossReport, Trainer
@@ -51,7 +49,6 @@ class Rank:
     wiring: Wiring
     reporter: Reporter
     told: list[bytes]
-    local: LocalTraining
     parts: list[Part]
     strategy: Strategy = field(default_factory=Strategy)
 
@@ -97,7 +94,6 @@ def ranks(
     layout = strategy.arrange(layout)
     boundaries = boundaries or dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
-    guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
         told: list[bytes] = []
@@ -110,23 +106,23 @@ def ranks(
             (lambda ids: float(len(ids))) if is_last else None,
             (place.replica, layout.num_replicas) if strategy.is_apart else (0, 1),
         )
-        local = LocalTraining(
-            training.max_steps,
-            partial(layout.stage_cloud, 0),
-            layout.ranks_in,
-            Reporter(held.rank, place.cloud, told.append),
-            Work(training.batch_size, 1e6),
-            lambda: feed.work,
-        )
-        choose = compression.for_tensor
-        exchanges = join_exchanges(wiring, held.stages, strategy, choose, 7, local, guard)
+        reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
+        exchange: Exchange = AllReduce(wiring.lanes)
+        if wiring.replicas is not None and strategy.averaging is not None:
+            of_cloud = privacy if isinstance(privacy, CloudPrivacy) else None
+            exchange = strategy.averaging.join(
+                Replicas(
+                    wiring.replicas, wiring.lanes[min(held.stages)], held.stages, choose, 7,
+                    training.max_steps, Work(training.batch_size, 1e6), reporter, of_cloud,
+                )
+            )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            held, schedule, training, feed, wiring.lanes, exchanges, wiring.sums,
+            held, schedule, training, feed, wiring.lanes, exchange, wiring.sums,
             LossReport(place.replica, strategy.is_apart, is_private),
         )  # fmt: skip
         buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
-        parts: list[Part] = [local]
+        parts: list[Part] = []
         if isinstance(privacy, SamplePrivacy):
             parts.append(PrivateGradients(privacy, trainer))
         elif are_early:
@@ -134,7 +130,7 @@ def ranks(
             parts.append(OverlappedSums(buffers, groups, lambda: trainer.num_backwards))
         if (tied := join_tied(wiring, held.stages, choose, 7, buffers)) is not None:
             parts.append(tied)
-        return Rank(trainer, wiring, local.reporter, told, local, parts, strategy)
+        return Rank(trainer, wiring, reporter, told, parts, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}

@@ -44,10 +44,6 @@ class Part(Director, StatefulParts):
     def before_update(self, step: int) -> None:
         """The step's clock may still be paused."""
 
-    def leaves_out(self, step: int) -> bool:
-        """Whether this rank's replica makes no update now."""
-        return False
-
     def begin(self, step: int) -> None:
         """The update's samples are chosen, gradients are zero."""
 
@@ -88,9 +84,6 @@ class Parts(Part):
     def before_update(self, step: int) -> None:
         for part in self._parts:
             part.before_update(step)
-
-    def leaves_out(self, step: int) -> bool:
-        return any([part.leaves_out(step) for part in self._parts])
 
     def begin(self, step: int) -> None:
         for part in self._parts:

@@ -15,26 +15,24 @@ from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact
-from xcloud.parallel.averaging_guard import AveragingGuard
-from xcloud.parallel.exchange import GradientExchange
+from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.parallel.strategy import Replicas
 from xcloud.rank.autopilot import RunPilot
 from xcloud.rank.cache_report import UNSAVED, CacheReport
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.exchanges import join_exchanges, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers
-from xcloud.rank.local_exchanges import LocalTraining
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext, restored
+from xcloud.rank.tied import join_tied
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
-from xcloud.training.batch_plan import Feed, Work
 from xcloud.training.memory_meter import MemoryReport
 from xcloud.training.trainer import Trainer
 from xcloud.wire.boundaries import observed
@@ -94,29 +92,24 @@ class Features:
         else:
             self.wiring.meet()
 
-    def exchanges(
-        self, stages: Mapping[int, Stage], feed: Feed, leaks: LeakObservers | None
-    ) -> tuple[dict[int, GradientExchange], LocalTraining]:
-        job, layout, privacy = self.job, self.job.cluster, self.job.security.privacy
-        size = job.training.batch_size
-        local = LocalTraining(
-            job.max_steps, partial(layout.stage_cloud, 0), layout.ranks_in, self.reporter,
-            Work(size, 2.0 * size * job.task.max_length), lambda: feed.work,
+    def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
+        job, size = self.job, self.job.training.batch_size
+        links, averaging, groups = self.wiring.replicas, job.strategy.averaging, self.wiring.lanes
+        if links is None or averaging is None:
+            return AllReduce(groups)
+        group = groups[min(stages)]  # the same ranks hold all stages of this one
+        privacy, most = job.security.privacy, Work(size, 2.0 * size * job.task.max_length)
+        return averaging.join(
+            Replicas(
+                links, group, stages, job.compression.for_tensor, job.seed, job.max_steps, most,
+                self.reporter, privacy if isinstance(privacy, CloudPrivacy) else None,
+                leaks.averaged.received if leaks is not None and leaks.averaged else None,
+            )
         )  # fmt: skip
-        guard = AveragingGuard(
-            privacy if isinstance(privacy, CloudPrivacy) else None,
-            leaks.averaged.received if leaks is not None and leaks.averaged is not None else None,
-        )
-        choose = job.compression.for_tensor
-        exchanges = join_exchanges(
-            self.wiring, stages, job.strategy, choose, job.seed, local, guard
-        )
-        return exchanges, local
 
     def parts(
         self,
         trainer: Trainer,
-        local: LocalTraining,
         leaks: LeakObservers | None,
         evaluator: Evaluator,
         meter: WanMeter,
@@ -132,7 +125,6 @@ class Features:
         )
         parts: list[Part | None] = [
             context.turns,
-            local,
             PrivateGradients(privacy, trainer)
             if isinstance(privacy, SamplePrivacy)
             else self._overlapped(trainer),
@@ -160,14 +152,14 @@ class Features:
         ]
         return Parts([*made, *(part for part in after if part is not None)])
 
-    def resume(self, trainer: Trainer, local: LocalTraining) -> None:
+    def resume(self, trainer: Trainer) -> None:
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
             self.reporter.note(UNSAVED)
         self.wiring.meet()  # another cloud may load longer than a message may take
         if self.context.holder.places.is_merged(trainer.num_updates):
-            local.compare(trainer.num_updates)
+            trainer.exchange.compare(trainer.num_updates)
 
     @property
     def is_directed(self) -> bool:
@@ -175,7 +167,7 @@ class Features:
         job = self.job
         return job.cluster.num_replicas == 1 or (job.is_elastic and self.rank in job.saving_ranks)
 
-    def enter(self, trainer: Trainer, local: LocalTraining) -> None:
+    def enter(self, trainer: Trainer) -> None:
         """Of a run in which ranks may begin at any time: tell the launcher that this rank is
         there, and take over the values of the first cloud in a run that goes on, or give them."""
         transport, verdict = self.context.transport, self.context.verdict
@@ -184,10 +176,7 @@ class Features:
         if self.rank not in self.job.essential_ranks:
             ready_file(self.context.run_dir, self.rank).touch()
         if transport.is_newcomer or verdict.from_step:
-            if self.rank in self.job.saving_ranks:
-                local.welcome(trainer.num_updates)
-            else:
-                trainer.num_updates = local.rejoin()
+            trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
     def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:
         """Sums inside a cloud that begin in the backward."""

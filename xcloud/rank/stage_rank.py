@@ -102,10 +102,10 @@ class StageRank(Role[Experiment]):
             data.weight if layout.num_stages - 1 in stages else None,
             (replica, layout.num_replicas) if is_apart else (0, 1),
         )
-        exchanges, local = features.exchanges(stages, feed, leaks)
+        exchange = features.exchange(stages, leaks)
         is_private = job.security.privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            pipeline, job.schedule, job.training, feed, wiring.lanes, exchanges, wiring.sums,
+            pipeline, job.schedule, job.training, feed, wiring.lanes, exchange, wiring.sums,
             LossReport(replica, is_apart, is_private),
         )  # fmt: skip
         meter = WanMeter(wiring, self.reporter, self._reports_skips)
@@ -118,12 +118,12 @@ class StageRank(Role[Experiment]):
             pipeline, wiring.lanes, data, job.training, self.reporter, self.context.run_dir, meet
         )
         facts = {"the task's data": data.fingerprint()} if job.fields_of(self.rank) else {}
-        parts = features.parts(trainer, local, leaks, evaluator, meter, facts)
-        features.resume(trainer, local)
+        parts = features.parts(trainer, leaks, evaluator, meter, facts)
+        features.resume(trainer)
         meter.forget()
         wiring.expect_signs_of_life()
         self.reporter.event("phase", now=True, name="training")
-        features.enter(trainer, local)
+        features.enter(trainer)
         return Built(data, trainer, parts, evaluator)
 
     def train(self, built: Built) -> bool:

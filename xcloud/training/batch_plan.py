@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import Batch
+from xcloud.parallel.exchange import Work
 
 
 class BatchPlan:
@@ -91,16 +92,6 @@ class PinnedBatchPlan(BatchPlan):
 def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
     """Neighbouring pieces whose sizes differ by at most one."""
     return list(torch.tensor_split(ids, num_pieces))
-
-
-@dataclass
-class Work:
-    """What a replica trains on in one update. weight: in the loss, 1 in ranks that do not hold the
-    last stage. num_own: samples that this rank computes."""
-
-    num_samples: int = 0
-    weight: float = 0.0
-    num_own: int = 0
 
 
 @dataclass

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from xcloud.comm.state import State, Stateful, StatefulParts, whole_number
 from xcloud.parallel.control import Reply, Signal, StageSums
-from xcloud.parallel.exchange import FlatBuffer, GradientExchange
+from xcloud.parallel.exchange import Exchange, FlatBuffer, Work
 from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import Schedule
-from xcloud.training.batch_plan import Feed, Work
+from xcloud.training.batch_plan import Feed
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.settings import Training
 from xcloud.training.trained_module import TrainedModule
@@ -55,12 +55,11 @@ class TrainedStage:
     trained: TrainedModule
     buffer: FlatBuffer
     group: RankGroup
-    exchange: GradientExchange
 
 
 class Trainer(StatefulParts):
-    """Makes the updates of one rank. groups, exchanges: by stage, for those of this rank. sums: of
-    the stages' norms. num_updates: made or skipped so far."""
+    """Makes the updates of one rank. groups: by stage, for those of this rank. sums: of the
+    stages' norms. num_updates: made or skipped so far."""
 
     own_names = ("num_updates",)
 
@@ -71,12 +70,12 @@ class Trainer(StatefulParts):
         settings: Training,
         feed: Feed,
         groups: Mapping[int, RankGroup],
-        exchanges: Mapping[int, GradientExchange],
+        exchange: Exchange,
         sums: StageSums,
         losses: LossReport = LossReport(),
     ) -> None:
         self.pipeline, self.schedule, self.settings, self.feed = pipeline, schedule, settings, feed
-        self.sums, self.losses, self.num_updates = sums, losses, 0
+        self.exchange, self.sums, self.losses, self.num_updates = exchange, sums, losses, 0
         self.guard = DivergenceGuard(settings.on_divergence, settings.max_skips_in_a_row)
         self.stages: dict[int, TrainedStage] = {}
         for stage, module in sorted(pipeline.stages.items()):
@@ -85,7 +84,7 @@ class Trainer(StatefulParts):
             trained = buffer.parameters
             optimizer = settings.optimizer.build(trained) if trained else None
             self.stages[stage] = TrainedStage(
-                TrainedModule(module, optimizer), buffer, groups[stage], exchanges[stage]
+                TrainedModule(module, optimizer), buffer, groups[stage]
             )
 
     def update(self, step: int, parts: Part = NO_PARTS) -> StepReport:
@@ -93,7 +92,8 @@ class Trainer(StatefulParts):
         clock = self.pipeline.clock
         clock.begin_step(step)
         report = StepReport(step, 0.0, clock, self._learning_rate(step))
-        if parts.leaves_out(step):
+        work = Work()
+        if self.exchange.is_idle(step):
             signal = parts.signal(step) if self.sums.is_first else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
@@ -112,8 +112,7 @@ class Trainer(StatefulParts):
             report.num_samples = work.num_own if 0 in self.stages else 0
             report.num_tokens = 0.0 if total_loss is None else work.weight
         with clock.during("average"):
-            for stage in self.stages.values():
-                stage.exchange.after_update(step, stage.buffer)
+            self.exchange.after_update(step, work)
         self.num_updates = step
         report.step_s = clock.end_step()
         return report
@@ -138,10 +137,9 @@ class Trainer(StatefulParts):
         self.num_updates = whole_number(own, "num_updates")
 
     def parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful] = {"guard": self.guard}
+        parts: dict[str, Stateful] = {"guard": self.guard, "exchange": self.exchange}
         for number, stage in self.stages.items():
             parts[f"stage {number}"] = stage.trained
-            parts[f"exchange {number}"] = stage.exchange
         return parts
 
     @property
@@ -177,12 +175,14 @@ class Trainer(StatefulParts):
     def _exchange_gradients(self, step: int, loss: Tensor, parts: Part) -> float | None:
         """With the other ranks and replicas. Returns the loss to report, None in most ranks."""
         last, total = self.pipeline.num_stages - 1, None
+        buffers = {number: stage.buffer for number, stage in self.stages.items()}
+        mine = {
+            n: self.losses.shared(loss) if n == last else 0 * loss for n in buffers
+        }  # nan stays
         with self.pipeline.clock.during("average"):
-            for number, stage in self.stages.items():
-                mine = self.losses.shared(loss) if number == last else 0 * loss  # nan stays
-                summed = stage.exchange.before_update(step, stage.buffer, mine)
-                if number == last and stage.group.leads:
-                    total = float(summed)
+            summed = self.exchange.before_update(step, buffers, mine)
+            if last in summed and self.stages[last].group.leads:
+                total = float(summed[last])
             parts.after_exchange(step)
         return self.losses.reported(total, loss, self.feed.work)
 

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import State, join_states, split_state
-from xcloud.parallel.averaging import Averager
+from xcloud.comm.compressor import seed_from
+from xcloud.comm.precision import Nothing
+from xcloud.comm.state import Stateful, stateful
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.contracts.model import Stage
+from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_links import Mailbox
+from xcloud.wire.wiring import Wiring
+
+TIED = "embeddings.weight"
+"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +61,45 @@ class TiedGradients(Part):
         merged = gradient
         if self.averager is not None:
             # One that is not finite stays where it is, and stops or skips the update by its norm;
-            # compressors need not bear it.
+            # compressors may not accept it.
             is_finite = bool(gradient.isfinite().all())
             self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
-            (merged,) = self.averager.finish(step)
+            ((merged,),) = self.averager.finish(step).changes
             merged = merged if is_finite else gradient
         gradient.copy_(group.from_leader(merged.clone()))
 
-    def state_dict(self) -> State:
-        if self.averager is None:
-            return {}
-        return join_states({"averager": self.averager.state_dict()})
-
-    def load_state_dict(self, state: State) -> None:
-        names = () if self.averager is None else ("averager",)
-        parts = split_state(state, names, "the gradients of tied embeddings")
-        if self.averager is not None:
-            self.averager.load_state_dict(parts["averager"])
+    def parts(self) -> dict[str, Stateful]:
+        return stateful({"averager": self.averager})
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def join_tied(
+    wiring: Wiring,
+    stages: Mapping[int, Stage],
+    choose: Choose,
+    seed: int,
+    buffers: Mapping[int, FlatBuffer],
+) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        codec = TensorCodec(
+            {TIED: parameter.shape},
+            lambda name, shape: Nothing() if within else choose(name, shape),
+            seed_from(seed, "tied"),
+            True,
+            parameter.dtype,
+            parameter.device,
+        )
+        averager = AllToAll(Mailbox(links), codec)
+        links.open(averager.max_bytes)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager, buffers)
