@@ -203,10 +203,10 @@ class Intake:
 
     def _not_theirs(self, peer: int, event: Mapping[str, object]) -> str:
         kind = str(event["event"])
-        tells_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
-        for name in [kind, *(["loss"] if tells_loss else [])]:
+        has_loss = kind == "step" and (event.get("tokens") or event.keys() & {*SCORED})
+        for name in [kind, *(["loss"] if has_loss else [])]:
             if peer not in self._may_report.get(name, {peer}):
-                return f"it is not for rank {peer} to tell the {name} of this run"
+                return f"rank {peer} may not report the {name} of this run"
         return ""
 
     def _refuse(self, peer: int, why: str) -> None:
@@ -214,8 +214,8 @@ class Intake:
             self.num_refused[peer] += 1
             num = self.num_refused[peer]
         if num == 1:
-            said = f"refused a report of rank {peer} (cloud {self._cloud_of(peer)}): {why}; "
-            self._report("note", text=f"{said}further ones are counted in summary.json")
+            text = f"refused a report of rank {peer} (cloud {self._cloud_of(peer)}): {why}; "
+            self._report("note", text=f"{text}further ones are counted in summary.json")
         if not num & (num - 1):  # the more there are, the less often
             self._report("refused_reports", sender=peer, num=num, reason=why)
 
