@@ -1,4 +1,4 @@
-"""The README's commands are real: each `run.py` line builds, and its files exist."""
+"""Commands of README and docs/commands.md are real: each `run.py` line builds, and files exist."""
 
 import re
 import shlex
@@ -11,16 +11,18 @@ from xcloud.job.config import job_from_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SHOWN = README + (ROOT / "docs" / "commands.md").read_text()
 COMMANDS = sorted(
     {
         match.split("#")[0].strip()
-        for match in re.findall(r"^python run\.py.*$", README, re.MULTILINE)
+        for match in re.findall(r"(?:^|`)(python run\.py [^`\n]*)", SHOWN, re.MULTILINE)
+        if "resume=" not in match
     }
 )
 
 
 def test_the_readme_shows_commands() -> None:
-    assert len(COMMANDS) > 8
+    assert len(COMMANDS) > 12
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -37,6 +39,11 @@ def test_every_run_command_builds_its_experiments(command: str) -> None:
         pairs = zip(keys, choices, strict=True)
         overrides = (f"{k}={c[min(number, len(c) - 1)]}" for k, c in pairs)
         job_from_config(composed(*overrides))
+
+
+def test_every_page_that_the_readme_names_exists() -> None:
+    pages = set(re.findall(r"`((?:docs|experiments|conf)/[\w./-]*)`", README))
+    assert [page for page in pages if not (ROOT / page).exists()] == []
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
