@@ -37,7 +37,14 @@ from xcloud.plan.measured import measured_costs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.prediction import Prediction
 from xcloud.plan.pricing import Pricer
-from xcloud.plan.profile import BoundaryCodec, CompressorCosts, Curve, Piece, Profile, Way
+from xcloud.plan.profile import (
+    BoundaryCodec,
+    CompressorCosts,
+    Curve,
+    Piece,
+    Profile,
+    DirectionCurves,
+)
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of
 from xcloud.plan.simulator import Simulator
@@ -162,8 +169,8 @@ def search_speed(blocks: int, rate: float) -> dict[str, float]:
     piece = Piece(
         "block", Curve([(1, 0.01)]), Curve([(1, 0.02)]), 0, 4000, 4000, Curve([(1, 1e6)]), 0.001, 1
     )
-    way = Way(Curve([(1, 1e6)]))
-    small = Way(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
+    way = DirectionCurves(Curve([(1, 1e6)]))
+    small = DirectionCurves(Curve([(1, 1.3e5)]), Curve([(1, 1e-3)]), Curve([(1, 1e-3)]))
     compressors = {
         NO_COMPRESSION: CompressorCosts("none", [BoundaryCodec(way, way)]),
         "int4": CompressorCosts("int4", [BoundaryCodec(small, small)]),

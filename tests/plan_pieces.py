@@ -10,7 +10,7 @@ from xcloud.plan.profile import (
     Curve,
     Piece,
     Profile,
-    Way,
+    DirectionCurves,
 )
 
 
@@ -28,7 +28,7 @@ def piece(
 
 def codec(num_bytes: float, seconds: float = 0.0) -> BoundaryCodec:
     """Bytes and seconds of each end for a sample."""
-    way = Way(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
+    way = DirectionCurves(Curve([(1, num_bytes)]), Curve([(1, seconds)]), Curve([(1, seconds)]))
     return BoundaryCodec(way, way)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.activation_cache import MEGABYTE, CachingChannel, describe
 from xcloud.comm.memory import Stateful, states_of
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.snapshot import bytes_to_copy
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.split_model import BuildContext
@@ -28,7 +27,6 @@ from xcloud.join.elastic import StoreFacts, parameters_fact
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole, whole_blocks
-from xcloud.rank.autopilot import RunPilot
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.exchanges import join_exchanges, join_tied
 from xcloud.rank.export import export_stage
@@ -36,6 +34,7 @@ from xcloud.rank.loading import load
 from xcloud.rank.local_exchanges import LocalTraining
 from xcloud.rank.privacy_account import account
 from xcloud.rank.role import RankContext, Role
+from xcloud.rank.tour import pilot_of
 from xcloud.rank.typical_step import KEEP_STEPS, report_typical_step
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
@@ -188,13 +187,9 @@ class StageRank(Role[Experiment]):
         )  # fmt: skip
         facts = {"the task's data": data.fingerprint()} if job.fields_of(rank) else {}
         parts: dict[str, Stateful] = {"trainer": trainer, "channels": self.wiring}
-        if job.autopilot is not None and isinstance(job.compression, Selectable):
-            parts["autopilot"] = trainer.pilot = pilot = RunPilot(
-                job.autopilot, job.compression, job.schedules, layout, self.wiring, self.clock,
-                self.reporter, trainer.use_schedule,
-            )  # fmt: skip
-            if rank == 0:
-                pilot.prepare(job, device)
+        pilot = pilot_of(job, trainer, self.wiring, self.reporter, run_dir)
+        if pilot is not None:
+            parts["autopilot"] = trainer.pilot = pilot
         checkpoints = self.checkpoints(parts, self.wiring.control, facts)
         # Rank 0 has a word in every step with all that save, or they go by the step alone.
         is_told = layout.num_replicas == 1 or (job.is_elastic and rank in job.saving_ranks)
