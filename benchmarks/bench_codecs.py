@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import say_where
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Cast, Nothing
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import RandomK, TopK
 
 ROUNDS = 7

@@ -160,9 +160,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
 def system(name: str, rank: int, m: int):
     """One step of it, as a function. Raises SystemExit for a name that is none."""
     from xcloud.comm.chain import Chain
+    from xcloud.comm.compression import Compression
     from xcloud.comm.memory import NoMemory
-    from xcloud.comm.phases import Compression
-    from xcloud.comm.quantize import BlockInt
+    from xcloud.comm.precision import BlockInt
     from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
 
     match name.split():
@@ -231,13 +231,15 @@ def data():
 def ours(rank: int, schedule, compression):
     import torch
 
+    from tests.pipelines import wired_job
     from xcloud.cluster.layout import Cloud, ClusterLayout
     from xcloud.cluster.transport import GlooTransport
     from xcloud.comm.boundary import Boundary, BoundaryField
     from xcloud.comm.step_clock import StepClock
-    from xcloud.contracts.stage import Stage, StageOutput
+    from xcloud.contracts.model import Stage, StageOutput
     from xcloud.parallel.pipeline import Pipeline
     from xcloud.training.batch_plan import cut
+    from xcloud.wire.ends import Ends
     from xcloud.wire.wiring import wire
 
     class Layers(Stage):
@@ -254,14 +256,12 @@ def ours(rank: int, schedule, compression):
     boundary = Boundary((BoundaryField("hidden", (LENGTH, HIDDEN), torch.float32),), 1)
     layout = ClusterLayout({"a": Cloud(), "b": Cloud()}, "real")
     clock, cpu = StepClock(), torch.device("cpu")
-    wiring = wire(
-        GlooTransport(rank), layout, {0: boundary}, compression, BATCH, cpu, clock, Path("."),
-        print, schedule, seed=1,
-    )  # fmt: skip
+    job = wired_job(layout, {0: boundary}, compression, schedule, BATCH)
+    ends = Ends(GlooTransport(rank), layout, Path("."), clock.messages)
+    wiring = wire(job, ends, clock, cpu, print)
     stage = Layers()
-    pipeline = Pipeline(
-        rank, {rank: stage}, 2, wiring.ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock
-    )
+    ports = wiring.boundaries.ports
+    pipeline = Pipeline(rank, {rank: stage}, 2, ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock)
     optimizer = torch.optim.SGD(stage.parameters(), 1e-3)
     x, y = data()
     batches = {

@@ -41,9 +41,9 @@ from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Piece,
     Profile,
-    DirectionCurves,
 )
 from xcloud.plan.recorded import read_timeline
 from xcloud.plan.search import Space, search, splits_of

@@ -26,19 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xcloud.cluster.clouds import Wan
+from tests.pipelines import wired_job
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.compression import Compression
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut
+from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import wire
 
 BATCH, LENGTH, HIDDEN, LAYERS = 64, 14, 128, 3
@@ -121,15 +122,14 @@ class System:
         self._rank, self._num_stages, self._steps = rank, num_stages, 0
         int8 = Compression(BlockInt(8), BlockInt(8))
         boundaries = {stage: Boundary((hidden,), 1) for stage in range(num_stages - 1)}
-        self.wiring = wire(
-            GlooTransport(rank), layout, boundaries, int8, len(self._pieces[0]),
-            cpu, clock, folder, print, self._schedule, seed=1,
-        )  # fmt: skip
+        job = wired_job(layout, boundaries, int8, schedule, len(self._pieces[0]))
+        ends = Ends(GlooTransport(rank), layout, folder, clock.messages)
+        self.wiring = wire(job, ends, clock, cpu, print)
         torch.manual_seed(rank)
         self._stage = Layers(rank == num_stages - 1)
         self._pipeline = Pipeline(
-            rank, {rank: self._stage}, num_stages, self.wiring.ports, layout.owner, {rank: (0, 1)},
-            cpu, 1, clock,
+            rank, {rank: self._stage}, num_stages, self.wiring.boundaries.ports, layout.owner,
+            {rank: (0, 1)}, cpu, 1, clock,
         )  # fmt: skip
         self._optimizer = torch.optim.SGD(self._stage.parameters(), 1e-3)
         x, y = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))

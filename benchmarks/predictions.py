@@ -59,8 +59,8 @@ from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile, profile_from
 from xcloud.planner.planning import Planner
 from xcloud.planner.trial import table_of
-from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import read_run
 
 BLOCKS, EVERY = 6, 4
 WARM_UP, TIMED = 2, 8  # steps; TIMED is a multiple of EVERY
@@ -233,8 +233,8 @@ def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
     """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
     with contextlib.redirect_stdout(io.StringIO()):
         run(config, run_dir, more_follows=True)
-    curves = read_curves(run_dir / EVENTS_FILE)
-    return dict(zip(curves.step, curves.step_s, strict=True))
+    steps = read_run(run_dir / EVENTS_FILE).steps
+    return dict(zip(steps.step, steps["step_s"], strict=True))
 
 
 def reference_of_both_s() -> float:

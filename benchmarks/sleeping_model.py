@@ -22,8 +22,7 @@ from benchmarks.emulator_rank import HIDDEN, LENGTH, SleepingLayers
 from tests.toy import LENGTH as TOY_LENGTH
 from tests.toy import ToyModel
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 
 SAMPLE_BYTES = 4 * LENGTH * HIDDEN  # of a message, and of what a stage keeps for its backward
 STAGE_BYTES = 4 * (HIDDEN * HIDDEN + 2 * HIDDEN)  # of a stage's weights

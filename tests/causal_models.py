@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import context
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, BuildContext, Message, Stage
 from xcloud.models.causal import CausalLM
 from xcloud.models.checkpoint import quiet
 

@@ -18,9 +18,9 @@ from tests.in_process_link import InProcessLink
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.comm.boundary import BoundaryField, Message
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.draws import ChannelId
-from xcloud.comm.memory import Memory, State
+from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.memory import Memory
+from xcloud.comm.state import State
 from xcloud.comm.step_clock import StepClock
 
 D, NUM_SAMPLES, B, ROWS_PER_SAMPLE = 120, 20, 10, 15

@@ -3,12 +3,10 @@
 import textwrap
 from pathlib import Path
 
-from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.low_rank import Svd
-from xcloud.comm.power_sgd import PowerSgd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.low_rank import PowerSgd, Svd
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows
 
 PAGE = Path(__file__).parent.parent / "docs" / "add-a-compressor.md"

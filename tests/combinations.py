@@ -29,15 +29,12 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
-from xcloud.comm.low_rank import Svd
+from xcloud.comm.compression import Compression, PerBoundary, Phase, Phased
+from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.power_sgd import PowerSgd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
 from xcloud.join import elastic
@@ -52,7 +49,7 @@ from xcloud.plan.autopilot import Autopilot
 from xcloud.rank import stage_rank
 from xcloud.rank.one_way import roles as one_way_roles
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import recorded_timeline
+from xcloud.record.events import EventReader, steps_done
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
@@ -357,7 +354,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     """By step and rank."""
-    events = [e for e in recorded_timeline(run_dir / "events.jsonl") if e["event"] == "step"]
+    events = steps_done(EventReader(run_dir / "events.jsonl"))
     return {(e["step"], e["rank"]): e["loss"] for e in events if e.get("loss") is not None}
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
-from xcloud.comm.power_sgd import PowerSgd
+from xcloud.comm.low_rank import PowerSgd
+from xcloud.comm.precision import Cast
 from xcloud.parallel.ddp_hook import CompressedAveraging, compressed_averaging
 
 

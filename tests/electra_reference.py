@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.electra.config import DiscriminatorSettings, Generator
-from xcloud.electra.discriminator import DiscriminatorRank
-from xcloud.electra.generator import GeneratorRank
 from xcloud.electra.model import MultilingualElectra
+from xcloud.electra.parts import DiscriminatorRank, DiscriminatorSettings, Generator, GeneratorRank
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.monolingual import DemoText

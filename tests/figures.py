@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.events import StepTotals
 from xcloud.record.tracked_values import final_metrics, step_metrics
-from xcloud.report.table import human_bytes, human_seconds, print_report
+from xcloud.report.run_table import print_report
 
 Figures = dict[str, Any]
 KINDS = ("compute_s", "codec_s", "waiting_s", "sync_s")

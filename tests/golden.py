@@ -25,7 +25,7 @@ from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayContext
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
-from xcloud.record.events import recorded_timeline
+from xcloud.record.events import EventReader, steps_done
 from xcloud.record.tracking import NullTracker
 from xcloud.training.settings import Checkpoints
 
@@ -95,13 +95,13 @@ def jobs() -> dict[str, Job]:
 
 
 def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The whole table. Two rows are run again from their first checkpoint."""
+    """The whole table. Three rows are run again from their first checkpoint."""
     table = {}
     for name, job in jobs().items():
         run_dir = folder / name
         run(job, run_dir, patch)
         table[name] = entry(run_dir)
-        if name in ("1f1b, lanes, int4", "streaming, feedback"):
+        if name in ("1f1b, lanes, int4", "streaming, feedback", "one way"):
             again = folder / f"{name}, gone on"
             interrupted(run_dir, again)
             run(job, again, patch)
@@ -111,8 +111,8 @@ def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def entry(run_dir: Path) -> dict[str, Any]:
     sent: dict[str, float] = defaultdict(float)
-    for event in recorded_timeline(run_dir / "events.jsonl"):
-        for kind, num_bytes in event.get("sent", {}).items() if event["event"] == "step" else ():
+    for event in steps_done(EventReader(run_dir / "events.jsonl")):
+        for kind, num_bytes in event.get("sent", {}).items():
             sent[kind] += num_bytes
     sent.pop("other", None)  # reports, whose lengths follow from measured times
     step = SAVED if run_dir.name.startswith("one way") else STEPS  # one-way jobs save no last step

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.causal_models import batch_of, loss_of, saved
 from tests.causal_models import build as build_causal
 from tests.causal_models import where as where_causal
-from xcloud.contracts.stage import Batch, Stage
+from xcloud.contracts.model import Batch, Stage
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from tests.pipelines import in_threads
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import MessageKey
+from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.cluster.memory_transport import MemoryWorld
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.tensor_codec import TensorCodec

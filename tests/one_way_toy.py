@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.comm.memory import State
+from xcloud.comm.state import State
 from xcloud.contracts.one_way_parts import Fed, OneWayContext
 from xcloud.training.trained_module import TrainedModule
 

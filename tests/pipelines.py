@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,19 @@ from torch import Tensor, nn
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
+from xcloud.comm.activation_cache import MEGABYTE
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
+from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
+from xcloud.job.experiment import Experiment
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.security.defences import Defences
+from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import Wiring, wire
 
 D = 8
@@ -82,6 +84,25 @@ class Wired:
     clock: StepClock
 
 
+def wired_job(
+    layout: ClusterLayout,
+    boundaries: Mapping[int, Boundary],
+    compression: Compression | Phased | PerBoundary | Selectable,
+    schedule: Schedule,
+    max_samples: int,
+    seed: int = 1,
+    **more: Any,
+) -> Experiment:
+    """What `wire` reads of an experiment."""
+    known = {
+        "cluster": layout, "boundaries": dict(boundaries), "compression": compression,
+        "schedules": [schedule], "max_micro_batch": max_samples, "seed": seed,
+        "security": SimpleNamespace(defences=Defences()), "ties_ends": False, "is_elastic": False,
+        "training": SimpleNamespace(activation_cache_mb=0),
+    }  # fmt: skip
+    return cast(Experiment, SimpleNamespace(**(known | more)))
+
+
 def wired(
     layout: ClusterLayout,
     boundaries: Mapping[int, Boundary],
@@ -100,15 +121,16 @@ def wired(
     """Every rank of a job, as `wire` joins it, over links in memory. schedule: its bounds hold for
     any with as many micro-batches under way. record_from: as of StepClock."""
     world = MemoryWorld()
+    job = wired_job(
+        layout, boundaries, compression, schedule, max_samples, seed,
+        security=SimpleNamespace(defences=defences or Defences()), ties_ends=ties_ends,
+        training=SimpleNamespace(activation_cache_mb=kept_bytes / MEGABYTE),
+    )  # fmt: skip
 
     def one(rank: int) -> Wired:
         clock = StepClock(record_from)
-        wiring = wire(
-            world.transport(rank), layout, dict(boundaries), compression, max_samples, CPU, clock,
-            run_dir, on_report, schedule, defences, seed=seed, ties_ends=ties_ends,
-            kept_bytes=kept_bytes,
-        )  # fmt: skip
-        return Wired(wiring, clock)
+        ends = Ends(world.transport(rank), layout, run_dir, clock.messages)
+        return Wired(wire(job, ends, clock, CPU, on_report), clock)
 
     return in_threads([lambda r=rank: one(r) for rank in range(layout.num_ranks)])
 
@@ -146,8 +168,8 @@ def pipeline(
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
     turns = {s: layout.turn(s, rank) for s in held}
     return Pipeline(
-        rank, modules, layout.num_stages, one.wiring.ports, layout.owner, turns, CPU, 7, one.clock,
-        num_replicas=layout.num_replicas,
+        rank, modules, layout.num_stages, one.wiring.boundaries.ports, layout.owner, turns,
+        CPU, 7, one.clock, num_replicas=layout.num_replicas,
     )  # fmt: skip
 
 

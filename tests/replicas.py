@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkTimeout
-from xcloud.cluster.frame import MessageKey
+from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.parallel.averaging import Averager
 
 

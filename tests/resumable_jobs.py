@@ -7,10 +7,10 @@ from typing import NamedTuple
 from tests.trainers import Rank, ranks
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
+from xcloud.comm.compression import Compression, Phase, Phased
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
-from xcloud.comm.phases import Compression, Phase, Phased
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule

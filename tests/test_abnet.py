@@ -28,7 +28,7 @@ from tests.translation_models import (
 )
 from xcloud.base.errors import ConfigError
 from xcloud.comm.boundary import BoundaryField
-from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.model import SplitModel
 from xcloud.models.abnet import AbNet
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.decoding import Beam, Greedy, Search

@@ -13,12 +13,10 @@ from torch import Tensor
 from tests.replicas import MemoryLinks, averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.cast import Cast, Nothing
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.low_rank import Svd
-from xcloud.comm.power_sgd import PowerSgd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.low_rank import PowerSgd, Svd
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, averager_for

@@ -12,9 +12,9 @@ from tests.causal_models import WORDS as NUM_WORDS
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.pipelines import in_threads
 from tests.replicas import connected
-from xcloud.comm.cast import Nothing
+from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.contracts.stage import NO_TOKEN
+from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.lora import Lora
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.replica_links import ReplicaLinks

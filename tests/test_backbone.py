@@ -15,7 +15,7 @@ import torch
 from tests.checkpoints import KINDS, SIZES, padded_ids, saved
 from tests.translation_models import IDS, context, texts
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models import backbone, checkpoint
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
@@ -102,8 +102,8 @@ def test_one_lane_pretrains_and_all_lanes_get_the_same(tmp_path: Path) -> None:
         assert all(torch.equal(found[0][k], found[lane][k]) for k in found[0])
 
 
-def test_a_lane_that_does_not_share_the_cache_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"lane 1 does not find .* share one cache folder"):
+def test_a_rank_that_does_not_share_the_cache_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rank 1 .* does not find .* share one cache folder"):
         SMALL.weights("source", context(tmp_path, lane=1))
 
 
@@ -287,7 +287,7 @@ def test_the_real_minilm_gives_what_transformers_gives() -> None:
 
 
 def test_settings_of_a_checkpoint_are_checked_when_given() -> None:
-    with pytest.raises(ConfigError, match="name_or_path must be a folder or a name"):
+    with pytest.raises(ConfigError, match=r"\.name_or_path must be a text, got 7"):
         PretrainedBackbone(7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="hidden must be a whole number"):
         PretrainedBackbone("x", hidden="wide")  # type: ignore[arg-type]

@@ -12,13 +12,12 @@ import torch
 from tests.translation_models import IDS
 from tests.understanding_models import RandomText, backbone, where
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
-from xcloud.models.backbone import Weights
+from xcloud.models.backbone import PublicBackbone, Weights
 from xcloud.models.calibration import EncoderBlock, measured_basis
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis
-from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.split_point import Split
 
 TEXT = RandomText(9)
@@ -149,5 +148,5 @@ def test_a_public_backbone_is_the_same_for_those_who_see_no_text(tmp_path: Path)
     assert seeing.config == blind.config and seeing.config.type_vocab_size == 2
     assert seeing.tensors is not None and blind.tensors is not None
     assert all(torch.equal(seeing.tensors[k], blind.tensors[k]) for k in seeing.tensors)
-    with pytest.raises(ConfigError, match="must be a source of public text"):
+    with pytest.raises(ConfigError, match=r"PublicBackbone\.text must be a PublicTexts"):
         PublicBackbone("text")  # type: ignore[arg-type]

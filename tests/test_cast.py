@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Cast, Nothing
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.precision import Cast, Nothing
 
 
 @pytest.fixture(autouse=True)

@@ -63,9 +63,9 @@ def test_pretraining_learns(tmp_path: Path) -> None:
     assert losses[1] < losses[0] - 0.3
 
 
-def test_lanes_wait_for_lane_0_and_name_a_cache_that_is_not_shared(tmp_path: Path) -> None:
+def test_ranks_wait_for_the_first_one_and_name_a_cache_that_is_not_shared(tmp_path: Path) -> None:
     waited: list[int] = []
-    with pytest.raises(DataError, match=r"lane 1 does not find .* must share one cache folder"):
+    with pytest.raises(DataError, match=r"rank 1 .* does not find .* share one cache folder"):
         own().folder(where(tmp_path, lane=1, barrier=lambda: waited.append(1)))
     assert waited == [1]
 
@@ -73,12 +73,11 @@ def test_lanes_wait_for_lane_0_and_name_a_cache_that_is_not_shared(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kind": "gpt2"}, "must be llama, mistral or qwen2, got 'gpt2'"),
-        ({"kind": "bert"}, "is of type 'bert'"),
+        ({"kind": "gpt2"}, "must be one of llama, mistral, qwen2, got 'gpt2'"),
         ({"num_heads": 3}, "must divide the hidden size"),
         ({"num_kv_heads": 3}, "must divide num_heads 2"),
-        ({"tied": 1}, r"OwnCausal\.tied must be true or false"),
-        ({"text": "x"}, "must be a source of public text"),
+        ({"tied": 1}, r"OwnCausal\.tied must be one of True, False"),
+        ({"text": "x"}, "OwnCausal.text must be a PublicTexts"),
     ],
 )
 def test_a_wrong_setting_is_named(changes: dict[str, Any], said: str) -> None:

@@ -22,8 +22,7 @@ from tests.causal_models import (
 )
 from tests.understanding_models import RandomText
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import NO_TOKEN, Stage, TokenIds
+from xcloud.contracts.model import NO_TOKEN, BuildContext, Stage, TokenIds
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_stage import CausalStage
 from xcloud.models.lora import Lora

@@ -2,12 +2,11 @@ import pytest
 import torch
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Cast, Nothing
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import RandomK, TopK
 
 

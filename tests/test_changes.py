@@ -19,7 +19,7 @@ from tests.toy import toy_config
 from tests.trainers import Rank, ranks
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.memory import MEMORY, OUTER, State, is_marked, load_states, states_of
+from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, states_of
 from xcloud.job.config import job_from_config
 from xcloud.join.agreement import judge
 from xcloud.launch.local import resumed

@@ -28,11 +28,11 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary, BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.draws import ChannelId
+from xcloud.comm.compression import Compression, Phased
+from xcloud.comm.compressor import ChannelId
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK
 from xcloud.comm.step_clock import StepClock
 from xcloud.wire.wiring import Wiring
@@ -47,7 +47,7 @@ def shipped(path: Path, direction: str) -> Phases:
     built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
     # So early that both phases are seen.
     phases = (
-        [(2 if p.until_step else None, p.compression) for p in built.phases.values()]
+        [(2 if until else None, compression) for until, compression in built.by_step]
         if isinstance(built, Phased)
         else [(None, built)]
     )
@@ -134,7 +134,7 @@ def test_evaluation_begins_at_the_state_that_training_left() -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        ((BlockInt(4), DeltaCache()), (BlockInt(4), NoMemory()), r"no memory here.*ids"),
+        ((BlockInt(4), DeltaCache()), (BlockInt(4), NoMemory()), r"NoMemory contains .*ids"),
         ((Chain(a=BlockInt(4)), NoMemory()), (Chain(b=BlockInt(4)), NoMemory()), r"'a.num_calls'"),
         ((Svd(0.1), NoMemory()), (BlockInt(4), NoMemory()), r"whole number 'num_calls'"),
         ((BlockInt(4), NoMemory()), (Svd(0.1), NoMemory()), r"svd\(0.1\) takes over .*num_calls"),
@@ -228,7 +228,7 @@ def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(2), "c": Cloud(1)}, "free")
     ends: dict[ChannelId, list[tuple[int, type]]] = {}
     for rank, wiring in enumerate(random_ranks(layout)):
-        for channel in wiring.channels.values():
+        for channel in wiring.boundaries.channels.values():
             ends.setdefault(channel.identity, []).append((rank, type(channel)))
 
     assert len(ends) == 2 * (2 + 2)
@@ -241,7 +241,7 @@ def test_both_ends_of_every_channel_are_given_the_same_identity_and_no_other_has
 def test_a_rank_gives_and_takes_the_state_of_all_its_channels() -> None:
     layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, "free")
     original, restored = (random_ranks(layout)[2] for _ in range(2))
-    for channel in original.channels.values():
+    for channel in original.boundaries.channels.values():
         for _ in range(3):
             channel.codecs["hidden"].at(1).compressor.compress(torch.ones(4, 8))
     state = original.state_dict()

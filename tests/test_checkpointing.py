@@ -19,7 +19,7 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.memory import load_states, states_of
+from xcloud.comm.state import load_states, states_of
 from xcloud.join.agreement import judge
 from xcloud.parallel.control import Signal
 from xcloud.parallel.local_updates import LocalUpdates

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.codecs import COMPRESSORS, ERRORS, rounding
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Cast
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.memory import Stateful
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.comm.state import Stateful
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(24, 64), (7, 5), (1, 1), (1,), (130,), (), (3, 5, 7), (3, 200), (200, 3)]

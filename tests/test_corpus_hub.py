@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud import hub as hub_access
 from xcloud.base.errors import DataError
-from xcloud.hub import access as hub_access
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.pairs import Pairs
 from xcloud.tasks.corpus.text import Parallel, Sampling

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.models.decoding import Beam, Greedy, Search
 
 PAD, BOS, EOS, MASK, A, B, C = range(7)

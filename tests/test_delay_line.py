@@ -50,7 +50,7 @@ import torch, torch.distributed as dist
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.window import LinkWindow
+from xcloud.cluster.link_profile import LinkWindow
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}:29581", rank=rank, world_size=2)
 found = {}

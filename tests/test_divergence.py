@@ -17,7 +17,7 @@ from tests.toy import toy_config
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
 from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.contracts.stage import StageOutput
+from xcloud.contracts.model import StageOutput
 from xcloud.launch.local import run
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer

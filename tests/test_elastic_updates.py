@@ -15,7 +15,7 @@ from tests.pipelines import in_threads
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
 from xcloud.comm.chain import Chain
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.parallel.elastic_rounds import ElasticRounds
 from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates

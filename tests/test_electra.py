@@ -10,15 +10,14 @@ import torch
 
 from tests.electra_reference import FAST, Reference, feed_context, small_electra
 from xcloud.base.errors import ConfigError, DataError, FrameError, TrainingDiverged
-from xcloud.comm.id_packing import IdPacking
+from xcloud.comm.ids import IdPacking
 from xcloud.contracts.one_way_parts import Fed
-from xcloud.electra.config import DiscriminatorSettings, Generator
 from xcloud.electra.model import MultilingualElectra
+from xcloud.electra.networks import with_ends
+from xcloud.electra.parts import DiscriminatorSettings, Generator
 from xcloud.models.attention import Packing
-from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, SeededBackbone
-from xcloud.models.electra import with_ends
+from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, PublicBackbone, SeededBackbone
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.models.public_backbone import PublicBackbone
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.corpus.text_folder import FolderText
@@ -260,7 +259,7 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
 ) -> None:
     from transformers import AutoModel, AutoTokenizer, ElectraForPreTraining
 
-    from xcloud.contracts.split_model import BuildContext
+    from xcloud.contracts.model import BuildContext
     from xcloud.models.checkpoint import quiet
     from xcloud.models.encoder import Encoder
 
@@ -347,7 +346,10 @@ def test_a_generator_that_takes_over_learns_longer(cache_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"languages": "es"}, r"generator\.languages must be a list such as \[es\], got 'es'"),
+        (
+            {"languages": "es"},
+            r"languages must be a list of which each is a text, got 'es'",
+        ),
         ({"languages": []}, r"generator\.languages and generator\.pairs are both empty"),
         ({"pairs": ["es"]}, r"generator\.pairs must be such as \[es-en\], got 'es'"),
         ({"mask_share": 0}, r"generator\.mask_share must be a number in \(0"),

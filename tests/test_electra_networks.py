@@ -4,19 +4,18 @@ import pytest
 import torch
 
 from tests.translation_models import FIRST_WORD, IDS
-from xcloud.contracts.stage import TokenIds
-from xcloud.models.attention import Packing
-from xcloud.models.electra import (
-    LONGEST_WORD,
+from xcloud.contracts.model import TokenIds
+from xcloud.electra.networks import (
     Discriminator,
-    choose_masked,
     corrupt,
     detect_replaced,
     inner_rows,
     sample_words,
     with_ends,
 )
+from xcloud.models.attention import Packing
 from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.models.pretraining import LONGEST_WORD, choose_masked
 from xcloud.models.seeding import seeded
 
 CONFIG = EncoderConfig(IDS.size, 16, 1, 2, 32, max_positions=32, dropout=0.0)
@@ -103,7 +102,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
 def test_words_drawn_in_pieces_are_those_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(50, IDS.size, generator=draws(1))
     at_once = sample_words(scores, IDS, 1.0, draws())
-    monkeypatch.setattr("xcloud.models.electra.SAMPLED_TOGETHER", 3 * IDS.size)
+    monkeypatch.setattr("xcloud.electra.networks.SAMPLED_TOGETHER", 3 * IDS.size)
 
     assert torch.equal(sample_words(scores, IDS, 1.0, draws()), at_once)
 

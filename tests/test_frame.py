@@ -5,12 +5,12 @@ from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import (
     Kind,
     MessageKey,
+    TensorSpec,
     decode_frame,
     encode_frame,
     frame_bytes,
     seal_frame,
 )
-from xcloud.cluster.tensor_spec import TensorSpec
 
 KEY = MessageKey(Kind.GRADIENT, 70_000, 3)
 DTYPES = [

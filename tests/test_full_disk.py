@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import Stage
 from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.launch.worker import EXIT_FAILED, _write_failure

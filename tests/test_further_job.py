@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.pipelines import in_threads
-from xcloud.cluster.clouds import Layout
 from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job

@@ -26,15 +26,18 @@ from xcloud.base.errors import ConfigError, FrameError, XcloudError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
 from xcloud.cluster.liveness import PeerLife
 from xcloud.comm.boundary import BoundaryField
-from xcloud.comm.cast import Nothing
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.draws import ChannelId
-from xcloud.comm.gap_code import decode_ascending, encode_ascending
-from xcloud.comm.id_packing import CorruptedTexts, IdPacking
+from xcloud.comm.compressor import ChannelId, Compressor
+from xcloud.comm.ids import (
+    CorruptedTexts,
+    IdPacking,
+    decode_ascending,
+    decode_ids,
+    encode_ascending,
+    encode_ids,
+)
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.quantize import BlockInt
-from xcloud.comm.ranked_ids import decode_ids, encode_ids
+from xcloud.comm.precision import BlockInt, Nothing
 from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
@@ -238,22 +241,9 @@ def orders() -> Parser:
     def take(parts: Parts) -> object:
         book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
         book.take_orders(frame(parts))
-        while book._waiting:
-            book.next(False)
-        return book.state_dict()
+        return [book.next(False) for _ in list(book._waiting)]
 
     return Parser([(rows,)], take)
-
-
-def stops() -> Parser:
-    def take(parts: Parts) -> object:
-        book = OrderBook(num_consumers=2, most_waiting=64, most_number=100)
-        book.take_stop(frame(parts))
-        while book.next(False) is not None:
-            assert len(book._waiting) < 3
-        return book.state_dict()
-
-    return Parser([(whole(9),)], take)
 
 
 def batches() -> Parser:
@@ -399,7 +389,7 @@ def checkpoint_headers(folder: Path) -> Parser:
 PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
-        frames, packed_ids, ranked_ids, gaps, orders, stops, batches, norms, answers, codes, ages,
+        frames, packed_ids, ranked_ids, gaps, orders, batches, norms, answers, codes, ages,
         facts, tables, verdicts, contributions, hub, member, reports, checkpoint_headers,
     )
 }  # fmt: skip

@@ -16,7 +16,7 @@ PRELUDE = """
 import os, sys, time, datetime
 from pathlib import Path
 import torch, torch.distributed as dist
-from xcloud.cluster.emulated_link import LinkClock
+from xcloud.cluster.line import LinkClock
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings
@@ -186,7 +186,7 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
         tmp_path,
         """
         from xcloud.cluster.liveness import Heartbeat, Liveness, PeerLife
-        from xcloud.cluster.window import LinkWindow
+        from xcloud.cluster.link_profile import LinkWindow
         life, window = PeerLife(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
         if rank == 0:
             settings = OutSettings(name, 1000, None, window, life=life, overdue_s=1.0)

@@ -19,7 +19,7 @@ from experiments.gradient_leaks.gradient_matching import (
 from tests.causal_models import WIDTH, WORDS, words
 from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import Stage
 from xcloud.models.lora import Lora
 from xcloud.security.gradient_attacks import (
     attack_layers,

@@ -10,17 +10,15 @@ from tests.in_process_link import InProcessLink
 from tests.memory_group import MemoryGroup
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Kind, MessageKey, encode_frame, seal_frame
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, encode_frame, seal_frame
 from xcloud.cluster.gloo_link import GlooInLink
 from xcloud.cluster.link_end import InSettings
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import Liveness, PeerLife
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.cluster.window import LinkWindow
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import Codec, Codecs, ReceiveChannel
-from xcloud.comm.compressor import Compressor
-from xcloud.comm.draws import ChannelId
+from xcloud.comm.compressor import ChannelId, Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.sparsify import RandomTopK, TopK, TopRows

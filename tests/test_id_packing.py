@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.comm.gap_code import decode_ascending, encode_ascending
-from xcloud.comm.id_packing import HEADER_BYTES, CorruptedTexts, IdPacking
-from xcloud.comm.ranked_ids import decode_ids, encode_ids
+from xcloud.comm.ids import (
+    HEADER_BYTES,
+    CorruptedTexts,
+    IdPacking,
+    decode_ascending,
+    decode_ids,
+    encode_ascending,
+    encode_ids,
+)
 
 XLM_R = 250_002
 

@@ -16,13 +16,12 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.comm.activation_cache import CachingChannel, decodes_rows_alone, describe
 from xcloud.comm.boundary import Message
-from xcloud.comm.cast import Cast, Nothing
+from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import TopK
-from xcloud.contracts.stage import Batch, StageOutput
+from xcloud.contracts.model import Batch, StageOutput
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import PinnedBatchPlan, cut
 from xcloud.training.optimizer import Optimizer
@@ -99,7 +98,7 @@ def sent(of: list[Rank], kind: Kind = Kind.ACTIVATION, boundary: int = 0) -> int
 
 
 def kept_of(rank: Rank) -> list[CachingChannel]:
-    return [c for c in rank.wiring.channels.values() if isinstance(c, CachingChannel)]
+    return [c for c in rank.wiring.boundaries.channels.values() if isinstance(c, CachingChannel)]
 
 
 def crossings(kept_bytes: int) -> list[int]:
@@ -146,7 +145,7 @@ def test_both_ends_keep_what_comes_first_and_fits() -> None:
     raw = []
     for step in range(1, STEPS + 1):
         trained(found, step, step)
-        raw.append(sum(c.raw_bytes for rank in bottoms for c in rank.wiring.wan_sends))
+        raw.append(sum(c.raw_bytes for rank in bottoms for c in rank.wiring.boundaries.wan_sends))
     rows = [(b - a) // (4 * D) for a, b in zip([0, *raw[:-1]], raw, strict=True)]
 
     assert rows == crossings(kept_bytes)

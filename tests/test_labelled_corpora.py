@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud import hub as hub_access
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.hub import access as hub_access
 from xcloud.tasks.classification import Classification, classification_from_files
 from xcloud.tasks.corpus.folder import FolderByLanguage, LabelledFolder
 from xcloud.tasks.corpus.hub import HubByLanguage, HubSet

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import NO_LABEL, NO_TOKEN
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.corpus.documents import DemoStories, DocumentFolder
 from xcloud.tasks.language_modelling import LanguageData, LanguageModelling

@@ -15,8 +15,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.compression import Compression
+from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.schedule import GPipe

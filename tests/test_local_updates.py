@@ -30,7 +30,7 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.parallel.fragments import contiguous, dealt, offsets
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.outer_optimizer import OuterOptimizer

@@ -3,12 +3,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.cast import Cast
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast
 
 
 @pytest.fixture(autouse=True)

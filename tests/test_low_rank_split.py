@@ -27,9 +27,9 @@ from tests.understanding_models import (
     where,
 )
 from xcloud.base.errors import ConfigError
+from xcloud.cluster.frame import TensorSpec
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.contracts.stage import Batch, Head, TokenIds
+from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.low_rank_split import LowRankSplit

@@ -7,10 +7,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, Memory, NoMemory, SampleRows
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 
 

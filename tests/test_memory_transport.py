@@ -10,13 +10,13 @@ from tests.pipelines import BORDER, in_threads, wired
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.cluster.liveness import Liveness, PeerLife
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.cluster.wire_record import LinkRecord
-from xcloud.comm.phases import Compression
+from xcloud.comm.compression import Compression
 from xcloud.parallel.one_way.plan import Order, Source
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.wiring import OneWayWirer
@@ -117,8 +117,8 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
 
     assert sorted(reports) == [(1, b"rank 1\n"), (2, b"rank 2\n")]
     away = ranks[2].wiring
-    assert {record.to for record in away.wan_records} == {"a"}
-    sent = sum(r.bytes_of[Kind.REPORT] for r in away.wan_records)
+    assert {record.to for record in away.ends.records} == {"a"}
+    sent = sum(r.bytes_of[Kind.REPORT] for r in away.ends.records)
     assert sent == sum(s.num_bytes[Kind.REPORT] for s in away.wan_stats) > 0
     assert ranks[0].wiring.lanes[0].group is not None
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.electra_reference import feed_context
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.electra.config import Generator
 from xcloud.electra.model import MultilingualElectra
+from xcloud.electra.parts import Generator
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.models.checkpoint import export_bert
 from xcloud.models.encoder import Encoder, EncoderConfig

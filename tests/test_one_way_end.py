@@ -27,7 +27,7 @@ from xcloud.rank.one_way.wiring import ConsumerWiring, ProducerWiring
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
-from xcloud.report.one_way_progress import OneWayProgressLine
+from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
@@ -35,19 +35,16 @@ from xcloud.training.settings import Checkpoints
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:
-    book, other = OrderBook(num_consumers=2), OrderBook(num_consumers=2)
-    rows = torch.tensor([[1, 0, 9], [2, 1, 9]], dtype=torch.int32)
-    book.take_orders(frame(Kind.ORDER, rows))
-    assert book.next(may_drop=True) == Ordered(1, 0, 9)
-    book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
-
-    assert book.next(may_drop=False) == Ordered(2, 1, 9)
-    assert book.next(may_drop=False) == Ordered(3, NOBODY, 9)
-    assert book.next(may_drop=False) is None
-
-    other.take_orders(frame(Kind.ORDER, rows))
-    other.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
-    assert other.next(may_drop=True) is None
+    rows = torch.tensor([[1, 0, 9], [2, 1, 9], [3, NOBODY, 9]], dtype=torch.int32)
+    for may_drop, left in (
+        (False, [Ordered(2, 1, 9), Ordered(3, NOBODY, 9), None]),
+        (True, [None]),
+    ):
+        book = OrderBook(num_consumers=2)
+        book.take_orders(frame(Kind.ORDER, rows))
+        assert book.next(may_drop) == Ordered(1, 0, 9)
+        book.take_stop(frame(Kind.STOP))
+        assert [book.next(may_drop) for _ in left] == left
 
 
 def frame(kind: Kind, *parts: torch.Tensor) -> Frame:
@@ -65,9 +62,9 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     part, cloud = ToyProducer(ToyFeed(frozen=frozen), 0, "a", 0, context), RankGroup.alone()
     reporter = Reporter(1, "a", lines.append)
     wiring = ProducerWiring(cloud, [], [], cast(SendingEnd, None), book, [])
-    rows = torch.tensor([[1, NOBODY, 7], [2, NOBODY, 7]], dtype=torch.int32)
+    rows = torch.tensor([[number, NOBODY, 7] for number in (1, 2, 3)], dtype=torch.int32)
     book.take_orders(frame(Kind.ORDER, rows))
-    book.take_stop(frame(Kind.STOP, torch.tensor([3], dtype=torch.int32)))
+    book.take_stop(frame(Kind.STOP))
 
     run = ProducerRun(
         part, cloud, num_lanes, "a", reporter, DivergenceGuard(),
@@ -123,14 +120,12 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
 
 
 def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
-    line = OneWayProgressLine(10, stream=(stream := io.StringIO()))
+    line = ProgressLine(10, stream=(stream := io.StringIO()))
     event = {
         "event": "step", "rank": 0, "cloud": "d", "t": 9.0, "step": 1, "step_s": 2.0,
         "taken": {"a": 1},        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
     }  # fmt: skip
-    line.show(event)
-    line.show(event | {"rank": 1, "line_s": {"b": 0.9}})
-    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
+    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1, "line_s": {"b": 0.9}}}))
     line.close()
 
     assert "link 50 %" in stream.getvalue()
@@ -157,7 +152,7 @@ def test_a_consumer_needs_a_producer_that_is_not_silent_as_long_as_it_is_fed() -
     assert needed(consumer(1)) == [True, False, False]
     role.wiring.inbox.set_ended(Source(0, 0), "gone")
     assert needed(role) == [True, False, True] and not role.needs(frozenset({3}))
-    role.wiring.send_stop({})
+    role.wiring.send_stop()
     assert needed(role) == [True, False, False]
     producer = object.__new__(ProducerRank)
     producer.rank, producer.job = 2, role.job

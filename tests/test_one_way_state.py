@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from tests.channels import same_state, stored
+from tests.combinations import SAVED, interrupted, losses, run, state
 from tests.electra_reference import Reference, feed_context, small_electra
+from tests.golden import one_way
 from tests.one_way_toy import ToyFeed
 from tests.runs import wait_for
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.comm.memory import State, Stateful
+from xcloud.comm.state import State, Stateful
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
 from xcloud.parallel.one_way.feed import Feed
 from xcloud.parallel.one_way.inbox import Inbox
@@ -222,18 +224,46 @@ def test_who_waits_for_batches_or_orders_says_for_which() -> None:
     waiting.join(10)
 
 
-def test_an_order_book_goes_on_with_the_orders_not_begun() -> None:
-    original, restored = OrderBook(num_consumers=2), OrderBook(num_consumers=2)
-    rows = torch.tensor([[1, 0, 9], [2, 1, 9], [3, 0, 8]], dtype=torch.int32)
-    original.take_orders(Frame(MessageKey(Kind.ORDER), (rows,), 0, 0.0, 0))
-    assert original.next(False) == Ordered(1, 0, 9)
-    restored.load_state_dict(stored(original.state_dict()))
-    restored.take_stop(
-        Frame(MessageKey(Kind.STOP), (torch.tensor([4], dtype=torch.int32),), 0, 0.0, 0)
-    )
+def test_what_was_ordered_for_nobody_may_still_be_ordered_for_a_rank() -> None:
+    """Made to level the ranks of a cloud; also by a run that has gone on since."""
+    book, again = OrderBook(), OrderBook()
+    level, wanted = ([[2, consumer, 9]] for consumer in (NOBODY, 0))
+    for rows in ([[1, 0, 9]], level, level, wanted):
+        book.take_orders(orders(rows))
+    assert [book.next(False) for _ in range(3)] == [
+        Ordered(1, 0, 9), Ordered(2, NOBODY, 9), Ordered(2, 0, 9)
+    ]  # fmt: skip
+    again.begin_after(2, {2})
+    again.take_orders(orders(wanted))
+    assert again.next(False) == Ordered(2, 0, 9)
+    for one in (book, again):
+        with pytest.raises(FrameError, match="after number 2"):
+            one.take_orders(orders(wanted))
 
-    expected = [Ordered(2, 1, 9), Ordered(3, 0, 8), Ordered(4, NOBODY, 8), None]
-    assert [restored.next(False) for _ in range(4)] == expected
+
+def orders(rows: list[list[int]]) -> Frame:
+    return Frame(MessageKey(Kind.ORDER), (torch.tensor(rows, dtype=torch.int32),), 0, 0.0, 0)
+
+
+def test_ranks_of_a_producer_save_after_the_same_batch_and_go_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, of which one was ordered a batch more when the run saved: the other makes its
+    own batch of that number, keeps it, and sends it once it is ordered."""
+    job = one_way("clouds")
+    run(job, tmp_path / "whole", monkeypatch)
+    saved = state(tmp_path / "whole", SAVED)
+    kept = [saved[f"rank-{rank} producer.kept"].tolist() for rank in (2, 3)]
+    interrupted(tmp_path / "whole", tmp_path / "again")
+    run(job, tmp_path / "again", monkeypatch)
+
+    assert kept == [[], [[11, 56]]]
+    parts = [name for name in saved if name.startswith("rank-2 producer.part")]
+    assert parts
+    for name in parts:
+        assert torch.equal(saved[name], saved[name.replace("rank-2", "rank-3")]), name
+    later = {key: loss for key, loss in losses(tmp_path / "whole").items() if key[0] > SAVED}
+    assert losses(tmp_path / "again") == later and len(later) == 3
 
 
 def test_an_order_book_wakes_who_waits_for_an_order() -> None:

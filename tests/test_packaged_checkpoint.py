@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from xcloud import hub as packaged_checkpoint
 from xcloud.base.errors import DataError
-from xcloud.hub import packaged_checkpoint
 from xcloud.tasks.tokenizer import PretrainedTokenizer
 
 

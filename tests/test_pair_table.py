@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.token_table import TokenTable
 

@@ -11,8 +11,8 @@ from tests.runs import free_port
 from xcloud.base.errors import LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.link_end import InSettings, OutSettings
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
-from xcloud.cluster.window import LinkWindow
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()

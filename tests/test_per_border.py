@@ -1,10 +1,8 @@
 import pytest
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.cast import Cast
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.compression import Compression, PerBoundary
+from xcloud.comm.precision import BlockInt, Cast
 
 INT4, FP16 = Compression(BlockInt(4), BlockInt(4)), Compression(Cast("float16"), Cast("float16"))
 

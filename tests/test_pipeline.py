@@ -6,10 +6,10 @@ from tests.pipelines import BORDER, CPU, in_threads, pipelines, samples
 from xcloud.base.errors import FrameError, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.cast import Cast
 from xcloud.comm.chain import Chain
 from xcloud.comm.channel import PLAIN, Codecs, ReceiveChannel, SendChannel
-from xcloud.comm.draws import ChannelId
+from xcloud.comm.compressor import ChannelId
+from xcloud.comm.precision import Cast
 from xcloud.comm.step_clock import StepClock
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, ZeroBubble

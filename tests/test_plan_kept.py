@@ -16,7 +16,7 @@ from xcloud.plan.profile import AveragingCodec, BoundaryCodec, CompressorCosts
 from xcloud.plan.report import Report, predicted_of, write_plan
 from xcloud.plan.search import Space, search
 from xcloud.report.plan_table import print_plans
-from xcloud.report.table import epochs_text
+from xcloud.report.run_table import epochs_text
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))
 FROZEN = BoundaryCodec(codec(1e6).forward)

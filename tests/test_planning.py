@@ -16,10 +16,10 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import encode_frame
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.chain import Chain
+from xcloud.comm.compression import Compression
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
-from xcloud.contracts.stage import Batch, StageOutput
+from xcloud.comm.precision import BlockInt
+from xcloud.contracts.model import Batch, StageOutput
 from xcloud.job import config as configs
 from xcloud.launch.local import run
 from xcloud.parallel.schedule import GPipe

@@ -29,20 +29,21 @@ cluster:
   wan: real
 schedule: {_target_: xcloud.parallel.schedule.GPipe, num_micro_batches: 2}
 compression:
-  _target_: xcloud.comm.phases.Compression
-  forward: {_target_: xcloud.comm.quantize.BlockInt, bits: 4}
+  _target_: xcloud.comm.compression.Compression
+  forward: {_target_: xcloud.comm.precision.BlockInt, bits: 4}
   backward: {_target_: xcloud.comm.low_rank.Svd, rate: 0.5}
 training:
   _target_: xcloud.training.settings.Training
   max_steps: 8
   batch_size: 8
   optimizer: {_target_: xcloud.training.optimizer.Optimizer, learning_rate: 1.0e-3}
-tracker: {_target_: xcloud.record.tracking.MlflowTracker, root: mlruns, uri: null}
+tracker: {_target_: xcloud.record.mlflow_tracker.MlflowTracker, root: mlruns, uri: null}
 cache_dir: .cache
 """
 WORDS = [
     "null", "???", ".", "..", "../..", "/etc/passwd", "~root", "a\0b", "\x1b]0;x\a", "http://x",
-    "os.system", "xcloud.", "xcloud.record.whole_file.Path.write_text", "xcloud.comm.cast.Cast",
+    "os.system", "xcloud.", "xcloud.record.whole_file.Path.write_text",
+    "xcloud.comm.precision.Cast",
     "${oc.env:HOME}", "tests.toy.ToyTask", "free", "INT8", "a" * 300,
 ]  # fmt: skip
 PIECES = [
@@ -53,7 +54,7 @@ PIECES = [
 VALUES = [
     *WORDS, None, True, 0, -1, 1, 2, 255, 10**4, 10**9, 10**18, -(10**30), 0.5, 1e300, "",
     float("nan"), float("-inf"), [], {}, [1], [[0]], ["a", "b"], {"a": 1},
-    {"_target_": "os.getcwd"}, {"_target_": "xcloud.comm.cast.Cast"}, {"_partial_": True},
+    {"_target_": "os.getcwd"}, {"_target_": "xcloud.comm.precision.Cast"}, {"_partial_": True},
     [None] * 50,
 ]  # fmt: skip
 

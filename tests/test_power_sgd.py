@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm import power_sgd
-from xcloud.comm.power_sgd import PowerSgd, outer_sum
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm import low_rank as power_sgd
+from xcloud.comm.low_rank import PowerSgd, outer_sum
 
 
 def gradients(num: int) -> list[Tensor]:

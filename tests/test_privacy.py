@@ -15,7 +15,7 @@ from tests.replicas import connected
 from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.cast import Nothing
+from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import AllToAll
 from xcloud.parallel.averaging_guard import PrivateAverager

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from xcloud.base.units import human_duration
 from xcloud.record.events import StepTotals
-from xcloud.report.progress import ProgressLine, human_duration
+from xcloud.report.progress import ProgressLine
 
 
 class Terminal(io.StringIO):

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.quantize import BlockInt
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.precision import BlockInt
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_few_bits_gain_from_a_tighter_scale(
 ) -> None:
     tensor = torch.randn(500, 64)
     both = relative_error(tensor, arrives(BlockInt(bits), tensor))
-    monkeypatch.setattr("xcloud.comm.quantize._TIGHTER", {})
+    monkeypatch.setattr("xcloud.comm.precision._TIGHTER", {})
     one = relative_error(tensor, arrives(BlockInt(bits), tensor))
 
     assert both < (1 - gain) * one

@@ -12,7 +12,7 @@ import torch
 
 from tests.small_tokenizer import SmallTokenizer, small_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.contracts.task import Task, TaskData
 from xcloud.tasks.corpus.hub import HubSet
 from xcloud.tasks.corpus.paragraphs import Paragraph, Paragraphs, Question, read_paragraphs

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from xcloud.base.units import human_bytes, human_seconds
 from xcloud.record.summary import RunStatistics
-from xcloud.report.table import human_bytes, human_seconds, print_report
+from xcloud.report.run_table import print_report
 
 SUMMARY: dict[str, Any] = {
     "name": "abnet [iwslt]",

@@ -17,7 +17,7 @@ from tests.pipelines import in_threads, samples
 from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.memory import State
+from xcloud.comm.state import State
 from xcloud.parallel.schedule import GPipe
 from xcloud.training.trainer import StepReport
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.channels import same_state
-from xcloud.comm.memory import DeltaCache, SampleRows, State, states_of
-from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy, copy_of
+from xcloud.comm.memory import DeltaCache, SampleRows
+from xcloud.comm.state import SnapshotBuffer, State, bytes_to_copy, copy_of, states_of
 from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter

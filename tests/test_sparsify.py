@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPositions
 
 

@@ -11,11 +11,10 @@ from tests.trainers import Rank, ranks, spoil, update
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.comm.cast import Cast
+from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
-from xcloud.comm.phases import Compression
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median, TrimmedMean

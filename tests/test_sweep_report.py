@@ -15,13 +15,14 @@ from tests.sweep_runs import compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
-from xcloud.record.tracking import MlflowTracker, NullTracker
+from xcloud.record.mlflow_tracker import MlflowTracker
+from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
 from xcloud.sweep.published import published_for
 from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, rows_of
-from xcloud.sweep.table import print_table, write_csv
+from xcloud.sweep.table import print_sweep, write_csv
 from xcloud.sweep.view import prepare, view_of
 
 RUNS = [  # overrides, BLEU, step time, ratio
@@ -52,7 +53,7 @@ def sweep(written: Path, tmp_path: Path) -> Path:
 
 def printed(rows: list[Row], width: int = 100) -> str:
     stream = StringIO()
-    print_table(rows, Console(file=stream, width=width))
+    print_sweep(rows, Console(file=stream, width=width))
     return stream.getvalue()
 
 

@@ -23,7 +23,7 @@ from xcloud.sweep.published import entries, published_for
 from xcloud.sweep.results import Result, Spread, from_folder, rows_of
 from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept
 from xcloud.sweep.swept_picture import write_swept_picture
-from xcloud.sweep.table import print_table
+from xcloud.sweep.table import print_sweep
 from xcloud.sweep.view import view_of
 
 LAYER, RANK = "model.split.layer", "model.split.rank"
@@ -175,7 +175,7 @@ def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
     assert found is not None and found.scores == ["accuracy", "label_leak_auc"]
     write_swept_picture(tmp_path, found, "s")
     stream = StringIO()
-    print_table(rows, Console(file=stream, width=150))
+    print_sweep(rows, Console(file=stream, width=150))
 
     assert "label leak AUC" in stream.getvalue() and "0.7000" in stream.getvalue()
 
@@ -204,7 +204,7 @@ def test_published_numbers_stand_beside_rows_they_belong_to(
 def test_published_numbers_are_said_not_to_compare() -> None:
     stream = StringIO()
     rows = rows_of([split_run(layer, task__name="sst2") for layer in (None, 11)])
-    print_table(rows, Console(file=stream, width=120))
+    print_sweep(rows, Console(file=stream, width=120))
     text = " ".join(stream.getvalue().split())
 
     assert "paper: accuracy" in text and "92.23±0.57" in text and "96x" in text

@@ -26,7 +26,7 @@ from xcloud.sweep.points import Point
 from xcloud.sweep.results import from_folder, rows_of
 from xcloud.sweep.runner import check_settings
 from xcloud.sweep.step_ratio import StepRatio, record, reference_of
-from xcloud.sweep.table import print_table
+from xcloud.sweep.table import print_sweep
 
 NUM_STEPS = 32
 LONG = f"training.max_steps={NUM_STEPS}"
@@ -226,7 +226,7 @@ def test_a_share_measured_one_after_another_says_so(tmp_path: Path) -> None:
 
 def table(folder: Path) -> str:
     text = io.StringIO()
-    print_table(rows_of(from_folder(folder)), Console(file=text, width=200))
+    print_sweep(rows_of(from_folder(folder)), Console(file=text, width=200))
     return " ".join(text.getvalue().split())
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.peak_bytes import PeakBytes
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
 from xcloud.models.text_head import Bottleneck, SampleHead, SpanHead, Widening, make_head, pool
 

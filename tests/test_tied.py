@@ -16,8 +16,7 @@ from tests.trainers import Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
-from xcloud.comm.per_tensor import PerTensor
-from xcloud.comm.phases import Compression
+from xcloud.comm.compression import Compression, PerTensor
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM

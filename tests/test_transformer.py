@@ -26,7 +26,7 @@ from tests.translation_models import (
     train,
 )
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.model import SplitModel
 from xcloud.models.decoding import Beam
 from xcloud.models.transformer import Transformer, sinusoids
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.contracts.task import Task, TaskData
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.text import SPLITS, Parallel

@@ -13,7 +13,7 @@ from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.cluster.link_profile import line_bytes
-from xcloud.comm.quantize import BlockInt
+from xcloud.comm.precision import BlockInt
 from xcloud.plan import formulas
 from xcloud.plan.paper import OnPaper, plan_on_paper
 from xcloud.plan.paper_file import Paper, Search, paper_from

@@ -11,14 +11,12 @@ import torch
 
 from tests.memory_group import MemoryGroup, use_memory_groups
 from xcloud.base.errors import ConfigError, LinkClosed
-from xcloud.cluster.byte_queue import ByteQueue
-from xcloud.cluster.emulated_link import LinkClock, PostedReceives, Reservation
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_end import InSettings, OutSettings
-from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.window import BUDGET_BYTES, MIN_POSTED, LinkWindow
+from xcloud.cluster.line import LinkClock, PostedReceives, Reservation
+from xcloud.cluster.link_end import ByteQueue, InSettings, OutSettings
+from xcloud.cluster.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_in_flight
 
 

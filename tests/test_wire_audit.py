@@ -13,8 +13,8 @@ from tests.toy_text import FIELDS, ToyTextTask, text_config
 from tests.wiretap import Tapped, read_tape
 from xcloud.base.errors import DataError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.launch.local import run
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.plan import Source

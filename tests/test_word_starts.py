@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
 from xcloud.tasks.word_starts import begins_unspaced
 

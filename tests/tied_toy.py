@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.pipelines import D, ToyStage
-from xcloud.contracts.stage import Batch, Message, StageOutput
+from xcloud.contracts.model import Batch, Message, StageOutput
 
 
 class TiedToy(ToyStage):

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Stage, StageOutput, TokenIds
+from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput, TokenIds
 
 VOCABULARY = 16
 LENGTH = 6

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from tests.toy import toy_config
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Head, Stage, StageOutput, TokenIds
+from xcloud.contracts.model import Batch, BuildContext, Head, Stage, StageOutput, TokenIds
 
 FIRST, NUM_WORDS, LONGEST = 20_011, 40, 10
 PAD, BOS, EOS = 0, 19_001, 19_002

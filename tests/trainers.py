@@ -14,10 +14,9 @@ from xcloud.base.errors import TrainingDiverged
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.chain import Chain
-from xcloud.comm.memory import State, load_states, states_of
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.stage import Stage
+from xcloud.comm.compression import Compression, Phased, Selectable
+from xcloud.comm.state import State, load_states, states_of
+from xcloud.contracts.model import Stage
 from xcloud.parallel.averaging_guard import AveragingGuard
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.contracts.split_model import BuildContext, SplitModel
-from xcloud.contracts.stage import Batch, Message, Stage, TokenIds
+from xcloud.contracts.model import Batch, BuildContext, Message, SplitModel, Stage, TokenIds
 from xcloud.models.attention import Packing
 from xcloud.models.encoder_decoder import SourceRows, TargetStage
 

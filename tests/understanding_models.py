@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.translation_models import IDS, context, texts
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, Head, Message, Stage, TokenIds
-from xcloud.models.backbone import OwnBackbone
+from xcloud.contracts.model import Batch, BuildContext, Head, Message, Stage, TokenIds
+from xcloud.models.backbone import OwnBackbone, PublicBackbone
 from xcloud.models.low_rank_split import LowRankSplit
 from xcloud.models.pretraining import MaskedLanguageModelling
-from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.split_point import Split
 
 HIDDEN, LAYERS = 16, 3

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import NO_LABEL, Batch, Stage
+from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal_network import run as run_network

@@ -8,7 +8,7 @@ quality (every row and seed), understood (where the loss comes from).
 import json
 import sys
 
-INT = "{_target_:xcloud.comm.quantize.BlockInt,bits:%d}"
+INT = "{_target_:xcloud.comm.precision.BlockInt,bits:%d}"
 ROWS = {
     "none": ["compression=none"],
     "fp16+int8": ["compression=fp16_int8"],

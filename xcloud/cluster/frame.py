@@ -13,14 +13,40 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
-from xcloud.cluster.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is needed to count a tensor's bytes or to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point
+
 
 MAGIC = b"XCLD"
 VERSION = 1

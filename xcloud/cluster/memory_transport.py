@@ -23,8 +23,7 @@ from xcloud.cluster.link_end import (
     ReceivingEnd,
     SendingEnd,
 )
-from xcloud.cluster.machine import machine_id
-from xcloud.cluster.transport import Collectives
+from xcloud.cluster.transport import Collectives, machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

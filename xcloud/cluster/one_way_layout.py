@@ -7,30 +7,25 @@ end may take it away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.clouds import Layout, num_ranks_in_words
+from xcloud.base.settings import Positive, PositiveFloat, settings
+from xcloud.cluster.layout import Layout, num_ranks_in_words
 
 
-@dataclass(frozen=True)
+@settings("cloud")
 class OneWayCloud:
     """share: how much of the consumer's batches comes from here, in proportion to the shares of
     the other producers; None makes this cloud the consumer. device: "auto" takes a GPU where
     there is one.
     """
 
-    num_ranks: int = 1
-    share: float | None = None
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_int("cloud.num_ranks", self.num_ranks, 1)
-        check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
-        if self.share is not None:
-            check_number("cloud.share", self.share, 0.0, above=True)
+    num_ranks: Positive = 1
+    share: PositiveFloat | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class OneWayPlacement:
     num_lanes: int
 
 
-@dataclass(frozen=True)
+@settings("cluster")
 class OneWayLayout(Layout[OneWayCloud]):
     """Clouds of which one is fed by all others.
 
@@ -53,12 +48,12 @@ class OneWayLayout(Layout[OneWayCloud]):
         work on a free link; local = one process does everything in turn (a rank for each cloud).
     """
 
+    clouds: Mapping[str, OneWayCloud]
     name: str = "one_way"
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
 
     def __post_init__(self) -> None:
-        self._check_clouds(OneWayCloud)
-        check_choice("cluster.form", self.form, ("clouds", "one_cloud", "local"))
+        self._check_clouds()
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
         if len(consumers) != 1:
             raise ConfigError(

@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.machine import machine_id
-from xcloud.cluster.transport import FOREVER, Collectives
+from xcloud.cluster.transport import FOREVER, Collectives, machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

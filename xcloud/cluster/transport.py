@@ -5,9 +5,12 @@ A transport promises no collective over ranks of several clouds but what stands 
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,10 +20,27 @@ from torch import Tensor
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.gloo_link import GlooInLink, GlooOutLink
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.machine import machine_id
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> int:
+    """Below 2**60; the same in all processes on a machine until it reboots. Containers on one
+    kernel are one machine. Without Linux's boot id all processes get the same id."""
+    host = _BOOT_ID.read_text() if _BOOT_ID.exists() else "one host"
+    return int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)
+
+
+def num_cores() -> int:
+    """That this process may use; on macOS, which does not tell, all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one

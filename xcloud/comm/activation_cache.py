@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.boundary import BoundaryField, Message, Samples
 from xcloud.comm.channel import NOTHING_KNOWN, ReceiveChannel
 from xcloud.comm.compressor import Compressor

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.memory import SampleRows
 
 Samples = Mapping[str, Tensor]

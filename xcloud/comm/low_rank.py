@@ -1,28 +1,115 @@
-"""Truncated singular value decomposition of a boundary tensor. No training, no links.
+"""A tensor as a product of two factors: truncated SVD, PowerSGD. Tensor code only.
 
-Shapes: the tensor as a matrix [R, D], R rows (tokens), D features; r kept singular values;
+Shapes: the tensor as a matrix [R, D], R rows (tokens), D features; r columns of each factor;
 l >= r columns of the search space.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int, check_number
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Parts, wide
-from xcloud.comm.factors import WarmFactors
+from xcloud.base.settings import Positive, Rate, settings
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
+from xcloud.comm.state import State
 
-_METHODS = ("subspace", "exact")
+
+class WarmFactors(ABC):
+    """What compressors share whose wire is left [R, r] and right [r, D] in the tensor's dtype, and
+    whose next call begins at the basis [D, l] that this one ended with.
+
+    NaN or inf anywhere makes every value NaN, so that divergence stays visible.
+    """
+
+    family: ClassVar[Family] = "low_rank"
+    feedback: ClassVar[Feedback] = "needed"
+    _basis_Dl: Tensor | None = None
+    _noise_Dl: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def label(self) -> str: ...
+
+    @abstractmethod
+    def _rank(self, num_rows: int, num_features: int) -> int: ...
+
+    @abstractmethod
+    def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """An orthonormal left [R, rank] and a right [rank, D] with the sizes."""
+
+    def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        num_rows, num_features = matrix_shape(spec.shape)
+        rank = self._rank(num_rows, num_features)
+        return (
+            TensorSpec((num_rows, rank), spec.dtype),
+            TensorSpec((rank, num_features), spec.dtype),
+        )
+
+    def compress(self, tensor: Tensor) -> Parts:
+        rank = self._rank(*matrix_shape(tuple(tensor.shape)))
+        return scaled_factors(tensor, rank, self._factors)
+
+    def state_dict(self) -> State:
+        """The warm start: the next call depends on it. Never changed in place."""
+        return {} if self._basis_Dl is None else {"basis": self._basis_Dl}
+
+    def load_state_dict(self, state: State) -> None:
+        basis = state.get("basis")
+        if state.keys() - {"basis"} or not (basis is None or isinstance(basis, Tensor)):
+            raise ValueError(
+                f"{self.label} takes over a tensor 'basis' or nothing, got {sorted(state)}; the "
+                "state was saved with other settings"
+            )
+        self._basis_Dl = basis
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def scaled_factors(
+    tensor: Tensor, rank: int, factor: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> Parts:
+    """Left [R, rank] and right [rank, D] in the tensor's dtype, of one mean square, so that
+    neither overflows or vanishes in a later cast.
+
+    factor: (matrix [R, D], rank) → an orthonormal left and a right with the sizes. It gets finite
+    values of a size whose squares float32 can represent; anything else makes NaN of both.
+    """
+    refuse_integers(tensor)
+    num_rows, num_features = matrix_shape(tuple(tensor.shape))
+    matrix_RD = tensor.detach().reshape(num_rows, num_features).to(wide(tensor.dtype))
+    if rank == 0:
+        return (tensor.new_zeros(num_rows, 0), tensor.new_zeros(0, num_features))
+    low, high = torch.aminmax(matrix_RD)
+    largest = float(torch.maximum(-low, high))
+    if not math.isfinite(largest):
+        nan = torch.full_like(matrix_RD, math.nan, dtype=tensor.dtype)
+        return (nan[:, :1].expand(-1, rank).clone(), nan[:1].expand(rank, -1).clone())
+    scale = 1.0
+    if not 1e-10 < largest < 1e10:  # A^T A would approach the limits of float32
+        scale = largest or 1.0
+        matrix_RD = matrix_RD / scale
+    left_Rr, right_rD = factor(matrix_RD, rank)
+    mean_square = float(right_rD.square().mean()) * num_rows or 1.0
+    balance = mean_square**0.25 * math.sqrt(scale)
+    return (
+        left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
+        right_rD.mul_(scale / balance).to(tensor.dtype).contiguous(),
+    )
+
+
 _EXTRA_COLUMNS = 16
 _FRESH_SHARE = 1e-3
 
 
-@dataclass
+@settings("Svd", frozen=False)
 class Svd(WarmFactors):
     """The tensor as a product of two factors of rank r = max(1, round(rate * min(R, D))).
 
@@ -46,15 +133,9 @@ class Svd(WarmFactors):
     2048 x 768. That is not checked; the reported ratio is counted, so it shows.
     """
 
-    rate: float
-    method: str = "subspace"
-    iterations: int = 1  # of method "subspace"
-    _noise_Dl: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_number("Svd.rate", self.rate, 0, 1, above=True)
-        check_choice("Svd.method", self.method, _METHODS)
-        check_int("Svd.iterations", self.iterations, 1)
+    rate: Rate
+    method: Literal["subspace", "exact"] = "subspace"
+    iterations: Positive = 1  # of method "subspace"
 
     @property
     def label(self) -> str:
@@ -113,3 +194,74 @@ class Svd(WarmFactors):
             noise = torch.randn(num_features, num_columns, generator=generator)
             self._noise_Dl = noise / math.sqrt(num_features)
         return self._noise_Dl
+
+
+_CHUNK = 1 << 16
+"""Values per pass of `outer_sum`: they fit into the processor's cache."""
+
+
+@settings("PowerSgd", frozen=False)
+class PowerSgd(WarmFactors):
+    """x_hat = P Q^T with P = orth(x Q_before), Q = x^T P; the next call begins at this Q.
+
+    Source: Vogels et al., arXiv:1905.13727, algorithm 1. Over calls on slowly changing gradients
+    this is subspace iteration and comes near to the best rank-r matrix; one call on its own does
+    not, so it needs error feedback.
+    Difference: there P and Q are averaged over the workers by all-reduce, which gives a power
+    iteration on the mean gradient at 1x the bytes. Here each replica's product is decoded and
+    summed: Q never leaves without its P, so replicas may differ in weight, be late or be left out,
+    a robust merge sees what each of them meant, the sum has up to R * r directions instead of r,
+    and it is one exchange instead of two that wait for each other. For two replicas it costs the
+    same bytes as an all-reduce.
+
+    Decoding is one multiplication and one addition per value and column, in a fixed order, so
+    that it gives the same bits on any processor, unlike a matrix product.
+
+    Wire, for [R, D]: P [R, r] and Q^T [r, D] in the tensor's dtype, r = min(rank, R, D).
+    """
+
+    rank: Positive = 4
+
+    @property
+    def label(self) -> str:
+        return f"powersgd({self.rank})"
+
+    def _rank(self, num_rows: int, num_features: int) -> int:
+        return min(self.rank, num_rows, num_features)
+
+    def decompress(self, parts: Parts, spec: TensorSpec) -> Tensor:
+        left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
+        return outer_sum(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
+
+    def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        num_features = matrix_RD.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        basis_Dr = torch.randn(num_features, rank, generator=generator).to(matrix_RD)
+        if self._basis_Dl is not None and self._basis_Dl.shape == basis_Dr.shape:
+            # The noise makes directions reachable that the previous gradient did not have at all.
+            known_Dr = self._basis_Dl.to(matrix_RD)
+            largest_r = known_Dr.abs().amax(0)
+            known_Dr = known_Dr / torch.where(largest_r > 0, largest_r, 1)
+            basis_Dr = basis_Dr.mul_(_FRESH_SHARE).add_(known_Dr)
+        left_Rr = torch.linalg.qr(matrix_RD @ basis_Dr).Q
+        right_rD = left_Rr.T @ matrix_RD
+        self._basis_Dl = right_rD.T.clone(memory_format=torch.contiguous_format)
+        return left_Rr, right_rD
+
+
+def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
+    """left @ right, [R, D], summed over r one column after the other: the same bits everywhere."""
+    num_rows, num_features = len(left_Rr), right_rD.shape[1]
+    total_RD = left_Rr.new_zeros(num_rows, num_features)
+    if not total_RD.numel() or not len(right_rD):
+        return total_RD
+    rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
+    term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
+    for first in range(0, num_rows, rows):
+        total_CD, left_Cr = total_RD[first : first + rows], left_Rr[first : first + rows]
+        term = term_CD[: len(total_CD)]
+        torch.mul(left_Cr[:, :1], right_rD[:1], out=total_CD)
+        for column in range(1, len(right_rD)):
+            torch.mul(left_Cr[:, column, None], right_rD[column], out=term)
+            total_CD.add_(term)
+    return total_RD

@@ -5,109 +5,19 @@ Shapes: B samples in a message; R = sum(counts) rows, axis 0 of the tensor, samp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_number
-from xcloud.comm.snapshot import copy_of
+from xcloud.base.settings import Fraction, settings
+from xcloud.comm.state import State, Stateful, StatefulParts, copy_of
 
-State = dict[str, Tensor | int]
-"""Contents of a checkpoint: tensors (safetensors) and whole numbers (JSON)."""
-
-MEMORY = "(memory)"
-"""Part of a state, at any depth: what compression remembers of earlier messages, and messages
-under way. It has no meaning with another compressor, or between other ranks."""
-OUTER = "(outer)"
-"""Part of a state: by the name of a parameter, what all replicas agreed on in their last merge."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Something whose state must be restored for a run to resume exactly: a compressor, a memory,
-    either end of a channel, an exchange, a trainer, the parts of a one-way job. What follows from
-    the seed and the step is no state."""
-
-    def state_dict(self) -> State:
-        """A snapshot; later calls do not change it. Large tensors come from `copy_of`."""
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the state of an equally configured object. Raises ValueError for any other."""
-
-
-def join_states(states: Mapping[str, State]) -> State:
-    """Merge the states of named parts: {"a": {"x": 1}} → {"a.x": 1}. Names contain no dot."""
-    return {
-        f"{name}.{key}": value for name, state in states.items() for key, value in state.items()
-    }
-
-
-def split_state(state: State, names: Iterable[str], owner: str) -> dict[str, State]:
-    """Reverse `join_states`, with an entry for each name. Raises ValueError for unknown names."""
-    states: dict[str, State] = {name: {} for name in names}
-    for key, value in state.items():
-        name, _, rest = key.partition(".")
-        if name not in states:
-            raise ValueError(
-                f"the state of {owner} contains {key!r}, which belongs to none of its parts "
-                f"({', '.join(states) or 'it has none'}); it was saved with other settings"
-            )
-        states[name][rest] = value
-    return states
-
-
-def is_marked(key: str, mark: str) -> bool:
-    return mark in key.split(".")
-
-
-def whole_number(state: State, name: str) -> int:
-    """The whole number `name` of a state. Raises ValueError if there is none."""
-    value = state.get(name)
-    if not isinstance(value, int):
-        raise ValueError(
-            f"a state needs a whole number {name!r}, got {sorted(state)}; it was saved with other "
-            "settings"
-        )
-    return value
-
-
-def whole_numbers(state: State, name: str, *shape: int) -> Tensor:
-    """An int64 tensor of this shape, -1 for any length. Raises ValueError if there is none."""
-    value = state.get(name)
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype != torch.int64
-        or value.dim() != len(shape)
-        or any(n not in (-1, m) for n, m in zip(shape, value.shape, strict=True))
-    ):
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        raise ValueError(
-            f"a state needs whole numbers {name!r} of shape {list(shape)}, got {found}; it was "
-            "saved with other settings"
-        )
-    return value
-
-
-def states_of(parts: Mapping[str, Stateful]) -> State:
-    """The states of named parts as one; `load_states` gives them back."""
-    return join_states({name: part.state_dict() for name, part in parts.items()})
-
-
-def load_states(
-    parts: Mapping[str, Stateful], state: State, owner: str, own: Collection[str] = ()
-) -> None:
-    """own: names of the owner's own values, which it takes itself. Raises ValueError for the state
-    of a part that is not there."""
-    of_parts = {name: value for name, value in state.items() if name not in own}
-    for name, part in split_state(of_parts, parts, owner).items():
-        parts[name].load_state_dict(part)
-
-
-_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+Dtype = Literal["float32", "bfloat16"] | None
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -158,7 +68,7 @@ class Memory(Stateful, Protocol):
         """Reconstruct the tensor from the decoded message."""
 
 
-class NoMemory:
+class NoMemory(StatefulParts):
     """Keep nothing between messages."""
 
     needs_seen = False
@@ -174,16 +84,6 @@ class NoMemory:
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
 
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        if state:
-            raise ValueError(
-                f"there is no memory here to take over {', '.join(state)}; it was saved with "
-                "other settings"
-            )
-
     def __repr__(self) -> str:
         return "NoMemory()"
 
@@ -191,9 +91,8 @@ class NoMemory:
 class _SampleStore:
     """Tensors [rows, *features] by sample id, all with the same features."""
 
-    def __init__(self, name: str, dtype: str | None) -> None:
-        check_choice(f"{name}.dtype", dtype, _DTYPES)
-        self._dtype = _DTYPES[dtype]
+    def __init__(self, dtype: str | None) -> None:
+        self._dtype = None if dtype is None else _DTYPES[dtype]
         self._tensors: dict[int, Tensor] = {}
 
     @property
@@ -252,10 +151,10 @@ class _PerSample:
     """Base class of memories that keep rows by sample id, in `dtype` (None: unchanged)."""
 
     needs_seen = True
+    dtype: Dtype
 
-    def __init__(self, dtype: str | None) -> None:
-        self.dtype = dtype
-        self._kept = _SampleStore(type(self).__name__, dtype)
+    def __post_init__(self) -> None:
+        self._kept = _SampleStore(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -268,6 +167,7 @@ class _PerSample:
         self._kept.load_state_dict(state)
 
 
+@settings("ErrorFeedback", frozen=False)
 class ErrorFeedback(_PerSample):
     """Error feedback: what compression lost of a sample is added to its next message.
 
@@ -285,10 +185,8 @@ class ErrorFeedback(_PerSample):
 
     label = "ef"
 
-    def __init__(self, decay: float = 1.0, dtype: str | None = None) -> None:
-        super().__init__(dtype)
-        check_number("ErrorFeedback.decay", decay, 0, 1)
-        self.decay = decay
+    decay: Fraction = 1.0
+    dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         sent = tensor.clone()
@@ -307,10 +205,8 @@ class ErrorFeedback(_PerSample):
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
 
-    def __repr__(self) -> str:
-        return f"ErrorFeedback(decay={self.decay}, dtype={self.dtype!r})"
 
-
+@settings("DeltaCache", frozen=False)
 class DeltaCache(_PerSample):
     """Delta cache: send how a sample changed since its last visit; both ends keep the last value.
 
@@ -331,8 +227,7 @@ class DeltaCache(_PerSample):
 
     label = "delta"
 
-    def __init__(self, dtype: str | None = None) -> None:
-        super().__init__(dtype)
+    dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         change = tensor.clone()
@@ -354,6 +249,3 @@ class DeltaCache(_PerSample):
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
             self._kept.put(sample, value[span])
         return value
-
-    def __repr__(self) -> str:
-        return f"DeltaCache(dtype={self.dtype!r})"

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from xcloud.cluster.message_log import MessageLog
+from xcloud.cluster.line import MessageLog
 
 Computing = Literal["fetch", "forward", "backward", "weights", "clip", "optimizer"]
 What = Computing | Literal["compress", "decompress", "wait", "average"]

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import Stateful
+from xcloud.comm.state import Stateful
 
 SUMS = (
     "loss_sum",

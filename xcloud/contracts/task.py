@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from xcloud.contracts.stage import Batch, Head, TokenIds
+from xcloud.contracts.model import Batch, Head, TokenIds
 
 Split = Literal["train", "dev", "test"]
 Answers = Literal["sample", "span"]

@@ -1,6 +1,1 @@
-"""Multilingual ELECTRA pre-training as a one-way job: several generators feed one discriminator.
-
-Combines data, networks and optimizers: networks are in models/electra.py, texts in
-tasks/multilingual_text.py, messages in comm/id_packing.py, protocols in
-contracts/one_way_parts.py.
-"""
+"""Multilingual ELECTRA pre-training: several generators feed one discriminator, one way."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
-from xcloud.base.checks import check_choice
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import MODEL_DIR
-from xcloud.comm.id_packing import IdPacking
+from xcloud.base.settings import settings
+from xcloud.comm.ids import IdPacking
+from xcloud.contracts.model import BuildContext
 from xcloud.contracts.one_way_parts import OneWayContext
-from xcloud.contracts.split_model import BuildContext
-from xcloud.electra.config import DiscriminatorSettings, Generator
-from xcloud.electra.discriminator import DISCRIMINATOR_DIR, DiscriminatorRank
-from xcloud.electra.generator import GeneratorRank
-from xcloud.models.backbone import Backbone, PretrainedBackbone
-from xcloud.models.electra import Discriminator
+from xcloud.electra.networks import Discriminator
+from xcloud.electra.parts import (
+    DISCRIMINATOR_DIR,
+    DiscriminatorRank,
+    DiscriminatorSettings,
+    Generator,
+    GeneratorRank,
+    Network,
+)
 from xcloud.models.encoder import Encoder
-from xcloud.models.public_backbone import PublicBackbone
 from xcloud.models.seeding import seed_of, seeded
 from xcloud.tasks.corpus.monolingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
@@ -29,7 +32,7 @@ from xcloud.training.settings import autocast_for
 MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known
 
 
-@dataclass(frozen=True)
+@settings("model")
 class MultilingualElectra:
     """Generators by cloud name, and the discriminator they feed (a OneWayModel).
 
@@ -43,25 +46,16 @@ class MultilingualElectra:
     coding: Literal["smallest", "fixed"] = "smallest"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, MultilingualText):
-            raise ConfigError(f"model.text must be a MultilingualText, got {self.text!r}")
-        if not isinstance(self.generators, Mapping) or not self.generators:
+        if not self.generators:
             raise ConfigError("model.generators must have a generator for each producing cloud")
-        for name, generator in self.generators.items():
-            if not isinstance(generator, Generator):
-                raise ConfigError(f"model.generators.{name} must be a Generator")
-        if not isinstance(self.discriminator, DiscriminatorSettings):
-            raise ConfigError("model.discriminator must be a DiscriminatorSettings")
         networks = [generator.backbone for generator in self.generators.values()]
-        for backbone in (*networks, self.discriminator.backbone):
-            text = backbone.text if isinstance(backbone, PublicBackbone) else None
+        for text in (network.text for network in (*networks, self.discriminator.backbone)):
             if isinstance(text, MultilingualText) and text.source.public_texts() is None:
                 raise ConfigError(
                     "a PublicBackbone is pretrained on public text in every cloud, and "
                     f"{text.describe()} is not public; use a SeededBackbone or a "
                     "PretrainedBackbone"
                 )
-        check_choice("model.coding", self.coding, ("smallest", "fixed"))
 
     @property
     def max_payload_bytes(self) -> int:
@@ -72,8 +66,7 @@ class MultilingualElectra:
     @property
     def max_positions(self) -> int | None:
         """Of the discriminator; None if defined by its checkpoint."""
-        from_here = not isinstance(self.discriminator.backbone, PretrainedBackbone)
-        return self.text.max_length if from_here else None
+        return None if self.discriminator.backbone.is_checkpoint else self.text.max_length
 
     def describe(self) -> str:
         generators = ", ".join(
@@ -172,7 +165,7 @@ class MultilingualElectra:
 
 
 def _encoder(
-    backbone: Backbone,
+    backbone: Network,
     name: str,
     special: object,
     text: MultilingualText,
@@ -184,8 +177,8 @@ def _encoder(
 
     def report(line: str) -> None:
         """Without folder names: it may be shown in another cloud."""
-        if isinstance(backbone, PretrainedBackbone):
-            line = line.replace(backbone.name_or_path, Path(backbone.name_or_path).name)
+        if backbone.is_checkpoint:
+            line = line.replace(backbone.describe(), Path(backbone.describe()).name)
         context.report(line.replace(f"{context.cache_dir}/", ""))
 
     build = BuildContext(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import product
 
+from pydantic import SkipValidation
+
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.split_model import SplitModel
+from xcloud.comm.compression import CompressionPlan
+from xcloud.contracts.model import SplitModel
 from xcloud.contracts.task import Task
 from xcloud.job.experiment_checks import (
     check_autopilot,
@@ -38,22 +39,21 @@ from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.settings import Training
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Experiment(Job):
     """What runs where, how it trains and what is written down. Raises ConfigError for settings
     that do not fit together. cluster: once built, with the replicas that the strategy makes."""
 
-    task: Task
-    model: SplitModel
+    task: SkipValidation[Task]
+    model: SkipValidation[SplitModel]
     cluster: ClusterLayout
-    schedule: Schedule
-    compression: Compression | Phased | PerBoundary | Selectable
+    schedule: SkipValidation[Schedule]
+    compression: CompressionPlan
     training: Training
     security: Visibility = field(default_factory=Visibility)
     strategy: Strategy = field(default_factory=Strategy)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         if self.autopilot is not None:
             check_autopilot(self)
@@ -77,14 +77,12 @@ class Experiment(Job):
         if layout.num_replicas > 1:
             _ = self.compression.averaging_label  # raises for one that cannot be
             check_feedback(self)
-        if isinstance(self.compression, PerBoundary):
-            for boundary in self.compression.boundaries:
-                if boundary >= layout.num_stages - 1:
-                    raise ConfigError(
-                        f"compression.boundary_{boundary}: there is no such boundary; this "
-                        "cluster has "
-                        f"{layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
-                    )
+        for boundary in self.compression.boundaries:
+            if boundary >= layout.num_stages - 1:
+                raise ConfigError(
+                    f"compression.boundary_{boundary}: there is no such boundary; this cluster "
+                    f"has {layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
+                )
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):

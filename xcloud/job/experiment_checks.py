@@ -11,11 +11,9 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import decodes_rows_alone
 from xcloud.comm.boundary import Boundary
+from xcloud.comm.compression import Compression, CompressionPlan, Selectable
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.split_model import SplitModel
+from xcloud.contracts.model import SplitModel
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.parallel.sharding import check_in_step
@@ -56,7 +54,7 @@ class Checked(Protocol):
     def security(self) -> Visibility: ...
 
     @property
-    def compression(self) -> Compression | Phased | PerBoundary | Selectable: ...
+    def compression(self) -> CompressionPlan: ...
 
     @property
     def ties_ends(self) -> bool: ...
@@ -82,8 +80,8 @@ def check_autopilot(job: Checked) -> None:
         )
     for stage in range(layout.num_stages - 1):
         ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
-        is_real = layout.wan_between(ends[0][0], ends[1][0]) == "real"
-        if is_real and max(map(len, ends)) > 1:
+        wan = layout.wan_between(ends[0][0], ends[1][0])
+        if wan is not None and wan.is_metered and max(map(len, ends)) > 1:
             raise ConfigError(
                 f"autopilot measures the real network behind stage {stage} (cluster/wan=real) "
                 f"from what one rank at each end sees, and {max(map(len, ends))} ranks share it: "

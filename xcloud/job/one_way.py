@@ -5,20 +5,23 @@ feed one with integers. Its file is read and checked like any experiment's (conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
-from xcloud.base.checks import check_int
+from pydantic import SkipValidation
+
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.training.divergence import OnDivergence, check_divergence_settings
+from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.training.divergence import OnDivergence
 from xcloud.training.settings import Checkpoints
 
 
-@dataclass(frozen=True)
+@settings("training")
 class OneWayTraining:
     """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
     all ranks of the consumer; how large a batch is, the model says.
@@ -26,19 +29,14 @@ class OneWayTraining:
     each producer's own. A producer whose forward is not finite has no batch to send: it stops.
     checkpoint: in steps of the consumer."""
 
-    max_steps: int
-    batches_per_step: int
+    max_steps: Positive
+    batches_per_step: Positive
     on_divergence: OnDivergence = "stop"
-    max_skips_in_a_row: int = 10
+    max_skips_in_a_row: Positive = 10
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
-    def __post_init__(self) -> None:
-        check_int("training.max_steps", self.max_steps, 1)
-        check_int("training.batches_per_step", self.batches_per_step, 1)
-        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
 
-
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class OneWayExperiment(Job):
     """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
     do not fit together.
@@ -47,40 +45,18 @@ class OneWayExperiment(Job):
     its run folder; none if empty. Points of a sweep have none.
     """
 
-    model: OneWayModel
+    model: SkipValidation[OneWayModel]
     cluster: OneWayLayout
     training: OneWayTraining
     feed: Feed = field(default_factory=Feed)
     follow_up: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.autopilot is not None:
             raise ConfigError(
                 "autopilot chooses the compression of a pipeline's boundaries, and a one-way "
-                "job has "
-                "none; set autopilot=off"
+                "job has none; set autopilot=off"
             )
-        if (
-            not isinstance(self.follow_up, Sequence)
-            or isinstance(self.follow_up, str)
-            or not all(isinstance(word, str) for word in self.follow_up)
-        ):
-            raise ConfigError(
-                "follow_up must be a list of overrides such as ['+exp=xnli_zero_shot'], or [] for "
-                f"none, got {self.follow_up!r}"
-            )
-        for name, kind in (
-            ("cluster", OneWayLayout),
-            ("training", OneWayTraining),
-            ("feed", Feed),
-        ):
-            found = getattr(self, name)
-            if not isinstance(found, kind):
-                raise ConfigError(
-                    f"{name} of a one-way job must be a {kind.__name__}, got a "
-                    f"{type(found).__name__}"
-                )
         if not hasattr(self.model, "max_payload_bytes"):
             raise ConfigError(
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
@@ -91,6 +67,13 @@ class OneWayExperiment(Job):
             usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
         self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+
+    def statistics(self) -> OneWayStatistics:
+        layout = self.cluster
+        num_consumers = 1 if layout.form == "local" else layout.num_consumers
+        shares = dict(zip(layout.producers, layout.shares, strict=True))
+        sizes = dict(zip(layout.producers, layout.num_lanes, strict=True))
+        return OneWayStatistics(num_consumers, shares, sizes)
 
     @property
     def compression_in_force(self) -> str:

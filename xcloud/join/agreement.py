@@ -25,9 +25,8 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.link import InLink, OutLink
-from xcloud.cluster.meeting_link import MeetingLink
-from xcloud.cluster.wire_record import LinkRecord
+from xcloud.cluster.gloo_link import MeetingLink
+from xcloud.cluster.link import InLink, LinkRecord, OutLink
 from xcloud.job.job import Job
 from xcloud.survive.compared import MAX_VALUE, PATH, make_table
 from xcloud.survive.resume import HELD, held_in, newest_common

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from xcloud.base.errors import ConfigError, LinkTimeout
-from xcloud.cluster.clouds import Layout
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.job.job import Job

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from xcloud.base.errors import RunFailed
-from xcloud.cluster.machine import num_cores
+from xcloud.cluster.transport import num_cores
 from xcloud.record.rank_state import error_file, failure_of, ready_file, state_file
 
 POLL_EVERY_S = 0.1

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Stage, TokenIds
+from xcloud.contracts.model import BuildContext, Stage, TokenIds
 from xcloud.models.attention import CrossAttention, FixedCache, Packing
-from xcloud.models.backbone import Backbone, OwnBackbone, Weights, check_backbone
+from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
 from xcloud.models.decoding import Greedy, Search, check_search
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
 from xcloud.models.encoder_decoder import (
@@ -155,8 +154,8 @@ class AbNet(EncoderDecoder):
     encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
-    encoder: Backbone
-    decoder: Backbone
+    encoder: OwnBackbone | PretrainedBackbone
+    decoder: OwnBackbone | PretrainedBackbone
     adapter_size: int = 512
     cross_attention_heads: int = 8
     dropout: float = 0.1
@@ -168,8 +167,6 @@ class AbNet(EncoderDecoder):
     decoding: Search = field(default_factory=Greedy)
 
     def __post_init__(self) -> None:
-        check_backbone("AbNet.encoder", self.encoder)
-        check_backbone("AbNet.decoder", self.decoder)
         check_int("AbNet.adapter_size", self.adapter_size, 1)
         check_int("AbNet.cross_attention_heads", self.cross_attention_heads, 1)
         if isinstance(self.decoder, OwnBackbone):  # others are checked when loaded

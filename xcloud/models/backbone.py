@@ -1,33 +1,32 @@
-"""Sources of backbone weights: pretrained here on one side's own texts, or a checkpoint.
-The network is in encoder.py, the pretraining loop in pretraining.py.
+"""Sources of backbone weights: pretrained here, on one side's own texts or on public ones; drawn
+from the run's seed; or a checkpoint. The network is in encoder.py.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xcloud.base.checks import check_int, check_number
-from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of, make_once
-from xcloud.hub.packaged_checkpoint import resolve
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of, resolve
 from xcloud.models.checkpoint import Checkpoint, read_config, read_pooler, read_weights
 from xcloud.models.encoder import Encoder, EncoderConfig, check_heads
+from xcloud.models.made_once import PublicTexts, made_once
 from xcloud.models.pretraining import HeldOutScore, MaskedLanguageModelling, pretrain
 from xcloud.models.seeding import seeded
 
 # Part of every cache key: increase it when the same settings would give different weights.
 CODE_VERSION = 2
+PUBLIC = "public text"
 
 
 @dataclass(frozen=True)
@@ -42,72 +41,40 @@ class Weights:
         return self.tensors is not None and "head.bias" in self.tensors
 
 
-class Backbone(Protocol):
-    """A source of weights for one side, named by its text field ("source" or "target")."""
+class Source:
+    """What sources of weights have in common; `Backbone`, below, says which there are. They give
+    the architecture (config) and the weights of the network for one side, named by its text field
+    ("source" or "target"), its width, which the other cloud needs to know too, and its depth.
 
-    def describe(self) -> str:
-        """Which network, in a few words."""
+    needs_sentences: whether building any part of it requires the field's texts. is_checkpoint:
+    whether it comes from a file, which may be out of reach here. text: public ones that it is
+    pretrained on.
+    """
 
-    @property
-    def needs_sentences(self) -> bool:
-        """Whether building any part of it requires the field's texts."""
+    needs_sentences: ClassVar[bool] = False
+    is_checkpoint: ClassVar[bool] = False
+    text: PublicTexts | None = None
 
-    def width(self) -> int:
-        """Features of a row; the other cloud needs to know it too."""
-
-    def depth(self) -> int | None:
-        """Blocks; None if only the width is known."""
-
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
-        """The architecture, without the weights."""
-
-    def weights(self, name: str, context: BuildContext) -> Weights:
-        """The weights. Called by every lane; may wait for lane 0 at context.barrier."""
+    def check_length(self, max_length: int) -> None:
+        """Raise ConfigError if it is known here to have fewer positions."""
 
     def pooler(self) -> Mapping[str, Tensor] | None:
         """ "weight" and "bias" of the pooler's dense layer, if there is one."""
+        return None
 
 
-def make_in_lane_0(path: Path, context: BuildContext, make: Callable[[Path, Path], None]) -> bool:
-    """Make `path` in the cache unless it is there; returns whether this rank made it. Every lane
-    calls it. make: called with the path to write, and with a folder that outlives an interrupted
-    call. Raises DataError in a lane that does not find what lane 0 wrote."""
-    unfinished = path.with_suffix(".unfinished")
-    made = context.lane == 0 and make_once(path, lambda part: make(part, unfinished))
-    if made:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    context.barrier()  # Every lane must reach this line, cached or not, or the others hang.
-    if not path.exists():
-        raise DataError(
-            f"lane {context.lane} does not find {path}, which lane 0 wrote: the lanes of a stage "
-            "must share one cache folder"
-        )
-    return made
-
-
-def check_backbone(name: str, value: object) -> None:
-    """Raise ConfigError unless `value` is an OwnBackbone or a PretrainedBackbone."""
-    if not isinstance(value, OwnBackbone | PretrainedBackbone):
-        raise ConfigError(f"{name} must be an OwnBackbone or a PretrainedBackbone, got {value!r}")
-
-
-class OwnSizes:
+@settings("OwnSizes")
+class OwnSizes(Source):
     """An encoder of our own, sized by settings."""
 
-    hidden: int
-    num_layers: int
-    num_heads: int
-    feed_forward: int
-    dropout: float
+    hidden: Positive
+    num_layers: Positive
+    num_heads: Positive
+    feed_forward: Positive
+    dropout: Fraction
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
-            check_int(f"{owner}.{name}", getattr(self, name), 1)
-        check_heads(f"{owner}.num_heads", self.num_heads, self.hidden)
-        check_number(f"{owner}.dropout", self.dropout, 0, 1)
+        check_heads(f"{type(self).__name__}.num_heads", self.num_heads, self.hidden)
 
     def width(self) -> int:
         return self.hidden
@@ -128,11 +95,8 @@ class OwnSizes:
             dropout=self.dropout,
         )
 
-    def pooler(self) -> None:
-        return None
 
-
-@dataclass(frozen=True)
+@settings("OwnBackbone")
 class OwnBackbone(OwnSizes):
     """A small encoder of our own, pretrained once by masked language modelling on its side's
     training texts and cached as cache_dir/backbones/<hash>.safetensors. The hash covers texts,
@@ -142,29 +106,18 @@ class OwnBackbone(OwnSizes):
     type_vocab_size: 2 for tasks with text pairs; pretraining uses only type 0.
     """
 
-    hidden: int = 192
-    num_layers: int = 3
-    num_heads: int = 3
-    feed_forward: int = 768
-    dropout: float = 0.1
+    hidden: Positive = 192
+    num_layers: Positive = 3
+    num_heads: Positive = 3
+    feed_forward: Positive = 768
+    dropout: Fraction = 0.1
     pretraining: MaskedLanguageModelling = field(default_factory=MaskedLanguageModelling)
-    type_vocab_size: int = 1
+    type_vocab_size: Positive = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("OwnBackbone.type_vocab_size", self.type_vocab_size, 1)
-        if not isinstance(self.pretraining, MaskedLanguageModelling):
-            raise ConfigError(
-                "OwnBackbone.pretraining must be a MaskedLanguageModelling, got "
-                f"{self.pretraining!r}"
-            )
+    needs_sentences: ClassVar[bool] = True
 
     def describe(self) -> str:
         return f"own {self.num_layers} x {self.hidden}"
-
-    @property
-    def needs_sentences(self) -> bool:
-        return True
 
     def config(
         self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
@@ -179,42 +132,35 @@ class OwnBackbone(OwnSizes):
         return replace(config, type_vocab_size=self.type_vocab_size)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        """Lane 0 fills the cache, the others wait and read it, so all lanes share one network."""
+        """The first rank of a stage fills the cache, the others read it, so all share one
+        network."""
         config = self.config(name, context.vocabularies, context.max_length)
-        sentences = context.sentences(name)
-        key = self._key(config, context.vocabularies[name], sentences)
-        path = context.cache_dir / "backbones" / f"{key}.safetensors"
-        make = partial(self._make, name, config, sentences, context)
-        made = make_in_lane_0(path, context, make)
-        if context.lane == 0:
-            what = "kept as" if made else "from"
-            context.report(f"backbone for {name!r}: {_score(path)}, {what} {path}")
-        return Weights(config, load_file(path))
+        sentences, ids = context.sentences(name), context.vocabularies[name]
 
-    def _make(
-        self,
-        name: str,
-        config: EncoderConfig,
-        sentences: Sequence[Sequence[int]],
-        context: BuildContext,
-        path: Path,
-        unfinished: Path,
-    ) -> None:
-        said = f"backbone for {name!r}: pretraining"
-        with seeded(self.pretraining.seed, "backbone"):
-            encoder = Encoder(config).to(context.device)
-        score = pretrain(
-            encoder,
-            sentences,
-            context.vocabularies[name],
-            self.pretraining,
-            lambda line: context.report(f"{said} {line}"),
-            unfinished,
-            f"{context.setting}.pretraining",
-        )
-        tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
-        about = {"loss": str(score.loss), "accuracy": str(score.accuracy)}
-        save_file(tensors, path, metadata=about)
+        def build(path: Path, unfinished: Path) -> None:
+            with seeded(self.pretraining.seed, "backbone"):
+                encoder = Encoder(config).to(context.device)
+            score = pretrain(
+                encoder,
+                sentences,
+                ids,
+                self.pretraining,
+                lambda line: context.report(f"backbone for {name!r}: pretraining {line}"),
+                unfinished,
+                f"{context.setting}.pretraining",
+            )
+            tensors = {k: v.detach().cpu().contiguous() for k, v in encoder.state_dict().items()}
+            save_file(tensors, path, {"loss": str(score.loss), "accuracy": str(score.accuracy)})
+
+        file = f"backbones/{self._key(config, ids, sentences)}.safetensors"
+        path, made = made_once(file, context, build)
+        if context.lane == 0:
+            with safe_open(path, framework="pt") as kept:
+                about = kept.metadata()
+            score = HeldOutScore(float(about["loss"]), float(about["accuracy"]))
+            what = "kept as" if made else "from"
+            context.report(f"backbone for {name!r}: {score}, {what} {path}")
+        return Weights(config, load_file(path))
 
     def _key(
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
@@ -231,22 +177,18 @@ class OwnBackbone(OwnSizes):
         return key_of(described, bytes_of(sentences))
 
 
-@dataclass(frozen=True)
+@settings("SeededBackbone")
 class SeededBackbone(OwnSizes):
     """An encoder of our own, initialised from the run's seed and trained in the run."""
 
-    hidden: int = 128
-    num_layers: int = 3
-    num_heads: int = 4
-    feed_forward: int = 512
-    dropout: float = 0.1
+    hidden: Positive = 128
+    num_layers: Positive = 3
+    num_heads: Positive = 4
+    feed_forward: Positive = 512
+    dropout: Fraction = 0.1
 
     def describe(self) -> str:
         return f"{self.num_layers} x {self.hidden}"
-
-    @property
-    def needs_sentences(self) -> bool:
-        return False
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         config = self.config(name, context.vocabularies, context.max_length)
@@ -255,8 +197,54 @@ class SeededBackbone(OwnSizes):
         return Weights(config, encoder.state_dict())
 
 
-@dataclass(frozen=True)
-class PretrainedBackbone:
+@settings("PublicBackbone")
+class PublicBackbone(Source):
+    """An OwnBackbone pretrained on public text, in the same cache, so that every cloud can build
+    the same one without private text.
+
+    text, num_texts: the pretraining texts and their number; the task must use the same tokenizer.
+    network: sizes and pretraining.
+    """
+
+    text: PublicTexts
+    num_texts: Annotated[int, Field(ge=2)] = 20_000
+    network: OwnBackbone = field(default_factory=OwnBackbone)
+
+    def describe(self) -> str:
+        return f"{self.network.describe()}, pretrained on {self.text.describe()}"
+
+    def width(self) -> int:
+        return self.network.width()
+
+    def depth(self) -> int:
+        return self.network.depth()
+
+    def config(
+        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
+    ) -> EncoderConfig:
+        """vocabularies: must contain the field, visible or not; `weights` needs none."""
+        return self.network.config(name, vocabularies, max_length)
+
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        ids = self.text.token_ids(context.cache_dir)
+        seen = context.vocabularies.get(name)
+        if seen not in (None, ids):
+            raise ConfigError(
+                f"the encoder's public text has the special ids {ids}, but the task's {name!r} "
+                f"has {seen}: give both the same tokenizer"
+            )
+        sentences = self.text.sentences(self.num_texts, context.cache_dir)
+        public = replace(
+            context,
+            vocabularies={PUBLIC: ids},
+            sentences=lambda field_name: sentences,
+            setting=f"{context.setting}.network",
+        )
+        return self.network.weights(PUBLIC, public)
+
+
+@settings("PretrainedBackbone")
+class PretrainedBackbone(Source):
     """A BERT-type checkpoint of transformers: bert, roberta, xlm-roberta, camembert, ernie, or
     electra with a single width; a local folder, a hub name or a packaged checkpoint ("minilm").
 
@@ -264,24 +252,13 @@ class PretrainedBackbone:
     the width too, cannot read the checkpoint.
     """
 
-    name_or_path: str
-    hidden: int | None = None
+    name_or_path: Annotated[str, Field(min_length=1)]
+    hidden: Positive | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name_or_path, str) or not self.name_or_path:
-            raise ConfigError(
-                "PretrainedBackbone.name_or_path must be a folder or a name on the hub, got "
-                f"{self.name_or_path!r}"
-            )
-        if self.hidden is not None:
-            check_int("PretrainedBackbone.hidden", self.hidden, 1)
+    is_checkpoint: ClassVar[bool] = True
 
     def describe(self) -> str:
         return self.name_or_path
-
-    @property
-    def needs_sentences(self) -> bool:
-        return False
 
     def width(self) -> int:
         return self.hidden or read_config(resolve(self.name_or_path)).config.hidden
@@ -292,7 +269,6 @@ class PretrainedBackbone:
         return read_config(resolve(self.name_or_path)).config.num_layers
 
     def check_length(self, max_length: int) -> None:
-        """Raise ConfigError if the checkpoint, if readable here, has fewer positions."""
         if self.hidden is None:
             _check_length(read_config(resolve(self.name_or_path)), self.name_or_path, max_length)
 
@@ -338,7 +314,4 @@ def _check_length(checkpoint: Checkpoint, name: str, max_length: int) -> None:
         )
 
 
-def _score(path: Path) -> HeldOutScore:
-    with safe_open(path, framework="pt") as file:
-        about = file.metadata()
-    return HeldOutScore(float(about["loss"]), float(about["accuracy"]))
+Backbone = OwnBackbone | SeededBackbone | PublicBackbone | PretrainedBackbone

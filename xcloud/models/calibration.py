@@ -17,17 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Batch, TokenIds
-from xcloud.hub.cache import bytes_of, key_of, make_once
+from xcloud.contracts.model import Batch, BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of, make_once
 from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis, largest_entry_sign
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.seeding import seeded
 from xcloud.models.split_point import Split, num_places
 from xcloud.models.text_head import orthonormal_rows
-from xcloud.models.text_source import PublicTexts
 
 CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Boundary, BoundaryField, Stage, TokenIds
+from xcloud.cluster.frame import TensorSpec
+from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage, TokenIds
 from xcloud.models.causal_base import OwnCausal
 from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (
@@ -42,8 +41,8 @@ from xcloud.models.causal_network import (
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.causal_weights import load_weights
 from xcloud.models.lora import Lora
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Split, num_places
-from xcloud.models.text_source import PublicTexts, check_public_text
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_LENGTH = 2**15 - 1  # places cross as int16
@@ -108,8 +107,6 @@ class CausalLM:
                 )
             for count in self.blocks_per_stage:
                 check_int("model.blocks_per_stage", count, 0)
-        if self.public_text is not None:
-            check_public_text("model.public_text", self.public_text)
         if self.split is not None:
             check_settings(self.split, self.blocks_per_stage)
             if self.split.needs_public_text and self._public_text is None:

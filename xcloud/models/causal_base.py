@@ -8,62 +8,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import bytes_of, key_of
-from xcloud.models.backbone import make_in_lane_0
-from xcloud.models.causal_network import (
-    Part,
-    check_type,
-    config_of,
-    network_of,
-)
+from xcloud.base.settings import Positive, settings
+from xcloud.contracts.model import BuildContext, TokenIds
+from xcloud.hub import bytes_of, key_of
+from xcloud.models.causal_network import Part, config_of, network_of
 from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
 from xcloud.models.causal_weights import draw_weights, write_checkpoint
-from xcloud.models.descent import Descent
 from xcloud.models.encoder import check_heads
+from xcloud.models.made_once import Descent, PublicTexts, made_once
 from xcloud.models.seeding import seed_of
-from xcloud.models.text_source import PublicTexts, check_public_text
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 2
 
 
-@dataclass(frozen=True)
+@settings("NextTokenPretraining")
 class NextTokenPretraining(Descent):
-    """Guess the next token, in windows of `length` tokens of the joined texts.
+    """Guess the next token, in windows of `length` tokens of the joined texts."""
 
-    seed is the base's own, not the run's: runs of several seeds share it, as they would share a
-    published checkpoint. steps=0 leaves random weights.
-    """
-
-    steps: int = 800
-    batch_size: int = 16
-    length: int = 64
-    learning_rate: float = 3e-3
-    warmup_steps: int = 80
-    weight_decay: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        owner = "NextTokenPretraining"
-        self.check_descent(owner)
-        check_int(f"{owner}.batch_size", self.batch_size, 1)
-        check_int(f"{owner}.length", self.length, 2)
+    steps: Annotated[int, Field(ge=0)] = 800
+    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 80
+    batch_size: Positive = 16
+    length: Annotated[int, Field(ge=2)] = 64
 
 
-@dataclass(frozen=True)
+@settings("OwnCausal")
 class OwnCausal:
     """A model of the Llama kind (or mistral, qwen2), made from `num_texts`
     public texts and kept as cache_dir/causal/<hash>, a folder that transformers loads. The hash
@@ -74,40 +54,22 @@ class OwnCausal:
     """
 
     text: PublicTexts
-    num_texts: int = 20_000
-    kind: str = "llama"
-    hidden: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    feed_forward: int = 384
+    num_texts: Positive = 20_000
+    kind: Literal["llama", "mistral", "qwen2"] = "llama"  # others: model.checkpoint
+    hidden: Positive = 128
+    num_layers: Positive = 4
+    num_heads: Positive = 4
+    num_kv_heads: Positive | None = None
+    feed_forward: Positive = 384
     tied: bool = False
     pretraining: NextTokenPretraining = field(default_factory=NextTokenPretraining)
 
     def __post_init__(self) -> None:
-        check_public_text("OwnCausal.text", self.text)
-        check_type(self.kind, "OwnCausal.kind")
-        if self.kind not in ("llama", "mistral", "qwen2"):
-            raise ConfigError(
-                f"OwnCausal.kind must be llama, mistral or qwen2, got {self.kind!r}; other kinds "
-                "come from a checkpoint (model.checkpoint)"
-            )
-        for name in ("hidden", "num_layers", "num_heads", "feed_forward"):
-            check_int(f"OwnCausal.{name}", getattr(self, name), 1)
-        check_int("OwnCausal.num_texts", self.num_texts, 1)
         check_heads("OwnCausal.num_heads", self.num_heads, self.hidden)
-        if self.num_kv_heads is not None:
-            check_int("OwnCausal.num_kv_heads", self.num_kv_heads, 1)
-            if self.num_heads % self.num_kv_heads:
-                raise ConfigError(
-                    f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
-                    f"{self.num_kv_heads}"
-                )
-        if not isinstance(self.tied, bool):
-            raise ConfigError(f"OwnCausal.tied must be true or false, got {self.tied!r}")
-        if not isinstance(self.pretraining, NextTokenPretraining):
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"OwnCausal.pretraining must be a NextTokenPretraining, got {self.pretraining!r}"
+                f"OwnCausal.num_kv_heads must divide num_heads {self.num_heads}, got "
+                f"{self.num_kv_heads}"
             )
 
     def describe(self) -> str:
@@ -133,42 +95,29 @@ class OwnCausal:
         return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))
 
     def folder(self, context: BuildContext) -> Path:
-        """The checkpoint, made if it is not in the cache. Every lane calls it, and it waits for
-        lane 0 at context.barrier."""
+        """The checkpoint, made if it is not in the cache; see made_once."""
         ids = self.text.token_ids(context.cache_dir)
         config = self.config(context.max_length, ids)
         texts = self.text.sentences(self.num_texts, context.cache_dir)
-        folder = context.cache_dir / "causal" / self._key(config, ids, texts)
-        make_in_lane_0(folder, context, partial(self._make, config, ids, texts, context))
-        return folder
 
-    def _make(
-        self,
-        config: Any,
-        ids: TokenIds,
-        texts: Sequence[Sequence[int]],
-        context: BuildContext,
-        folder: Path,
-        unfinished: Path,
-    ) -> None:
-        said = f"{self.describe()}: pretraining on {len(texts):,} public texts"
-        shorter = "model.own.pretraining.steps=N makes it shorter"
-        context.report(f"{said}, {self.pretraining.steps} steps; {shorter}")
-        part = Part(range(self.num_layers), True, True)
-        network = network_of(config, part)
-        draw_weights(network, self.pretraining.seed)
-        stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
-        loss = _pretrain(
-            stage,
-            texts,
-            ids,
-            self.pretraining,
-            lambda line: context.report(f"{said}, {line}"),
-            unfinished,
-        )
-        write_checkpoint(network, folder)
-        if self.pretraining.steps:
-            context.report(f"{self.describe()}: loss {loss:.3f} at the end")
+        def build(folder: Path, unfinished: Path) -> None:
+            what = f"{self.describe()}: pretraining on {len(texts):,} public texts"
+            shorter = "model.own.pretraining.steps=N makes it shorter"
+            context.report(f"{what}, {self.pretraining.steps} steps; {shorter}")
+            part = Part(range(self.num_layers), True, True)
+            network = network_of(config, part)
+            draw_weights(network, self.pretraining.seed)
+            stage = CausalStage(network, part, 8192, {"lora": False}).to(context.device)
+
+            def report(line: str) -> None:
+                context.report(f"{what}, {line}")
+
+            loss = _pretrain(stage, texts, ids, self.pretraining, report, unfinished)
+            write_checkpoint(network, folder)
+            if self.pretraining.steps:
+                context.report(f"{self.describe()}: loss {loss:.3f} at the end")
+
+        return made_once(f"causal/{self._key(config, ids, texts)}", context, build)[0]
 
     def _key(self, config: Any, ids: TokenIds, texts: Sequence[Sequence[int]]) -> str:
         described = {
@@ -204,13 +153,13 @@ def _pretrain(
 
     mean = math.nan
 
-    def said() -> str:
+    def score() -> str:
         return f"loss {mean:.3f}"
 
     batches = map(_windows, repeat(flat), repeat(settings), repeat(draw))
     with torch.enable_grad():
         stage.train()
-        for _, loss in settings.descend(stage, batches, loss_of, report, said, unfinished):
+        for _, loss in settings.descend(stage, batches, loss_of, report, score, unfinished):
             now = float(loss)
             mean = now if math.isnan(mean) else 0.95 * mean + 0.05 * now
     return mean

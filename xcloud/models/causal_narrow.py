@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.split_model import BuildContext
+from xcloud.contracts.model import BuildContext
 from xcloud.models.attention import Packing
 from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.causal_network import (
@@ -36,8 +36,8 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.split_point import Split, check_rank
-from xcloud.models.text_source import PublicTexts
 
 Cut = ProjectionBottom | ProjectionTop
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from xcloud.contracts.stage import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.causal_narrow import Cut, through
 from xcloud.models.causal_network import (

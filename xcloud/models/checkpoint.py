@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.hub.access import go_offline_if_unreachable
-from xcloud.models.encoder import Encoder, EncoderConfig
+from xcloud.hub import go_offline_if_unreachable
+from xcloud.models.encoder import Activation, Encoder, EncoderConfig
 
 MODEL_TYPES = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
 OFFSET_TYPES = ("camembert", "roberta", "xlm-roberta")  # positions start at padding_idx + 1
-ACTIVATION_NAMES = {
+ACTIVATION_NAMES: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 
 
 class StepDecoder(Protocol):

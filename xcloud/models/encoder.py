@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import Fraction, Positive, settings
 from xcloud.models.attention import GrowingCache, Packing, SelfAttention
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+Activation = Literal["gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
 
 
-@dataclass(frozen=True)
+@settings("EncoderConfig")
 class EncoderConfig:
     """The architecture: everything needed to build an Encoder, except weights.
 
@@ -36,27 +37,19 @@ class EncoderConfig:
     are dropped, so there is no offset: see checkpoint.py.
     """
 
-    vocab_size: int
-    hidden: int
-    num_layers: int
-    num_heads: int
-    feed_forward: int
-    max_positions: int  # longest text, special ids included
-    dropout: float = 0.1  # after the embeddings and each sub-layer
-    attention_dropout: float = 0.0  # 0 keeps attention on the fused kernel
-    activation: str = "gelu"
-    layer_norm_eps: float = 1e-12
-    type_vocab_size: int = 1
+    vocab_size: Positive
+    hidden: Positive
+    num_layers: Positive
+    num_heads: Positive
+    feed_forward: Positive
+    max_positions: Positive  # longest text, special ids included
+    dropout: Fraction = 0.1  # after the embeddings and each sub-layer
+    attention_dropout: Fraction = 0.0  # 0 keeps attention on the fused kernel
+    activation: Activation = "gelu"
+    layer_norm_eps: Annotated[float, Field(ge=0.0)] = 1e-12
+    type_vocab_size: Positive = 1
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden", "num_layers", "num_heads", "feed_forward"):
-            check_int(f"EncoderConfig.{name}", getattr(self, name), 1)
-        check_int("EncoderConfig.max_positions", self.max_positions, 1)
-        check_int("EncoderConfig.type_vocab_size", self.type_vocab_size, 1)
-        check_number("EncoderConfig.dropout", self.dropout, 0, 1)
-        check_number("EncoderConfig.attention_dropout", self.attention_dropout, 0, 1)
-        check_number("EncoderConfig.layer_norm_eps", self.layer_norm_eps, 0)
-        check_choice("EncoderConfig.activation", self.activation, ACTIVATIONS)
         check_heads("EncoderConfig.num_heads", self.num_heads, self.hidden)
 
 

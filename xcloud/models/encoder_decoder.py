@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.stage import (
+from xcloud.contracts.model import (
     Batch,
     Boundary,
     BoundaryField,

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Boundary, BoundaryField, Head, Stage, TokenIds
-from xcloud.models.backbone import Backbone, PretrainedBackbone, Weights
+from xcloud.cluster.frame import TensorSpec
+from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Head, Stage, TokenIds
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, Weights
 from xcloud.models.calibration import EncoderBlock, blank_basis, measured_basis, random_basis
 from xcloud.models.encoder import Encoder, EncoderConfig
 from xcloud.models.low_rank_cut import (
@@ -36,12 +35,11 @@ from xcloud.models.low_rank_cut import (
     start_bottom,
     start_top,
 )
-from xcloud.models.public_backbone import PublicBackbone
+from xcloud.models.made_once import PublicTexts
 from xcloud.models.seeding import seeded
 from xcloud.models.split_point import Split, check_rank, num_places
 from xcloud.models.split_stages import BottomStage, HeadPart, HeadStage, MiddleStage, TopPart
 from xcloud.models.text_head import Bottleneck, Pooling, Widening, make_head
-from xcloud.models.text_source import PublicTexts, check_public_text
 
 TEXT, TYPES, LABEL = "text", "types", "label"
 
@@ -62,7 +60,7 @@ class LowRankSplit:
     max_answer_tokens: maximum length of a predicted span.
     """
 
-    backbone: Backbone
+    backbone: PretrainedBackbone | PublicBackbone
     split: Split
     output: Literal["sample", "span"] = "sample"
     public_text: PublicTexts | None = None
@@ -84,9 +82,7 @@ class LowRankSplit:
         check_number("LowRankSplit.dropout", self.dropout, 0, 0.99)
         check_number("LowRankSplit.attention_dropout", self.attention_dropout, 0, 0.99)
         check_int("LowRankSplit.max_answer_tokens", self.max_answer_tokens, 1)
-        if self.public_text is not None:
-            check_public_text("LowRankSplit.public_text", self.public_text)
-        elif self.split.needs_public_text:
+        if self.public_text is None and self.split.needs_public_text:
             raise ConfigError(
                 f"split.method={self.split.method} with anchor {self.split.anchor_kind} is "
                 "estimated on public text: set model.public_text, split.calibration=own, or "

@@ -12,27 +12,28 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.contracts.model import TokenIds
 from xcloud.models.attention import Packing
-from xcloud.models.descent import Descent
-from xcloud.models.electra import choose_masked
 from xcloud.models.encoder import Encoder
+from xcloud.models.made_once import Descent
 from xcloud.models.seeding import seed_of
 
 MAX_HELD_OUT = 500  # sentences; enough to know the loss to about 1 %
 BATCHES_SORTED_TOGETHER = 50
 PATIENCE = 3  # passes over the texts without a smaller held-out loss
+LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known word boundaries
 
 
-@dataclass(frozen=True)
+@settings("MaskedLanguageModelling")
 class MaskedLanguageModelling(Descent):
     """Guess masked words.
 
@@ -43,33 +44,20 @@ class MaskedLanguageModelling(Descent):
     is predicted from those before it. A network that shall also serve as a decoder has then seen
     what a decoder sees (both objectives share all weights: Dong et al., UniLM, arXiv:1905.03197;
     without their segments and sequence-to-sequence masks).
-    seed is the backbone's own, not the run's: runs with different seeds share one cached backbone,
-    as they would share a published checkpoint. steps=0 keeps random weights (an ablation).
     max_epochs: `steps` is reduced to so many passes over the texts (and warmup_steps to a tenth of
     that at most); it ends earlier when the held-out loss has not fallen for PATIENCE of them, and
     keeps the weights with which it was least. None: `steps`, and the last weights.
     """
 
-    steps: int = 2000
-    batch_tokens: int = 1024  # 1,600 small steps beat 800 of twice the size, in the same time
-    learning_rate: float = 2e-3  # for widths about 128; 4e-3 got stuck there, 1e-3 was slower
-    warmup_steps: int = 100
-    weight_decay: float = 0.01
-    mask_share: float = 0.15
-    held_out_share: float = 0.02
-    seed: int = 0
-    causal_share: float = 0.0
-    max_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        owner = "MaskedLanguageModelling"
-        self.check_descent(owner)
-        check_int(f"{owner}.batch_tokens", self.batch_tokens, 1)
-        check_number(f"{owner}.mask_share", self.mask_share, 0, 0.9, above=True)
-        check_number(f"{owner}.held_out_share", self.held_out_share, 0, 0.5, above=True)
-        check_number(f"{owner}.causal_share", self.causal_share, 0, 1)
-        if self.max_epochs is not None:
-            check_int(f"{owner}.max_epochs", self.max_epochs, 1)
+    steps: Annotated[int, Field(ge=0)] = 2000
+    # for widths about 128; 4e-3 got stuck there, 1e-3 was slower
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    batch_tokens: Positive = 1024  # 1,600 small steps beat 800 of twice the size, in equal time
+    mask_share: Annotated[float, Field(gt=0.0, le=0.9)] = 0.15
+    held_out_share: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
+    causal_share: Fraction = 0.0
+    max_epochs: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -110,16 +98,63 @@ def pretrain(
     unfinished: Path | None = None,
     setting: str = "pretraining",
 ) -> HeldOutScore:
-    """Train `encoder` in place, on its device. Deterministic given settings, sentences and initial
-    weights; independent of timing, reports and interruptions (`unfinished`: see descent.py).
+    """Train the encoder in place, on its device. Deterministic given settings, sentences and
+    initial weights; independent of timing, reports and interruptions (see Descent.descend).
 
     sentences: token ids without special ids; DataError if fewer than two are non-empty. setting:
     the dotted name of `settings`, for the user who wants it shorter.
     """
-    config = encoder.config
     device = next(encoder.parameters()).device
+    draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
+    train, held_out = _divided(encoder, sentences, ids, settings, draw)
+    a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
+    if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
+        warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
+        settings = replace(settings, steps=most, warmup_steps=warmup)
+    num, passes = len(train) + len(held_out), f"{settings.steps / a_pass:.1f} passes over them"
+    report(f"on {num:,} texts: {settings.steps} steps, {passes}; for fewer {setting}.{shorter}=N")
+
+    modes = _evenly(settings.causal_share)
+    batches = (
+        _guesses(batch, ids, settings.mask_share, draw, next(modes))
+        for batch in _batches(train, settings.batch_tokens, draw)
+    )
+
+    def loss_of(batch: _Guesses) -> Tensor:
+        return _loss(encoder, batch)[0]
+
+    def score() -> HeldOutScore:
+        return evaluate(encoder, held_out, ids, settings)
+
+    best = None if settings.max_epochs is None else _Best(encoder)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        torch.manual_seed(seed_of(settings.seed, "dropout"))
+        encoder.train()
+        descent = settings.descend(encoder, batches, loss_of, report, score, unfinished, best)
+        for step, _ in descent:
+            if best is not None and (step + 1) % a_pass == 0:
+                best.take(encoder, score().loss)
+                if best.num_worse == PATIENCE:
+                    report(f"ends at step {step + 1}: the held-out loss rises")
+                    break
+        if best is not None and best.loss < math.inf:
+            encoder.load_state_dict(best.encoder.state_dict())
+        encoder.eval()
+        return score()
+
+
+def _divided(
+    encoder: Encoder,
+    sentences: Sequence[Sequence[int]],
+    ids: TokenIds,
+    settings: MaskedLanguageModelling,
+    draw: torch.Generator,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Texts with special ids, to train on and to hold out."""
+    longest = encoder.config.max_positions - 2
     texts = [
-        torch.tensor([ids.bos, *sentence[: config.max_positions - 2], ids.eos])
+        torch.tensor([ids.bos, *sentence[:longest], ids.eos])
         for sentence in sentences
         if len(sentence)
     ]
@@ -128,46 +163,9 @@ def pretrain(
             f"pretraining a backbone needs 2 sentences or more, got {len(texts)}. "
             "Is the corpus empty?"
         )
-    draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
     order = torch.randperm(len(texts), generator=draw).tolist()
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
-    held_out = [texts[i] for i in order[:num_held_out]]
-    train = [texts[i] for i in order[num_held_out:]]
-    a_pass, shorter = math.ceil(sum(map(len, train)) / settings.batch_tokens), "steps"
-    if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
-        warmup, shorter = min(settings.warmup_steps, most // 10), "max_epochs"
-        settings = replace(settings, steps=most, warmup_steps=warmup)
-    passes = f"{settings.steps} steps, {settings.steps / a_pass:.1f} passes over them"
-    report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
-
-    modes = _evenly(settings.causal_share)
-    batches = (
-        _guesses(batch, ids, settings.mask_share, draw, next(modes))
-        for batch in _batches(train, settings.batch_tokens, draw)
-    )
-    best = None if settings.max_epochs is None else _Best(encoder)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        torch.manual_seed(seed_of(settings.seed, "dropout"))
-        encoder.train()
-        for step, _ in settings.descend(
-            encoder,
-            batches,
-            lambda batch: _loss(encoder, batch)[0],
-            report,
-            lambda: evaluate(encoder, held_out, ids, settings),
-            unfinished,
-            best,
-        ):
-            if best is not None and (step + 1) % a_pass == 0:
-                best.take(encoder, evaluate(encoder, held_out, ids, settings).loss)
-                if best.num_worse == PATIENCE:
-                    report(f"ends at step {step + 1}: the held-out loss rises")
-                    break
-        if best is not None and best.loss < math.inf:
-            encoder.load_state_dict(best.encoder.state_dict())
-        encoder.eval()
-        return evaluate(encoder, held_out, ids, settings)
+    return [texts[i] for i in order[num_held_out:]], [texts[i] for i in order[:num_held_out]]
 
 
 @torch.no_grad()
@@ -277,3 +275,29 @@ def mask_tokens(
     seen_R = truth_R.clone()
     seen_R[masked_M] = torch.where(fate < 0.9, replaced, truth_R[masked_M])
     return seen_R, masked_M
+
+
+def choose_masked(
+    ids_R: Tensor,
+    special: TokenIds,
+    share: float,
+    draw: torch.Generator,
+    starts_V: Tensor | None = None,
+) -> Tensor:
+    """Rows to mask, int64 [M], ascending, at least one: each token, or with starts_V (bool [V],
+    ids that start a word) each whole word, with probability `share`. Words longer than
+    LONGEST_WORD are split into parts of that length. Never pad, bos or eos.
+    """
+    fixed_R = (ids_R == special.bos) | (ids_R == special.eos) | (ids_R == special.pad)
+    if starts_V is None:
+        chance_R = torch.rand(len(ids_R), generator=draw)
+    else:
+        after_fixed_R = torch.cat((torch.ones(1, dtype=torch.bool), fixed_R[:-1]))
+        begins_R = starts_V[ids_R] | fixed_R | after_fixed_R
+        row_R = torch.arange(len(ids_R))
+        place_R = row_R - (row_R * begins_R).cummax(0).values
+        word_R = (place_R % LONGEST_WORD == 0).cumsum(0) - 1
+        chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
+    chance_R = chance_R.masked_fill(fixed_R, 1.0)
+    masked_M = (chance_R < share).nonzero()[:, 0]
+    return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)

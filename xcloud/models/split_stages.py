@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcloud.contracts.stage import Batch, Message, Stage, StageOutput
+from xcloud.contracts.model import Batch, Message, Stage, StageOutput
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import Embeddings
 from xcloud.models.low_rank_cut import BottomCut, ProjectionTop, TopCut

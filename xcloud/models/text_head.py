@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
 from xcloud.models.seeding import seeded
 

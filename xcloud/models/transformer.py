@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcloud.base.checks import check_int, check_number
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Stage, TokenIds
+from xcloud.contracts.model import BuildContext, Stage, TokenIds
 from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention
 from xcloud.models.decoding import Greedy, Search, check_search
 from xcloud.models.encoder import check_heads

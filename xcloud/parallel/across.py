@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import MEMORY, State, load_states, split_state, states_of, whole_number
+from xcloud.comm.state import MEMORY, State, load_states, split_state, states_of, whole_number
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.pieces import dealt

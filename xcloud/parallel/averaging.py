@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.cluster.frame import Kind, MessageKey, frame_bytes
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.memory import MEMORY, State, Stateful, load_states, split_state, states_of
+from xcloud.comm.state import MEMORY, State, Stateful, load_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from xcloud.comm.memory import State
+from xcloud.comm.state import State
 from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Watch
 from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 

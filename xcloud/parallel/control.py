@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.frame import Frame, Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import InLink, OutLink, Parts
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.tensor_spec import TensorSpec
 
 REPORT_CAPACITY_BYTES = 1 << 18
 REPORT_CARRIES = ("report lines, see reports",)

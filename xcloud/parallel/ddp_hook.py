@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.compressor import Compressor, Parts
-from xcloud.comm.draws import seed_from
-from xcloud.comm.memory import State, join_states, split_state
-from xcloud.comm.per_tensor import PerTensor
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.compression import PerTensor
+from xcloud.comm.compressor import Compressor, Parts, seed_from
+from xcloud.comm.state import State, join_states, split_state
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.merging import Contribution, Merge, check_merge, mean_of, weighted_mean
 

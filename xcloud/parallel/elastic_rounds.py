@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
+from xcloud.comm.state import State, Stateful, load_states, states_of, whole_number
 from xcloud.parallel.hub import Hub, Member
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.rank_group import RankGroup

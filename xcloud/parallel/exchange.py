@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State, Stateful, split_state
+from xcloud.comm.state import State, Stateful, split_state
 from xcloud.parallel.norm import are_finite, squared_norm
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.sharded import local_part, with_part

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.averaging import Watch, contribution_of
 from xcloud.parallel.merging import Contribution, Merge, can_merge

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import (
+from xcloud.comm.state import (
     MEMORY,
     State,
     Stateful,

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from xcloud.cluster.frame import MessageKey
+from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.parallel.replica_links import ReplicaLinks
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import OUTER, State
-from xcloud.comm.snapshot import copy_of
+from xcloud.comm.state import OUTER, State, copy_of
 from xcloud.parallel.norm import are_finite
 from xcloud.parallel.outer_optimizer import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup

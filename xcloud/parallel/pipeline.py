@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.comm.activation_cache import ActivationCache, by_sample, message_at, samples_at
 from xcloud.comm.boundary import Boundary, Message
 from xcloud.comm.channel import Receiver, Sender
 from xcloud.comm.step_clock import NOWHERE, Place, StepClock
-from xcloud.contracts.stage import Batch, Stage, StageOutput
+from xcloud.contracts.model import Batch, Stage, StageOutput
 from xcloud.parallel.schedule import Action, ForwardOnly, Schedule, put_off, rank_actions
 from xcloud.parallel.split_backward import DeferredWeights, can_wait
 

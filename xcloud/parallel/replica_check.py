@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.base.errors import ReplicasDiffer
-from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.parallel.mailbox import Mailbox
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.sharded import local_part

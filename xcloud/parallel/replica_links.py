@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from xcloud.cluster.frame import MessageKey
+from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
-from xcloud.cluster.tensor_spec import TensorSpec
 
 
 class ReplicaLinks(Protocol):

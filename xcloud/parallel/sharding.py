@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.memory import State, split_state
+from xcloud.comm.state import State, split_state
 from xcloud.parallel.across import AcrossClouds, MakeAverager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from xcloud.comm.memory import State, whole_number
+from xcloud.comm.state import State, whole_number
 from xcloud.parallel.rank_group import RankGroup
 
 

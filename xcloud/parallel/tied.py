@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.memory import State, Stateful, join_states, split_state
+from xcloud.comm.state import State, Stateful, join_states, split_state
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup

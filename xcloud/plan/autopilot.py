@@ -19,9 +19,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.comm.memory import State
-from xcloud.comm.phases import Compression
-from xcloud.comm.selectable import Selectable
+from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.state import State
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule, most_kept
 from xcloud.plan.costs import Direction, TableCosts
 from xcloud.plan.line import Line

@@ -18,17 +18,17 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import (
     Kind,
     MessageKey,
+    TensorSpec,
     decode_frame,
     encode_frame,
     frame_bytes,
     seal_frame,
 )
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import BoundaryField
 from xcloud.comm.channel import Codec
+from xcloud.comm.compression import Compression, Phased
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.phases import Compression, Phased
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.merging import Contribution, weighted_sum

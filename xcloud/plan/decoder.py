@@ -14,12 +14,11 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.cluster.frame import frame_bytes
+from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.comm.boundary import Boundary, BoundaryField
+from xcloud.comm.compression import Compression, Phased
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.phases import Compression, Phased
 from xcloud.plan.profile import (
     AveragingCodec,
     BoundaryCodec,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
-from xcloud.comm.phases import Compression, Phased
+from xcloud.comm.compression import Compression, Phased
 from xcloud.parallel.strategy import Strategy
 
 DIMENSIONS = ("split", "micro_batches", "schedule", "compression", "strategy")

@@ -13,9 +13,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import MEGABYTE
-from xcloud.comm.per_boundary import PerBoundary
-from xcloud.comm.phases import Compression, Phased
-from xcloud.comm.selectable import Selectable
+from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, Schedule, with_micro_batches
@@ -90,14 +88,16 @@ class Planner:
 
     def __post_init__(self) -> None:
         job = self.job
-        if isinstance(job.compression, PerBoundary):
+        if job.compression.boundaries:
             raise ConfigError(
                 "plan: compression differs from boundary to boundary, which is not priced yet; "
                 "choose one compression for all"
             )
         self.batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
-        assert not isinstance(job.compression, Selectable), "refused with a plan"
+        assert isinstance(job.compression, Compression | Phased), (
+            "autopilot is refused with a plan"
+        )
         self.own_compression, self.candidates = self._candidates(job.compression)
         self.not_planned: dict[str, str] = {}
         self.schedules = self._schedules()

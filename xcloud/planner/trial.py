@@ -27,9 +27,9 @@ from torch import nn
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.machine import num_cores
-from xcloud.comm.phases import Compression, Phased
-from xcloud.contracts.split_model import FreelyCut, SplitModel
+from xcloud.cluster.transport import num_cores
+from xcloud.comm.compression import Compression, Phased
+from xcloud.contracts.model import FreelyCut, SplitModel
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.launch.local import run
@@ -227,7 +227,7 @@ class TrialRun:
         compression but the last; and without all that stands around the steps."""
         given = configs.plain_settings(self.config, without=("hydra",))
         tables = dict(given["plan"]["compressors"])
-        tables = {"none": {"_target_": "xcloud.comm.phases.Compression"}, **tables}
+        tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}, **tables}
         tables.setdefault(self.own, given["compression"])
         choices = {name: _last_phase(tables[name], self.candidates[name]) for name in self.names}
         clouds = {name: table_of(cloud) for name, cloud in self.layout.clouds.items()}

@@ -15,7 +15,8 @@ from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link_profile import line_bytes
 from xcloud.comm.boundary import Boundary
-from xcloud.comm.memory import (
+from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.state import (
     MEMORY,
     State,
     Stateful,
@@ -25,8 +26,6 @@ from xcloud.comm.memory import (
     states_of,
     whole_number,
 )
-from xcloud.comm.phases import Compression
-from xcloud.comm.selectable import Selectable
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.control import NO_CHOICE, Pilot
@@ -69,7 +68,7 @@ class Switching(Pilot):
         if choice != NO_CHOICE:
             self._choice = choice
             shape, compression = divmod(choice, len(self._compression.choices))
-            self._wiring.switches.switch(compression, step + 1)
+            self._wiring.boundaries.switches.switch(compression, step + 1)
             self._use_schedule(self._schedules[shape])
 
     def state_dict(self) -> State:
@@ -82,7 +81,7 @@ class Switching(Pilot):
         load_states(self._stateful, state, "the autopilot", ["choice"])
         self._choice = whole_number(state, "choice")
         shape, compression = divmod(self._choice, len(self._compression.choices))
-        if shape >= len(self._schedules) or compression != self._wiring.switches.choice:
+        if shape >= len(self._schedules) or compression != self._wiring.boundaries.switches.choice:
             raise ValueError(
                 f"the autopilot was saved with choice {self._choice}, which it has not now"
             )
@@ -90,7 +89,7 @@ class Switching(Pilot):
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"switches": self._wiring.switches}
+        return {"switches": self._wiring.boundaries.switches}
 
 
 class RunPilot(Switching):
@@ -146,14 +145,14 @@ class RunPilot(Switching):
             return None
         found = torch.zeros(2 + len(self._boundaries) * len(DIRECTIONS) * _PER_WAY).double()
         found[0], found[1] = self._busy_s, self._compute_s
-        for channel in self._wiring.wan_sends:
+        for channel in self._wiring.boundaries.wan_sends:
             at = self._place(channel.identity.boundary, channel.identity.direction)
             kind, sent = KINDS[channel.identity.direction], channel.link.stats
             sums = (sent.num_bytes[kind], sent.num_messages[kind], sent.line_s[kind])
             found[at : at + _SUMS] += torch.tensor(sums, dtype=torch.float64)
             found[at + _SUMS] = sent.latency_s
         meters = self._wiring.ends.meters
-        for identity, link in self._wiring.wan_receives:
+        for identity, link in self._wiring.boundaries.wan_receives:
             if identity.sender in meters:
                 at = self._place(identity.boundary, identity.direction)
                 found[at + 2] += link.stats.line_s[KINDS[identity.direction]]
@@ -168,7 +167,7 @@ class RunPilot(Switching):
         assert self.forecast is not None
         measured = self._since(before, updates)
         predicted_s = self.forecast.step_s(measured, self._choice)
-        since_step = self._wiring.switches.since_step
+        since_step = self._wiring.boundaries.switches.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
             self._tell(step, self._choice, choice, predicted_s, measured)
@@ -177,9 +176,10 @@ class RunPilot(Switching):
     def follow(self, step: int, choice: int) -> None:
         super().follow(step, choice)
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
-            for channel in self._wiring.wan_sends:
+            for channel in self._wiring.boundaries.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
-                if self._layout.wan_between(*both) == "real":
+                wan = self._layout.wan_between(*both)
+                if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xcloud.contracts.stage import Batch
+from xcloud.contracts.model import Batch
 from xcloud.contracts.task import Split, TaskData
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from xcloud.comm.cast import Nothing
-from xcloud.comm.draws import seed_from
+from xcloud.comm.compressor import seed_from
+from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import Choose, TensorCodec
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import Stage
 from xcloud.parallel.across import LOSS, AcrossClouds
 from xcloud.parallel.averaging import AllToAll, Averager, averager_for
 from xcloud.parallel.averaging_guard import AveragingGuard

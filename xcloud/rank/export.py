@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError, RunFailed
 from xcloud.base.project import MODEL_DIR
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import Stage
 from xcloud.contracts.task import TaskData
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from xcloud.comm.draws import seed_from
+from xcloud.comm.compressor import seed_from
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.join.elastic import Teller, make_end
 from xcloud.parallel.averaging import Averager, averager_for

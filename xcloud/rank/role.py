@@ -11,11 +11,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.pair_transport import PairTransport
-from xcloud.cluster.wire_record import LinkRecord
-from xcloud.comm.memory import Stateful, load_states, states_of
-from xcloud.comm.snapshot import bytes_to_copy
+from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
 from xcloud.rank.interleaved import Interleaving

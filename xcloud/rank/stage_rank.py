@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.activation_cache import MEGABYTE, CachingChannel, describe
-from xcloud.comm.memory import Stateful, states_of
-from xcloud.comm.snapshot import bytes_to_copy
+from xcloud.comm.activation_cache import CachingChannel, describe
+from xcloud.comm.state import Stateful, bytes_to_copy, states_of
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import NO_LABEL, Batch, Stage
+from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact
@@ -47,6 +45,8 @@ from xcloud.tasks.corpus.text import SPLITS
 from xcloud.training.memory_meter import MemoryMeter, optimizer_bytes
 from xcloud.training.settings import autocast_for
 from xcloud.training.trainer import Trainer, Work
+from xcloud.wire.boundaries import observed
+from xcloud.wire.ends import Ends
 from xcloud.wire.wiring import wire
 
 log = logging.getLogger(__name__)
@@ -64,21 +64,12 @@ class StageRank(Role[Experiment]):
             slowdown=layout.clouds[self.placement.cloud].slowdown,
             device=context.device,
         )
-        self.wiring = wire(
-            context.transport or GlooTransport(self.rank, context.device), layout, job.boundaries,
-            job.compression, job.max_micro_batch, context.device, self.clock, context.run_dir,
-            on_report=context.on_report,
-            schedule=job.schedule,
-            defences=job.security.defences,
-            seed=job.seed,
-            ties_ends=job.ties_ends,
-            is_elastic=job.is_elastic,
-            kept_bytes=job.training.activation_cache_mb * MEGABYTE,
-            other_schedules=job.schedules[1:],
-        )  # fmt: skip
+        transport = context.transport or GlooTransport(self.rank, context.device)
+        ends = Ends(transport, layout, context.run_dir, self.clock.messages)
+        self.wiring = wire(job, ends, self.clock, context.device, context.on_report)
         self.facts = StoreFacts(context.transport) if context.transport is not None else None
-        self.records = self.wiring.wan_records
-        self.lives = self.wiring.ends.lives
+        self.records = ends.records
+        self.lives = ends.lives
         self._dealers: dict[int, Sharder] = {}  # by stage, where this cloud deals them
 
     def report(self, lines: bytes) -> None:
@@ -139,11 +130,12 @@ class StageRank(Role[Experiment]):
         device, run_dir = self.context.device, self.context.run_dir
         observer = _observer(job, rank, data)
         averaged, privacy = None, job.security.privacy
+        ports = self.wiring.boundaries.ports
         if observer is not None:
-            self.wiring.observe(observer)
+            ports = observed(ports, observer, self.wiring.ends)
             averaged = _averaging_observer(job, observer, stages, data)
         pipeline = Pipeline(
-            rank, stages, layout.num_stages, self.wiring.ports, layout.owner,
+            rank, stages, layout.num_stages, ports, layout.owner,
             {stage: layout.turn(stage, rank) for stage in stages},
             device, job.seed, self.clock, autocast_for(job.training.precision, device),
             observer.batch if observer is not None else None, layout.num_replicas,
@@ -250,7 +242,7 @@ class StageRank(Role[Experiment]):
             contributions = job.strategy.most_contributions(made)
             told = account(privacy, trainer.plan, made, contributions)
             self.reporter.event("privacy", **told)
-        channels = self.wiring.channels.values()
+        channels = self.wiring.boundaries.channels.values()
         if kept := [c.kept for c in channels if isinstance(c, CachingChannel)]:
             self.reporter.note(describe(kept))
         moments = optimizer_bytes(trainer.optimizers)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from xcloud.comm.selectable import Selectable
-from xcloud.contracts.stage import Stage
+from xcloud.comm.compression import Selectable
+from xcloud.contracts.model import Stage
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import Schedule
 from xcloud.parallel.split_backward import can_wait

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from xcloud.cluster.frame import Kind, MessageKey
-from xcloud.cluster.machine import machine_id
-from xcloud.cluster.message_log import MessageLog
+from xcloud.cluster.line import MessageLog
+from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, StepClock
 from xcloud.record.reporter import Reporter
 

@@ -41,7 +41,7 @@ class WanMeter:
             "samples": report.num_samples,
             "tokens": report.num_tokens,
         }
-        if self._wiring.is_emulated:
+        if self._wiring.ends.is_emulated:
             event["line_busy_s"] = {
                 name: {to: round(s, 6) for (kind, to), s in line_s.items() if kind == name and s}
                 for name in raw
@@ -63,12 +63,12 @@ class WanMeter:
         sent = Counter(dict.fromkeys((*TRAFFIC, *more), 0))
         raw = Counter(dict.fromkeys((*TENSORS, *more), 0))
         line_s: Counter[tuple[str, str]] = Counter()
-        for record, stats in zip(self._wiring.wan_records, self._wiring.wan_stats, strict=True):
+        for record, stats in zip(self._wiring.ends.records, self._wiring.wan_stats, strict=True):
             for kind in Kind:  # other threads may add to what has been sent
                 if (name := kind.traffic) is not None and name in sent:
                     sent[name] += stats.num_bytes[kind]
                     line_s[name, record.to] += stats.line_s[kind]
-        for channel in self._wiring.wan_sends:
+        for channel in self._wiring.boundaries.wan_sends:
             raw[channel.identity.direction] += channel.raw_bytes
         for ends in averaging:
             raw[AVERAGING] += ends.raw_bytes

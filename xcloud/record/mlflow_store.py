@@ -15,18 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcloud.record.mlflow_view import UI_HOST, UI_PORT, VIEW_KEY, prepared_view, view_tag
+
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"
-VIEW_KEY = "xcloud"  # of the view of all runs
-
-UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
 
 log = logging.getLogger(__name__)
-
-
-def view_tag(key: str) -> str:
-    """The experiment tag under which MLflow looks up a view (private to MLflow, like the view)."""
-    return f"mlflow.sharedViewState.{key}"
 
 
 def prepare_environment() -> None:
@@ -70,9 +64,14 @@ class Store:
 
         return MlflowClient(self.tracking_uri)
 
-    def open(self, view: Mapping[str, object] | None = None) -> tuple[Any, str]:
-        """A client and the experiment's id; creates both if missing. view: the page
-        of all runs to prepare in a store on this machine."""
+    @property
+    def server(self) -> str:
+        """Where it is shown."""
+        return self.uri or f"http://{UI_HOST}:{UI_PORT}"
+
+    def open(self) -> tuple[Any, str]:
+        """A client and the experiment's id; creates both if missing, and in a store on this
+        machine the view of all runs."""
         from filelock import FileLock
 
         if self.uri is not None:
@@ -87,11 +86,11 @@ class Store:
                 log.warning("could not look for moved artifacts in %s: %s", self.database, error)
             client = self.client()
             experiment_id = self._experiment_id(client, self.artifacts.as_uri())
-            if view is not None:
-                try:
-                    client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), json.dumps(view))
-                except Exception as error:  # A view is not worth a run.
-                    log.debug("could not prepare the view of runs: %s", error)
+            try:
+                view = json.dumps(prepared_view())
+                client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), view)
+            except Exception as error:  # A view is not worth a run.
+                log.debug("could not prepare the view of runs: %s", error)
             return client, experiment_id
 
     def write_view(self, key: str, view: Mapping[str, object]) -> str:

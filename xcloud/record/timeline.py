@@ -112,9 +112,12 @@ class Timeline:
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
-    """Join the "timeline" events of a run; None if there are none (it ended too early)."""
+    """Join the "timeline" events of a run's last attempt; None if there are none (it ended too
+    early)."""
     parts: dict[int, list[Event]] = {}
     for event in events:
+        if event["event"] == "resume":
+            parts.clear()
         if event["event"] == "timeline":
             parts.setdefault(event["rank"], []).append(event)
     if not parts:

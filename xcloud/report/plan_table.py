@@ -7,19 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
 from xcloud.plan.report import Report
 from xcloud.plan.search import AtCount, Crossing
-from xcloud.report.table import (
-    WIDTH_WITHOUT_TERMINAL,
-    epochs_text,
-    human_bytes,
-    human_seconds,
-)
+from xcloud.report.run_table import epochs_text
+from xcloud.report.tables import WIDTH_OF_A_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = WIDTH_WITHOUT_TERMINAL + 60
+WIDTH = WIDTH_OF_A_FILE + 60
 
 
 def print_plans(report: Report, console: Console | None = None) -> None:
@@ -90,13 +87,6 @@ def bandwidth_text(crossing: Crossing) -> str:
     if not crossing.pays_below:
         return "none: it never pays"
     return human_bandwidth(crossing.pays_below)
-
-
-def human_bandwidth(bits_per_s: float) -> str:
-    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bits_per_s >= 0.9995 * size:
-            return f"{bits_per_s / size:.3g} {unit}"
-    return f"{bits_per_s / 1e3:.3g} kbit/s"
 
 
 def best_m(counted: Sequence[AtCount]) -> str:

@@ -17,15 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.record.mlflow_store import (
-    UI_HOST,
-    UI_PORT,
-    VIEW_KEY,
-    Store,
-    prepare_environment,
-    view_tag,
-)
-from xcloud.report.mlflow_view import page, sweep_key
+from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.record.mlflow_view import UI_HOST, UI_PORT, VIEW_KEY, page, sweep_key, view_tag
 
 HOST = UI_HOST
 LATEST_SWEEPS = 5  # to print links of

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from xcloud.base.units import human_bytes, human_seconds
 from xcloud.plan.what_if import Planned, WhatIfPlan
 from xcloud.report.plan_table import WIDTH
-from xcloud.report.table import human_bytes, human_seconds
 
 ORDERS: Mapping[str, Callable[[WhatIfPlan], float]] = {
     "step": lambda row: row.priced.step_s,

@@ -7,23 +7,23 @@ CONSTRUCTORS = frozenset(
     for name in """
 cluster.layout.Cloud cluster.layout.ClusterLayout cluster.link_profile.LinkProfile
 cluster.liveness.Liveness cluster.one_way_layout.OneWayCloud cluster.one_way_layout.OneWayLayout
-comm.cast.Cast comm.chain.Chain comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback
-comm.per_boundary.PerBoundary comm.per_tensor.PerTensor comm.phases.Compression comm.phases.Phase
-comm.phases.Phased comm.power_sgd.PowerSgd comm.quantize.BlockInt comm.sparsify.RandomK
-comm.sparsify.RandomTopK comm.sparsify.TopK comm.sparsify.TopRows
-electra.config.DiscriminatorSettings electra.config.Generator electra.model.MultilingualElectra
-job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment job.one_way.OneWayTraining
-models.abnet.AbNet models.backbone.OwnBackbone models.backbone.PretrainedBackbone
-models.backbone.SeededBackbone models.causal.CausalLM models.causal_base.NextTokenPretraining
-models.causal_base.OwnCausal models.decoding.Beam models.decoding.Greedy models.lora.Lora
-models.low_rank_split.LowRankSplit models.pretraining.MaskedLanguageModelling
-models.public_backbone.PublicBackbone models.split_point.Split models.transformer.Transformer
+comm.chain.Chain comm.compression.Compression comm.compression.PerBoundary
+comm.compression.PerTensor comm.compression.Phase comm.compression.Phased comm.low_rank.PowerSgd
+comm.low_rank.Svd comm.memory.DeltaCache comm.memory.ErrorFeedback comm.precision.BlockInt
+comm.precision.Cast comm.sparsify.RandomK comm.sparsify.RandomTopK comm.sparsify.TopK
+comm.sparsify.TopRows electra.model.MultilingualElectra electra.parts.DiscriminatorSettings
+electra.parts.Generator job.experiment.Experiment job.job.Launch job.one_way.OneWayExperiment
+job.one_way.OneWayTraining models.abnet.AbNet models.backbone.OwnBackbone
+models.backbone.PretrainedBackbone models.backbone.PublicBackbone models.backbone.SeededBackbone
+models.causal.CausalLM models.causal_base.NextTokenPretraining models.causal_base.OwnCausal
+models.decoding.Beam models.decoding.Greedy models.lora.Lora models.low_rank_split.LowRankSplit
+models.pretraining.MaskedLanguageModelling models.split_point.Split models.transformer.Transformer
 parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
 parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer
 parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
 parallel.strategy.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
 plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
-record.tracking.MlflowTracker record.tracking.NullTracker security.defences.Defences
+record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
 security.privacy.CloudPrivacy security.privacy.SamplePrivacy security.privacy.no_privacy

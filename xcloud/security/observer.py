@@ -9,22 +9,22 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int
+from xcloud.base.settings import Positive, settings
 from xcloud.security.defences import LABEL
 
 OBSERVATIONS_DIR = "observations"
 TRUTH, GUESS, STEPS = "truth", "guess", "steps"
 
 
-@dataclass(frozen=True)
+@settings("security.meter")
 class LeakMeter:
     """Settings of the leak meter.
 
@@ -36,16 +36,10 @@ class LeakMeter:
         file stays with that rank, and by default they are deleted once measured.
     """
 
-    last_steps: int = 50
-    max_rows: int = 20_000
-    averaging_steps: int = 3
+    last_steps: Positive = 50
+    max_rows: Annotated[int, Field(ge=100)] = 20_000
+    averaging_steps: Positive = 3
     keep: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("security.meter.last_steps", self.last_steps, 1)
-        check_int("security.meter.max_rows", self.max_rows, 100)
-        check_int("security.meter.averaging_steps", self.averaging_steps, 1)
-        check_choice("security.meter.keep", self.keep, (True, False))
 
 
 def no_meter() -> None:

@@ -11,30 +11,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_number
+from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class _Noised:
     """clip: largest norm of one contribution. noise: standard deviation of the noise on every
     value, in units of clip. delta: of the guarantee; choose less than 1 / number of samples."""
 
-    clip: float
-    noise: float
-    delta: float = 1e-5
+    clip: PositiveFloat
+    noise: NotNegativeFloat
+    delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
 
     unit = ""
-
-    def __post_init__(self) -> None:
-        check_number("security.privacy.clip", self.clip, 0, above=True)
-        check_number("security.privacy.noise", self.noise, 0)
-        check_number("security.privacy.delta", self.delta, 0, 0.999999, above=True)
 
     @property
     def label(self) -> str:
@@ -45,7 +41,7 @@ class _Noised:
         return gaussian_epsilon(self.noise, squared_uses, self.delta)
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class SamplePrivacy(_Noised):
     """DP-SGD (Abadi et al., arXiv:1607.00133): every sample's gradient is clipped, each replica
     adds noise to the sum of its own before any of it leaves the cloud.
@@ -59,7 +55,7 @@ class SamplePrivacy(_Noised):
     unit = "sample"
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class CloudPrivacy(_Noised):
     """DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud: what a replica gives to
     a merge, gradient or weight change, is clipped as a whole and noised before it is sent.

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import DataError
-from xcloud.cluster.clouds import Layout
-from xcloud.cluster.wire_record import LinkRecord
+from xcloud.cluster.layout import Layout
+from xcloud.cluster.link import LinkRecord
 
 AUDIT_FILE = "wire_audit.json"
 

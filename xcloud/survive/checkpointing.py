@@ -30,8 +30,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.memory import State, Stateful, states_of
-from xcloud.comm.snapshot import SnapshotBuffer, bytes_to_copy
+from xcloud.comm.state import SnapshotBuffer, State, Stateful, bytes_to_copy, states_of
 from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter

@@ -21,7 +21,7 @@ from torch import Tensor
 from xcloud import __version__
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import commit
-from xcloud.comm.memory import MEMORY, OUTER, State, is_marked
+from xcloud.comm.state import MEMORY, OUTER, State, is_marked
 from xcloud.job.job import Job
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive.changes import Changes, Places, changes

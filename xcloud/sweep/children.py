@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from xcloud.base.errors import XcloudError
-from xcloud.cluster.machine import num_cores
+from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, read_config
 from xcloud.record.summary import SUMMARY_FILE
 from xcloud.sweep.points import Point

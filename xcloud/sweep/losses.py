@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
-from xcloud.report.picture_style import DPI, INK, LINES
-from xcloud.report.pictures import plain, running_mean
+from xcloud.record.summary import read_run
+from xcloud.report.figures import INK, LINES, canvas, column, over_steps, save, smoothed
 from xcloud.sweep.points import UNCOMPRESSED
 from xcloud.sweep.results import ONE_CLOUD, Row
 
@@ -26,7 +24,6 @@ LOSSES = "losses.png"
 
 MOST_CURVES = 8  # more cannot be told apart
 STYLES = ("--", ":", "-.")
-_SMOOTH_OVER = 1 / 50  # of the run, as in a run's loss.png
 Values = NDArray[np.float64]
 
 
@@ -56,11 +53,11 @@ def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:
     for row in sorted(rows, key=lambda row: row is not chosen):
         by_seed = {}
         for result in row.results:
-            found = read_curves(result.run_dir / EVENTS_FILE)
-            loss = np.asarray(found.loss)
+            steps = read_run(result.run_dir / EVENTS_FILE).steps
+            step, loss = np.asarray(steps.step), np.asarray(steps["loss"])
             known = np.isfinite(loss)
             if result.status == "finished" and known.any():
-                by_seed[result.settings.get("seed")] = (np.asarray(found.step)[known], loss[known])
+                by_seed[result.settings.get("seed")] = step[known], loss[known]
         if by_seed and row is chosen:
             reference = Curve(_name(row, rows), by_seed)
         elif by_seed:
@@ -73,11 +70,8 @@ def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:
 def write_losses(
     folder: Path, reference: Curve | None, others: Sequence[Curve], title: str
 ) -> Path:
-    figure = Figure(figsize=(8, 6.2 if reference else 4.6), dpi=DPI, layout="constrained")
-    figure.suptitle(f"{title}: training loss", fontsize=11)
-    heights = [2, 1] if reference else [1]
-    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-    panels = panels[:, 0]
+    figure = canvas(f"{title}: training loss", 8, 6.2 if reference else 4.6)
+    panels = column(figure, [2, 1] if reference else [1])
     if reference:
         # Broad and pale, so that it stays visible under an equal curve.
         pale = {"color": "#B5B5B5", "linewidth": 4.5}
@@ -98,10 +92,8 @@ def write_losses(
     panels[0].legend(frameon=False, fontsize=8.5)
     panels[-1].set_xlabel("step")
     for axes in panels:
-        plain(axes)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / LOSSES)
-    return folder / LOSSES
+        over_steps(axes)
+    return save(figure, folder / LOSSES)
 
 
 def _draw(
@@ -117,10 +109,7 @@ def _draw(
         steps = np.intersect1d(steps, step)
     if not len(steps):
         return
-    window = max(1, round(len(steps) * _SMOOTH_OVER))
-    smooth = np.stack(
-        [running_mean(loss[np.searchsorted(step, steps)], window) for step, loss in runs]
-    )
+    smooth = np.stack([smoothed(loss[np.searchsorted(step, steps)])[0] for step, loss in runs])
     mean = smooth.mean(axis=0)
     axes.plot(steps, mean, label=label, **style)
     if len(runs) > 1:

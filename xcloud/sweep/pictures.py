@@ -1,5 +1,5 @@
 """A sweep in three pictures: quality against step time, quality against compression ratio, and
-where the step time goes. Figures are made without pyplot, whose state is global.
+where the step time goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from xcloud.record.scores import LESS_IS_BETTER, score_name
-from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, LINES
+from xcloud.report.figures import COLOURS, FAINT, INK, LINES, canvas, plain, save
 from xcloud.sweep.results import Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"
@@ -99,12 +99,10 @@ def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) 
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 5.5), dpi=DPI, layout="constrained")
+    figure = canvas(title, 8, 5.5)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
     axes = figure.subplots()
-    axes.grid(color="#EEEEEE")
-    axes.set_axisbelow(True)
+    plain(axes, "both")
     return figure, axes
 
 
@@ -156,9 +154,7 @@ def _save(
         axes.legend(fontsize=8, frameon=False, loc="best")
     figure.draw_without_rendering()
     _label(figure, axes, marks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
@@ -200,10 +196,8 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     shown = [row for row in rows if row.parts_s("compute_s")]
     shown.sort(key=lambda row: row.step_time_s.mean if row.step_time_s else 0.0)
     bars = [(row, cloud) for row in shown for cloud in sorted(row.parts_s("compute_s"))]
-    figure = Figure(
-        figsize=(8, 1.6 + 0.28 * len(bars) + 0.12 * len(shown)), dpi=DPI, layout="constrained"
-    )
-    figure.suptitle(f"{title}: where a step's time goes", fontsize=11)
+    height_in = 1.6 + 0.28 * len(bars) + 0.12 * len(shown)
+    figure = canvas(f"{title}: where a step's time goes", 8, height_in)
     axes = figure.subplots()
     heights, ticks = [], []
     height = 0.0
@@ -226,6 +220,4 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)

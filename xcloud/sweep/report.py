@@ -18,7 +18,7 @@ from xcloud.sweep import view
 from xcloud.sweep.points import differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
 from xcloud.sweep.swept import print_swept, swept_of, write_swept
-from xcloud.sweep.table import print_table, write_csv
+from xcloud.sweep.table import print_sweep, write_csv
 
 MOST_DIFFERENCES = 12
 
@@ -60,7 +60,7 @@ def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[R
     from xcloud.sweep.swept_picture import write_swept_picture
 
     rows = rows_of(results)
-    print_table(rows)
+    print_sweep(rows)
     written = [*write_csv(folder, rows, results), *write_pictures(folder, rows, title)]
     if swept := swept_of(rows):
         print_swept(swept)

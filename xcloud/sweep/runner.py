@@ -20,14 +20,13 @@ from typing import Any
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, XcloudError
-from xcloud.cluster.machine import num_cores
+from xcloud.base.units import human_duration, human_seconds
+from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
 from xcloud.launch.local import sigterm_as_interrupt
 from xcloud.rank.interleaved import ADDRESS, check_takes_turns
 from xcloud.record.scores import score_name, score_text
 from xcloud.record.summary import read_summary
-from xcloud.report.progress import human_duration
-from xcloud.report.table import human_seconds
 from xcloud.sweep.children import Children
 from xcloud.sweep.conductor import InterleavingServer
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides

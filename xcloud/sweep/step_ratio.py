@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xcloud.rank.interleaved import MIN_ROUNDS
-from xcloud.record.mlflow_sender import TRACKED_FILE
+from xcloud.record.mlflow_tracker import TRACKED_FILE
 from xcloud.record.summary import SUMMARY_FILE, read_summary, write_summary
 from xcloud.record.tracked_values import ratio_metrics
 from xcloud.record.tracking import Tracker
 from xcloud.sweep.points import UNCOMPRESSED, Point, reference_key
-from xcloud.sweep.view import store_of
 
 KEY = "step_time_ratio"  # in summary.json
 
@@ -107,7 +106,7 @@ def record(timed: Sequence[tuple[Point, Path, Rounds]]) -> list[str]:
 
 
 def _track(tracker: Tracker, run_dir: Path) -> None:
-    store = store_of(tracker)
+    store = tracker.store
     if store is None:
         return
     run_id = json.loads((run_dir / TRACKED_FILE).read_text("utf-8"))["run_id"]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcloud.record.scores import score_name, shown_scores
+from xcloud.report.tables import Column, console_of, print_table
 from xcloud.sweep.points import deciding, varying
 from xcloud.sweep.results import Row
-from xcloud.sweep.table import console_of_sweeps, spread_text
+from xcloud.sweep.table import WIDTH_OF_A_SWEEP, spread_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,19 +84,11 @@ def swept_of(rows: Sequence[Row]) -> Swept | None:
 
 def print_swept(found: Swept, console: Console | None = None) -> None:
     """Print a table for each score: a row per value, a column per line."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or console_of_sweeps()
+    console = console or console_of(WIDTH_OF_A_SWEEP)
+    heads = [Column(name) for name in (found.name, *(line.label for line in found.lines))]
     for score in found.scores:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="dim")
-        table.title = f"{score_name(score)} by {found.setting}"
-        for heading in (found.name, *(line.label for line in found.lines)):
-            table.add_column(Text(heading), justify="right", no_wrap=True)
-        for value, cells in table_of(found, score):
-            table.add_row(*(Text(cell) for cell in (value, *cells)))
-        console.print(table)
+        cells = [(value, *cells) for value, cells in table_of(found, score)]
+        print_table(console, heads, cells, f"{score_name(score)} by {found.setting}")
 
 
 def table_of(found: Swept, score: str) -> list[tuple[str, list[str]]]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from xcloud.record.scores import LESS_IS_BETTER, score_name
-from xcloud.report.picture_style import DPI, LINES
+from xcloud.report.figures import LINES, canvas, column, plain, save
 from xcloud.sweep.swept import Swept
 from xcloud.sweep.table import spread_text
 
@@ -26,9 +25,8 @@ _APART, _AT_MOST = 0.04, 0.2  # of the distance between values, so that whiskers
 
 
 def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
-    figure = Figure(figsize=(8, 1.3 + 3.9 * len(found.scores)), dpi=DPI, layout="constrained")
-    figure.suptitle(f"{title}: quality by {found.name}", fontsize=11)
-    panels = figure.subplots(len(found.scores), 1, sharex=True, squeeze=False)[:, 0]
+    figure = canvas(f"{title}: quality by {found.name}", 8, 1.3 + 3.9 * len(found.scores))
+    panels = column(figure, [1] * len(found.scores))
     for axes, score in zip(panels, found.scores, strict=True):
         _draw(axes, found, score)
     panels[-1].set_xlabel(found.setting)
@@ -42,9 +40,7 @@ def write_swept_picture(folder: Path, found: Swept, title: str) -> Path:
         handles=handles, loc="outside lower center", fontsize=8.5, frameon=False,
         ncols=max(1, min(4, len(handles), LEGEND_WIDTH // (longest + 8))),
     )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / SWEPT_PICTURE)
-    return folder / SWEPT_PICTURE
+    return save(figure, folder / SWEPT_PICTURE)
 
 
 def _draw(axes: Axes, found: Swept, score: str) -> None:
@@ -79,9 +75,7 @@ def _draw(axes: Axes, found: Swept, score: str) -> None:
     of = ", less is better" if score in LESS_IS_BETTER else ", test set"
     seeds = "" if found.num_seeds == "1" else f"\n(mean ± std over {found.num_seeds} seeds)"
     axes.set_ylabel(f"{score_name(score)}{of}{seeds}")
-    axes.grid(color="#EEEEEE")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes, "both")
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcloud.base.units import UNKNOWN, human_percent, human_seconds
 from xcloud.record.scores import score_name, score_text, shown_scores
 from xcloud.record.tracked_values import final_metrics
-from xcloud.report.table import UNKNOWN, WIDTH_WITHOUT_TERMINAL, human_seconds
+from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table
 from xcloud.sweep.points import identity, varying
 from xcloud.sweep.published import Published, published_for
 from xcloud.sweep.results import Result, Row, Spread
@@ -21,37 +21,21 @@ if TYPE_CHECKING:
 
 TABLE_FILE, POINTS_FILE = "table.csv", "points.csv"
 PAPER = "paper: "  # prefix of headings of published figures
-WIDTH_OF_A_FILE = 200
+WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 
 
-def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or console_of_sweeps()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(_columns(rows)):
-        table.add_column(
-            column.heading,
-            justify="left" if index == 0 else "right",
-            no_wrap=index > 0,
-            overflow="fold",
-            style="dim" if column.heading.startswith(PAPER) else None,
-        )
-    for cells in zip(*(column.cells for column in _columns(rows)), strict=True):
-        table.add_row(*(Text(cell) for cell in cells))
+def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
+    console = console or console_of(WIDTH_OF_A_SWEEP)
+    columns = _columns(rows)
+    heads = [
+        Column(c.heading, right=i > 0, wraps=i == 0, dim=c.heading.startswith(PAPER))
+        for i, c in enumerate(columns)
+    ]
     console.print()
-    console.print(table)
+    print_table(console, heads, zip(*(column.cells for column in columns), strict=True))
+    width = min(console.width, WIDTH_OF_A_FILE)
     for line in _remarks(rows):
-        console.print(Text(line, style="dim"), width=min(console.width, WIDTH_WITHOUT_TERMINAL))
-
-
-def console_of_sweeps() -> Console:
-    """Wide where output goes to a file: a wrapped label cannot be searched for."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+        console.print(line, style="dim", width=width, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -80,13 +64,13 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     if _tells_something(rows):
         heading = "share" if _are_timed_together(rows) else "share, one after another"
         columns.append(_Column(heading, [_share(row) for row in rows]))
-    columns += _known(f"{PAPER}share", [_known_percent(known.share) for known in published])
+    columns += _known(f"{PAPER}share", [_knownhuman_percent(known.share) for known in published])
     if any(row.share_of_one_cloud for row in rows):
         name, heading = _rate(rows)
         columns.append(_Column(heading, [_rate_text(row.rates.get(name)) for row in rows]))
         alone = [row.share_of_one_cloud.get(name) for row in rows]
-        columns.append(_Column("of one cloud", [_percent(share, 1) for share in alone]))
-        there = [_known_percent(known.of_one_cloud) for known in published]
+        columns.append(_Column("of one cloud", [human_percent(share, 1) for share in alone]))
+        there = [_knownhuman_percent(known.of_one_cloud) for known in published]
         columns += _known(f"{PAPER}of one cloud", there)
     ratios = [row.compression_ratio for row in rows]
     columns.append(_Column("ratio", [f"{r.mean:.2f}x" if r else UNKNOWN for r in ratios]))
@@ -99,8 +83,8 @@ def _known(heading: str, cells: Sequence[str | None]) -> list[_Column]:
     return [_Column(heading, [cell or "" for cell in cells])] if any(cells) else []
 
 
-def _known_percent(share: float | None) -> str | None:
-    return None if share is None else _percent(share)
+def _knownhuman_percent(share: float | None) -> str | None:
+    return None if share is None else human_percent(share)
 
 
 def _tells_something(rows: Sequence[Row]) -> bool:
@@ -243,9 +227,5 @@ def _seconds(spread: Spread | None) -> str:
 
 
 def _share(row: Row) -> str:
-    text = _percent(row.share)
-    return text if row.share_std is None else f"{text[:-2]} ± {_percent(row.share_std)}"
-
-
-def _percent(share: float | None, digits: int = 0) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+    text = human_percent(row.share)
+    return text if row.share_std is None else f"{text[:-2]} ± {human_percent(row.share_std)}"

@@ -8,22 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.project import project_root
-from xcloud.record.mlflow_store import UI_HOST, UI_PORT, Store, prepare_environment
-from xcloud.record.tracking import MlflowTracker, Tracker
-from xcloud.report.mlflow_view import artifacts_page, page, prepared_view, sweep_key, ui_command
+from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.record.mlflow_view import artifacts_page, page, prepared_view, sweep_key, ui_command
+from xcloud.record.tracking import Tracker
 from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, varying
 
 MOST_PARAMS = 6  # columns; more do not fit a window
 TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
-
-
-def store_of(tracker: Tracker) -> Store | None:
-    if not isinstance(tracker, MlflowTracker):
-        return None
-    return Store(project_root() / tracker.root, tracker.experiment, tracker.uri)
 
 
 def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
@@ -62,7 +55,7 @@ def prepare(
 
     report: tables and pictures to log as artifacts.
     """
-    store = store_of(tracker)
+    store = tracker.store
     if store is None:
         return list
     links: list[str] = []
@@ -71,10 +64,10 @@ def prepare(
         try:
             prepare_environment()
             experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
-            found = _links(store, sweep, experiment_id, tracker)
+            found = _links(store, sweep, experiment_id)
             if report:
                 run_id = store.keep_report(sweep, report)
-                place = artifacts_page(_server(store), experiment_id, run_id)
+                place = artifacts_page(store.server, experiment_id, run_id)
                 found.insert(2, f"MLflow report  {place}")
             links.extend(found)
         except Exception as error:  # MLflow may be down or refuse; the sweep goes on.
@@ -92,19 +85,15 @@ def prepare(
     return wait
 
 
-def _links(store: Store, sweep: str, experiment_id: str, tracker: Tracker) -> list[str]:
-    server = _server(store)
+def _links(store: Store, sweep: str, experiment_id: str) -> list[str]:
+    server = store.server
     links = [
         f"MLflow table   {page(server, experiment_id, sweep_key(sweep))}",
         f"MLflow charts  {page(server, experiment_id, sweep_key(sweep), charts=True)}",
     ]
-    if store.uri is None and isinstance(tracker, MlflowTracker):
-        links.append(f"served by      {ui_command(tracker.root)} --sweep {sweep}")
+    if store.uri is None:
+        links.append(f"served by      {ui_command(store.root)} --sweep {sweep}")
     return links
-
-
-def _server(store: Store) -> str:
-    return store.uri or f"http://{UI_HOST}:{UI_PORT}"
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.tasks.label_scores import CLASS_SCORES, VALUE_SCORES
 
 VALUE_UNIT = 1e-6  # predictions are in these units; see Head

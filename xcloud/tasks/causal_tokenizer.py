@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import NO_TOKEN, TokenIds
+from xcloud.contracts.model import NO_TOKEN, TokenIds
 from xcloud.tasks.classification import public_tokenizer
 from xcloud.tasks.tokenizer import SPECIAL_TOKENS, PretrainedTokenizer, TokenizerChoice
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.contracts.task import Answers, Split
 from xcloud.demo_corpus import public_sentences
 from xcloud.tasks.answers import Answer, Classes, Score, Value, scores_of

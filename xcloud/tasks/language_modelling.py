@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import NO_LABEL, Batch, TokenIds
+from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
 from xcloud.contracts.task import Split
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.classification import check_fields

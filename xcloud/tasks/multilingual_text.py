@@ -18,8 +18,8 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import make_once
+from xcloud.contracts.model import TokenIds
+from xcloud.hub import make_once
 from xcloud.tasks.corpus.monolingual import TextSource, languages_of
 from xcloud.tasks.token_table import TokenTable, write_table
 from xcloud.tasks.tokenizer import FileTokenizer, Tokenizer, TokenizerChoice, TrainedTokenizer

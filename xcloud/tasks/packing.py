@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from xcloud.contracts.stage import NO_LABEL, NO_TOKEN
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN
 from xcloud.tasks.causal_tokenizer import Document
 
 OPEN = 64  # samples that a document is tried in; more fill little better

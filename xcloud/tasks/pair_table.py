@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.tasks.token_table import TokenTable
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 from xcloud.demo_corpus import public_sentences
 from xcloud.tasks.classification import public_tokenizer
 from xcloud.tasks.corpus.files import read_lines

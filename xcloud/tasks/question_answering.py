@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import Head
+from xcloud.contracts.model import Head
 from xcloud.contracts.task import Answers, Split
 from xcloud.tasks.answer_scores import exact_match, word_f1
 from xcloud.tasks.classification import check_fields, public_tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError
-from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.model import Batch, TokenIds
 from xcloud.contracts.task import Split
 from xcloud.tasks.pair_table import PairTable
 from xcloud.tasks.tokenizer import Tokenizer

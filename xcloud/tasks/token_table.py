@@ -14,7 +14,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from xcloud.contracts.stage import TokenIds
+from xcloud.contracts.model import TokenIds
 
 
 def write_table(sentences: Iterable[Sequence[int]], tokens: Path, offsets: Path) -> None:

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.contracts.stage import TokenIds
-from xcloud.hub.cache import make_once
-from xcloud.hub.packaged_checkpoint import resolve
+from xcloud.contracts.model import TokenIds
+from xcloud.hub import make_once, resolve
 from xcloud.tasks.word_starts import begins_word
 
 # Ranks already share the cores, and forking after parallel tokenisation warns.
@@ -170,6 +169,7 @@ class Tokenizer:
             raise DataError(f"{path}: not an {FORMAT} file ({error})") from error
 
 
+@runtime_checkable
 class TokenizerChoice(Protocol):
     """A configured tokenizer. Its `repr` (the settings) is part of the task's fingerprint."""
 
@@ -330,7 +330,7 @@ class PretrainedTokenizer:
         """As transformers has it. Raises DataError."""
         from transformers import AutoTokenizer
 
-        from xcloud.hub.access import go_offline_if_unreachable
+        from xcloud.hub import go_offline_if_unreachable
 
         name = resolve(self.name_or_path)
         local = Path(name).expanduser().is_dir()

@@ -18,7 +18,7 @@ from torch import Tensor
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
-from xcloud.contracts.stage import Batch, TokenIds
+from xcloud.contracts.model import Batch, TokenIds
 from xcloud.contracts.task import Split
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.base.errors import DataError
-from xcloud.cluster.tensor_spec import TensorSpec
-from xcloud.comm.memory import State, join_states, split_state
-from xcloud.comm.snapshot import copy_of
+from xcloud.cluster.frame import TensorSpec
+from xcloud.comm.state import State, copy_of, join_states, split_state
 from xcloud.parallel.replica_check import digest
 from xcloud.parallel.sharded import local_part, with_part
 

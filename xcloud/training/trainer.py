@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
+from xcloud.comm.state import State, Stateful, load_states, states_of, whole_number
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.stage import Batch
+from xcloud.contracts.model import Batch
 from xcloud.parallel.control import Pilot, Reply, Signal, StageSums
 from xcloud.parallel.exchange import FlatBuffer, GradientExchange
 from xcloud.parallel.overlapped_sums import OverlappedSums

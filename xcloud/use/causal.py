@@ -20,8 +20,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.project import MODEL_DIR, project_root
-from xcloud.contracts.split_model import BuildContext
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.models.causal import CausalLM

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from xcloud.cluster.tensor_spec import TensorSpec
+from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.boundary import Message
 from xcloud.comm.compressor import Compressor
 from xcloud.job.experiment import Experiment

@@ -17,7 +17,7 @@ import torch
 from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.base.project import MODEL_DIR
 from xcloud.comm.boundary import Message
-from xcloud.contracts.stage import Stage
+from xcloud.contracts.model import Stage
 from xcloud.job.config import EXPERIMENT_FILE, read_job
 from xcloud.job.experiment import Experiment
 from xcloud.rank.export import fill, read_stage

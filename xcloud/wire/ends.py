@@ -6,21 +6,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, LinkError
-from xcloud.cluster.clouds import Layout
-from xcloud.cluster.emulated_link import LinkClock
 from xcloud.cluster.frame import Frame, Kind
-from xcloud.cluster.line_meter import LineMeter
+from xcloud.cluster.layout import Layout
+from xcloud.cluster.line import CONTROL, LineMeter, LinkClock, LinkLog, LinkName, MessageLog
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
-from xcloud.cluster.message_log import CONTROL, LinkLog, LinkName, MessageLog
 from xcloud.cluster.transport import Transport
-from xcloud.cluster.window import LinkWindow
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.parallel.rank_group import RankGroup
 
 FRAME_SLACK_BYTES = 4096
@@ -86,7 +84,7 @@ class Ends:
         if overdue_s is None:
             overdue_s = self.layout.overdue_s(self.rank, peer, capacity_bytes)
         record = None
-        if self._leaves_cloud(peer):
+        if self.leaves_cloud(peer):
             there = self.layout.placement(peer).cloud
             record = LinkRecord(there, peer, None if boundary == CONTROL else boundary)
             self.records.append(record)
@@ -98,7 +96,7 @@ class Ends:
         end = self._transport.out(line, peer, settings)
         self.outs.append(end)
         self._by_peer.setdefault(peer, []).append(end)
-        if self._leaves_cloud(peer):
+        if self.leaves_cloud(peer):
             self.wan_outs.append(end)
         return end
 
@@ -117,17 +115,39 @@ class Ends:
         if advice is None:
             advice = self.layout.overdue_advice(self.rank, peer)
         meter, wan = None, self.layout.wan_between(self.rank, peer)
-        if boundary != CONTROL and wan == "real":
+        if boundary != CONTROL and wan is not None and wan.is_metered:
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter, isinstance(wan, LinkProfile),
+            meter, wan is not None and wan.emulated,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
         self._by_peer.setdefault(peer, []).append(end)
         return end
+
+    def both(
+        self,
+        line: str,
+        peer: int,
+        capacity_bytes: int,
+        under_way: int,
+        handlers: Mapping[Kind, Callable[[Frame], None]] | None = None,
+    ) -> tuple[SendingEnd, ReceivingEnd]:
+        """A link to `peer`, and one from it."""
+        window = self.window(under_way, capacity_bytes)
+        out = self.out(line, peer, capacity_bytes, window)
+        return out, self.incoming(line, peer, capacity_bytes, window, handlers)
+
+    def star(
+        self, line: str, ranks: Sequence[int], capacity_bytes: int, under_way: int
+    ) -> tuple[dict[int, SendingEnd], dict[int, ReceivingEnd]]:
+        """Links between the first of `ranks`, one of which this rank is, and each other one: by
+        peer, those to it and those from it."""
+        peers = ranks[1:] if self.rank == ranks[0] else ranks[:1]
+        ends = {peer: self.both(line, peer, capacity_bytes, under_way) for peer in peers}
+        return {p: out for p, (out, _) in ends.items()}, {p: end for p, (_, end) in ends.items()}
 
     def forget(self, peer: int) -> None:
         """A lost rank's ends are not closed. What they sent stays counted."""
@@ -155,12 +175,12 @@ class Ends:
             with contextlib.suppress(*may_be_gone):
                 end.close(patience_s)
 
-    def _leaves_cloud(self, peer: int) -> bool:
+    def leaves_cloud(self, peer: int) -> bool:
         return self.layout.wan_between(self.rank, peer) is not None
 
     def _log(self, name: LinkName, peer: int) -> LinkLog | None:
         """Only messages between clouds are noted."""
-        if self._messages is None or not self._leaves_cloud(peer):
+        if self._messages is None or not self.leaves_cloud(peer):
             return None
         return LinkLog(name, self._messages)
 
@@ -174,8 +194,8 @@ class LinkClocks:
     def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
         self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
-        emulated = [layout.wan, *layout.links.values()]
-        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
+        pairs = combinations(layout.clouds, 2)
+        if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
             # A name that no earlier run in this folder used: link time starts at 0 in every run.
             self._run_number = transport.run_number()
             if len(set(transport.machines())) > 1:
@@ -192,11 +212,11 @@ class LinkClocks:
     def to(self, peer: int) -> LinkClock | None:
         """Clock for messages from this rank to `peer`; None where nothing is emulated."""
         wan = self._layout.wan_between(self._rank, peer)
-        if not isinstance(wan, LinkProfile):
+        if wan is None or not wan.emulated or wan.profile is None:
             return None
         here = self._layout.placement(self._rank).cloud
         there = self._layout.placement(peer).cloud
         name = f"link-{here}-to-{there}.{self._run_number}.clock"
         if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan, self._run_dir / name)
+            self._clocks[name] = LinkClock(wan.profile, self._run_dir / name)
         return self._clocks[name]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from xcloud.base.errors import FrameError, LinkClosed
-from xcloud.cluster.frame import MessageKey
+from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.cluster.link import InLink, OutLink, Parts
-from xcloud.cluster.tensor_spec import TensorSpec
 from xcloud.parallel.hub import HUB
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.memory import State, whole_numbers
+from xcloud.comm.state import State, whole_numbers
 from xcloud.parallel.one_way.plan import Order, Source
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from xcloud.base.errors import FrameError, LinkError
 from xcloud.cluster.frame import Frame
 from xcloud.cluster.liveness import PeerLife
-from xcloud.comm.memory import State, whole_numbers
 
 NOBODY = -1
-"""In the place of a consumer's rank: a batch that only the other ranks of the cloud need."""
+"""In the place of a consumer's rank: a batch that is only made, so that all ranks of the cloud
+stand at the same number; it is kept until a rank of the consumer wants it."""
 
 
 class Ordered(NamedTuple):
@@ -49,42 +50,49 @@ class OrderBook:
         self._consumer = consumer or PeerLife()
         self._num_consumers = num_consumers
         self._most_waiting, self._most_number = most_waiting, most_number
-        self._stop_after = 0
         self._waiting: deque[Ordered | SaveNow | LinkError | None] = deque()
         self._changed = threading.Condition()
-        self._known = Ordered(0, NOBODY, 1)
+        self._last = 0  # number ordered
+        self._for_nobody: set[int] = set()  # of these some rank may still want the batch
         self.is_stopped = False
 
-    def begin_after(self, number: int) -> None:
-        """Batch `number` was made before the run went on."""
+    def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
+        """Batch `number` was made before the run went on, and is kept if it was for nobody."""
         with self._changed:
-            if self._known.number < number:
-                self._known = Ordered(number, NOBODY, self._known.num_planned)
+            self._last = max(self._last, number)
+            self._for_nobody.update(for_nobody)
 
     def take_orders(self, frame: Frame) -> None:
-        """int32 [N, 3]."""
-        for row in _rows(frame, 3):
-            order, last = Ordered(*row), self._known.number
+        """int32 [N, 3]. What was ordered for nobody may be ordered again."""
+        for row in _rows(frame):
+            order = Ordered(*row)
+            is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
-                or not last < order.number <= self._most_number
+                or not (is_again or self._last < order.number <= self._most_number)
                 or not NOBODY <= order.consumer < self._num_consumers
                 or not 1 <= order.num_planned <= self._most_number
+                or len(self._for_nobody) > self._most_waiting
             ):
                 raise FrameError(
-                    f"{order} after number {last} and {'a' if self.is_stopped else 'no'} stop; "
-                    f"there are {self._num_consumers} consumers and at most {self._most_number} "
-                    "batches"
+                    f"{order} after number {self._last} and {'a' if self.is_stopped else 'no'} "
+                    f"stop; there are {self._num_consumers} consumers and at most "
+                    f"{self._most_number} batches"
                 )
-            self._known = order
+            self._last = max(self._last, order.number)
+            if order.consumer != NOBODY:
+                self._for_nobody.discard(order.number)
+            elif is_again:
+                continue
+            else:
+                self._for_nobody.add(order.number)
             self._put(order)
 
     def take_stop(self, frame: Frame) -> None:
-        """int32 [1]: where all ranks of the cloud end, if they go on so far."""
-        ((last,),) = _rows(frame, 1)
-        if self.is_stopped or last > self._most_number:
-            raise FrameError(f"a stop after batch {last}; there are at most {self._most_number}")
-        self._stop_after, self.is_stopped = last, True
+        """All ranks of the cloud have been ordered the same numbers, if they go on so far."""
+        if self.is_stopped or frame.parts:
+            raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
+        self.is_stopped = True
         self._put(None)
 
     def take_save(self, step: int, code: int) -> None:
@@ -104,42 +112,20 @@ class OrderBook:
     def next(self, may_drop: bool) -> Ordered | SaveNow | None:
         """None: no more is wanted. may_drop: end with the stop, whatever was ordered before it.
         Raises LinkError if the consumer is gone."""
-        message = f"orders after batch {self._known.number}"
-        with self._consumer.awaiting(message), self._changed:
+        with self._consumer.awaiting(f"orders after batch {self._last}"), self._changed:
             self._changed.wait_for(lambda: self._waiting)
             found = self._waiting.popleft()
-            if found is None and self._known.number < self._stop_after:
-                self._waiting.appendleft(None)
-                found = self._known = Ordered(
-                    self._known.number + 1, NOBODY, self._known.num_planned
-                )
         if may_drop and self.is_stopped:
             return None
         if isinstance(found, LinkError):
             raise found
         return found
 
-    def state_dict(self) -> State:
-        """The orders not begun, and the last one known. The end of the link and of the job are
-        none of it: whoever goes on is connected anew."""
-        with self._changed:
-            waiting = [item for item in self._waiting if isinstance(item, Ordered)]
-            orders = torch.tensor([*waiting, self._known], dtype=torch.int64)
-        return {"waiting": orders[:-1], "known": orders[-1]}
 
-    def load_state_dict(self, state: State) -> None:
-        waiting = whole_numbers(state, "waiting", -1, 3).tolist()
-        self._known = Ordered(*whole_numbers(state, "known", 3).tolist())
-        with self._changed:
-            self._waiting = deque(Ordered(*row) for row in waiting)
-            self._changed.notify()
-
-
-def _rows(frame: Frame, width: int) -> list[list[int]]:
-    """Whole numbers [N, width]; [1] of a width of 1."""
+def _rows(frame: Frame) -> list[list[int]]:
+    """Whole numbers [N, 3]."""
     part = frame.parts[0] if len(frame.parts) == 1 else torch.empty(0)
-    fits = part.shape == (1,) if width == 1 else part.dim() == 2 and part.shape[1] == width
-    if part.dtype != torch.int32 or not fits:
+    if part.dtype != torch.int32 or part.dim() != 2 or part.shape[1] != 3:
         raise FrameError(f"a message of {[(p.dtype, tuple(p.shape)) for p in frame.parts]} ")
-    rows: list[list[int]] = part.view(-1, width).tolist()
+    rows: list[list[int]] = part.tolist()
     return rows

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from xcloud.comm import memory
+from xcloud.comm import state as memory
 from xcloud.parallel.one_way.feed import Feed
+from xcloud.parallel.one_way.orders import NOBODY
 
 
 class State(Enum):
@@ -219,6 +220,20 @@ class ConsumptionPlan:
             del self._told[p, number]
         return Order(source, number, consumer, num_planned)
 
+    def levelling_orders(self) -> list[Order]:
+        """For nobody: so that all ranks of a producer, which average their gradients, stand at
+        the same number, to save or to end."""
+        return [
+            Order(source, number, NOBODY, self._told.get((p, number), self.expected(p)))
+            for p, num_lanes in enumerate(self.num_lanes)
+            if self.state[p] is not State.DEAD
+            for source in (Source(p, lane) for lane in range(num_lanes))
+            for number in range(self.numbers(source) + 1, self._highest(p) + 1)
+        ]
+
+    def _highest(self, p: int) -> int:
+        return max(self.numbers(Source(p, lane)) for lane in range(self.num_lanes[p]))
+
     def expected(self, p: int) -> int:
         """Batches that each rank of an active producer will have made at the end: what it gave,
         and its share of what is left among those that feed. order=fixed: worked out anew when a
@@ -261,7 +276,7 @@ class ConsumptionPlan:
         for p in lost:
             self.state[p], self._turn[p] = State.ABSENT, 0.0
             sources = [Source(p, lane) for lane in range(self.num_lanes[p])]
-            top = max(self.numbers(source) for source in sources)
+            top = self._highest(p)
             for source in sources:
                 self.ordered[source, 0] += top - self.numbers(source)  # lanes average: in step
                 self._num_ordered[source], self._planned[source] = top, 0

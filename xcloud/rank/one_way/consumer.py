@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import LinkClosed
-from xcloud.comm import memory
+from xcloud.comm import state as memory
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
@@ -150,6 +150,7 @@ class ConsumerRun:
             return checkpoints.after(self._step, word)
         is_last = word is Signal.STOP
         if self._leads:
+            self._feeding.send_orders(self.plan.levelling_orders())
             self._feeding.send_save(self._step, News.SAVE_AND_STOP if is_last else News.SAVE)
         missing = self._wait_for_ordered()
         if missing:
@@ -182,11 +183,9 @@ class ConsumerRun:
 
     def stop_producers(self) -> None:
         """No more is wanted. All ranks of a producer end with the same batch."""
-        last = {
-            producer: max(self.plan.numbers(s) for s in self.plan.sources if s[0] == producer)
-            for producer in range(len(self._names))
-        }
-        self._feeding.send_stop({s: last[s.producer] for s in self.plan.sources if self._leads})
+        if self._leads:
+            self._feeding.send_orders(self.plan.levelling_orders())
+        self._feeding.send_stop()
 
     def _attempt(self) -> dict[str, float]:
         """Order, take a step's batches, learn, agree. Returns the sums over all ranks; a weight of

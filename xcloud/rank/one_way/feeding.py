@@ -28,7 +28,7 @@ class Feeding(Protocol):
 
     def send_save(self, step: int, code: int) -> None: ...
 
-    def send_stop(self, last_numbers: dict[Source, int]) -> None: ...
+    def send_stop(self) -> None: ...
 
 
 class LocalFeeding:
@@ -57,5 +57,5 @@ class LocalFeeding:
     def send_save(self, step: int, code: int) -> None:
         """They are saved with the consumer."""
 
-    def send_stop(self, last_numbers: dict[Source, int]) -> None:
+    def send_stop(self) -> None:
         """They wait for nothing."""

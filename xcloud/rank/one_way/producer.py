@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from xcloud.base.errors import FrameError
-from xcloud.comm.memory import State, Stateful, load_states, states_of, whole_number
+from xcloud.comm.state import State, Stateful, load_states, states_of, whole_number, whole_numbers
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.parallel.control import Signal
@@ -52,6 +53,7 @@ class ProducerRun:
         self._num_made = 0
         self._num_planned = 0  # not told yet
         self._samples = self._tokens = 0
+        self.kept: dict[int, Tensor] = {}  # payloads made for nobody, which may still be wanted
 
     @property
     def number(self) -> int:
@@ -71,14 +73,23 @@ class ProducerRun:
 
     def state_dict(self) -> State:
         """Between two batches. Figures that were not told yet are no part of it."""
-        numbers: State = {"number": self._number, "num_planned": self._num_planned}
-        return numbers | states_of(self._stateful)
+        payloads = [torch.empty(0, dtype=torch.uint8), *self.kept.values()]
+        own: State = {
+            "number": self._number, "num_planned": self._num_planned,
+            "kept": torch.tensor([(n, len(p)) for n, p in self.kept.items()]).view(-1, 2).long(),
+            "payloads": torch.cat(payloads),
+        }  # fmt: skip
+        return own | states_of(self._stateful)
 
     def load_state_dict(self, state: State) -> None:
         """The state of the same rank in the same experiment; ValueError otherwise."""
         own = ["number", "num_planned"]
-        load_states(self._stateful, state, f"producer {self.name!r}", own)
+        load_states(self._stateful, state, f"producer {self.name!r}", [*own, "kept", "payloads"])
         self._number, num_planned = (whole_number(state, name) for name in own)
+        kept, payloads = whole_numbers(state, "kept", -1, 2), state["payloads"]
+        assert isinstance(payloads, Tensor)
+        pieces = torch.split(payloads, kept[:, 1].tolist())
+        self.kept = {n: p.clone() for n, p in zip(kept[:, 0].tolist(), pieces, strict=True)}
         if num_planned:
             self.replan(num_planned)
 
@@ -156,7 +167,7 @@ def feed(run: ProducerRun, wiring: ProducerWiring, checkpoints: Checkpointer) ->
     """Until the consumer wants no more: what is under way is brought to its end, what is ordered
     besides only where ranks that average gradients must end with the same batch. Returns whether
     the run ends early, as it was asked to. Raises LinkClosed if the consumer is gone."""
-    wiring.orders.begin_after(run.number)
+    wiring.orders.begin_after(run.number, run.kept)
     is_stopped = False
     while True:
         with run.clock.during("wait"):
@@ -170,8 +181,13 @@ def feed(run: ProducerRun, wiring: ProducerWiring, checkpoints: Checkpointer) ->
             checkpoints.after(order.step, Signal.STOP if is_stopped else Signal.CHECKPOINT)
             continue
         checkpoints.after(0, Signal.GO_ON)
+        if order.number in run.kept:
+            wiring.send(order.consumer, order.number, run.kept.pop(order.number))
+            continue
         run.replan(order.num_planned)
         fed = run.produce(order.number)
         if order.consumer != NOBODY:
             wiring.send(order.consumer, order.number, fed.payload)
+        else:
+            run.kept[order.number] = fed.payload.cpu()
         run.learn(order.number, fed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xcloud.cluster.liveness import Heartbeat
 from xcloud.cluster.transport import GlooTransport
-from xcloud.comm.memory import Stateful
+from xcloud.comm.state import Stateful
 from xcloud.contracts.one_way_parts import Consumer, OneWayContext
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.rank_group import RankGroup

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.cluster.frame import Frame, Kind, MessageKey
+from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import ReceivingEnd, SendingEnd
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.cluster.transport import Transport
-from xcloud.cluster.window import LinkWindow
-from xcloud.cluster.wire_record import LinkRecord
 from xcloud.parallel.control import (
     REPORT_CAPACITY_BYTES,
     REPORT_CARRIES,
@@ -43,7 +43,7 @@ _CARRIES = {
     Kind.READY: (),
     Kind.REPORT: REPORT_CARRIES,
     Kind.ORDER: ("number and receiver of each ordered batch, plan in all int32 [N, 3]",),
-    Kind.STOP: ("number of the last batch int32 [1]",),
+    Kind.STOP: (),
     Kind.ALIVE: (),
     Kind.CHECKPOINT: ("how far a rank is with its part of a checkpoint uint8",),
     Kind.GOODBYE: (),
@@ -158,7 +158,8 @@ class ConsumerWiring:
     def send_save(self, step: int, code: int) -> None:
         """After all that was ordered so far. First rank only."""
         for source in self.out:
-            self._send(source, Kind.CHECKPOINT, torch.tensor([code], dtype=torch.uint8), step)
+            part = torch.tensor([code], dtype=torch.uint8)
+            self._send(source, Kind.CHECKPOINT, part, step=step)
 
     @property
     def other_bytes(self) -> int:
@@ -179,18 +180,17 @@ class ConsumerWiring:
         for source, rows in by_source.items():
             self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
 
-    def send_stop(self, last_numbers: dict[Source, int]) -> None:
-        """No more batches are wanted than up to these numbers. In every rank; all but the first
-        have nobody to tell."""
+    def send_stop(self) -> None:
+        """No more batches are wanted. In every rank; all but the first have nobody to tell."""
         self.is_fed = False
-        for source, number in last_numbers.items():
-            self._send(source, Kind.STOP, torch.tensor([number], dtype=torch.int32))
+        for source in self.out:
+            self._send(source, Kind.STOP)
 
-    def _send(self, source: Source, kind: Kind, part: Tensor, step: int = 0) -> None:
+    def _send(self, source: Source, kind: Kind, *parts: Tensor, step: int = 0) -> None:
         if source not in self.out or self.inbox.end_of(source.producer) is not None:
             return
         try:
-            self.out[source].send(MessageKey(kind, step), (part,), _CARRIES[kind])
+            self.out[source].send(MessageKey(kind, step), parts, _CARRIES[kind])
         except (LinkClosed, LinkTimeout) as error:
             self.inbox.set_ended(source, str(error))
 

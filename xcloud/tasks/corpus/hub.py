@@ -12,7 +12,7 @@ from typing import Any
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.task import Split
-from xcloud.hub.access import go_offline_if_unreachable
+from xcloud.hub import go_offline_if_unreachable
 from xcloud.tasks.corpus.folder import check_languages
 from xcloud.tasks.corpus.source import DEV_NAMES, Form, Found, OwnNames
 from xcloud.tasks.corpus.text import SPLITS, Rows

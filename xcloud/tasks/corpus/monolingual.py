@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
@@ -33,6 +33,7 @@ def stamp(paths: Iterable[Path]) -> str:
     return " ".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
 
 
+@runtime_checkable
 class TextSource(Protocol):
     """A source of texts. Frozen, validated on construction, reads only in `read`."""
 

@@ -1,0 +1,58 @@
+"""Figures as a person reads them: seconds, durations, bytes, bits a second. Three digits each."""
+
+from __future__ import annotations
+
+import math
+
+UNKNOWN = "-"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """0.21 ms, 412 ms, 1.57 s."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 0.9995:
+        return f"{_three_digits(1000 * seconds)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def human_duration(seconds: float) -> str:
+    """42 s, 13 min, 2 h 05 min."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 99.5:
+        return f"{max(seconds, 0):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def human_bytes(num_bytes: float | None) -> str:
+    """812 B, 393 kB, 1.57 MB: powers of 1000."""
+    if num_bytes is None:
+        return UNKNOWN
+    if abs(num_bytes) < 999.5:
+        return f"{num_bytes:.0f} B"
+    power = min(int(math.log10(abs(num_bytes) * 1.0005) // 3), 4)
+    return f"{_three_digits(num_bytes / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def human_bandwidth(bits_per_s: float) -> str:
+    """200 kbit/s, 2.5 Gbit/s."""
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits_per_s >= 0.9995 * size:
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kbit/s"
+
+
+def human_percent(share: float | None, digits: int = 0) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
+
+
+def human_number(value: float | None, form: str) -> str:
+    """form: a format such as ".3f"."""
+    return UNKNOWN if value is None else format(value, form)
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,187 @@
+"""The protocol of models that can be split over clouds, and the contract of one part (a stage)
+with whoever runs it. No models here, no network, no schedule.
+
+Shapes: B samples in a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from xcloud.comm.boundary import Boundary, BoundaryField, Message, Samples
+
+__all__ = [
+    "NO_LABEL",
+    "NO_TOKEN",
+    "Batch",
+    "Boundary",
+    "BoundaryField",
+    "Head",
+    "Message",
+    "Stage",
+    "StageOutput",
+    "TokenIds",
+]
+
+Batch = Samples
+"""Field name -> tensor, axis 0 = sample. Always has "ids", int64 [B]; else what may be seen."""
+
+
+class StageOutput(NamedTuple):
+    """What a stage sends on and what it loses. The last stage has a loss and sends nothing.
+
+    loss: sum (not mean) over the micro-batch, scalar with graph; whoever runs the stage divides
+    by the weight of the whole update, so that any cut into micro-batches gives the same gradient.
+    """
+
+    send: Message | None = None
+    loss: Tensor | None = None
+
+
+class Stage(nn.Module):
+    """One part of a split model."""
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """What the next stage must have before the first step, as its boundary's `start` says."""
+        return ()
+
+    def take_over(self, tensors: tuple[Tensor, ...]) -> None:
+        """What the stage before handed over. Called only where its boundary has a `start`."""
+        raise NotImplementedError
+
+    def forward(self, received: Message | None, batch: Batch) -> StageOutput:
+        """Training and evaluation alike; `received` is None in the first stage."""
+        raise NotImplementedError
+
+    def tied(self) -> nn.Parameter | None:
+        """What this stage trains as one with the pipeline's other end, where both begin equal."""
+        return None
+
+    def exported(self) -> Mapping[str, Tensor]:
+        """What a file of the trained stage holds."""
+        return self.state_dict()
+
+    def load_exported(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `exported` gave. Raises RuntimeError if it belongs to another architecture."""
+        self.load_state_dict(tensors)
+
+    def predict(self, received: Message | None, batch: Batch) -> list[list[int]]:
+        """Last stage only: what the task scores, one list of token ids for each sample."""
+        raise NotImplementedError
+
+
+NO_TOKEN = -1
+"""Behind the tokens of a text where a tokenizer has no padding: no id of any vocabulary."""
+NO_LABEL = -100
+"""Where nothing is to be guessed; what torch's losses ignore."""
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """What a model must know of a tokenizer: its size and its special ids."""
+
+    size: int
+    pad: int
+    bos: int
+    eos: int
+    mask: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the last stage of an understanding model must answer, known where labels are.
+
+    kind      num_outputs  batch field "label"                       `predict` gives, per sample
+    classes   classes      int64 [B], the class                      [class]
+    value     1            float32 [B]                               [round(1e6 * value)]
+    span      2 a token    int64 [B, 3]: first and last token of     [first, last,
+                           the answer, first token that may be one    round(1e4 * score)]
+    """
+
+    kind: Literal["classes", "value", "span"]
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a rank passes to a model that builds one of its stages; only what the rank may see.
+
+    vocabularies: field name -> special ids, visible fields only.
+    sentences: field name -> token ids of that field's training texts, for pretraining a backbone.
+    lane: index among the ranks that hold the same stage; lane 0 fills the cache.
+    barrier: waits for the other lanes. report: one line of progress for the user.
+    setting: dotted name of what is being built, to name its settings in messages.
+    head: what the last stage predicts; None if labels are not visible, and in translation.
+    samples: n -> a batch of n evenly spaced training samples, visible fields only.
+    deal: called with each block of the stage as soon as it is complete, by a model that can build
+        block by block: deals it over the ranks that share the stage, where they do, and moves it
+        to the device.
+    """
+
+    seed: int
+    device: torch.device
+    cache_dir: Path
+    vocabularies: Mapping[str, TokenIds]
+    sentences: Callable[[str], Sequence[Sequence[int]]]
+    max_length: int
+    lane: int
+    barrier: Callable[[], None]
+    report: Callable[[str], None]
+    setting: str = "model.backbone"
+    head: Head | None = None
+    samples: Callable[[int], Batch] = field(default=lambda count: {})
+    deal: Callable[[nn.Module], None] = field(default=lambda block: None)
+
+
+class SplitModel(Protocol):
+    """A model that can be cut into `num_stages` consecutive stages."""
+
+    def describe(self) -> str:
+        """A short description of the model."""
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Batch fields this stage reads, which its cloud must be allowed to see."""
+
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Names of the parts whose weights this stage holds (embeddings, layers, head …), to check
+        who may hold them."""
+
+    def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
+        """What crosses from `stage` to `stage + 1`, without building anything."""
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        """The stage with its initial weights, which depend on the seed but not on the cluster."""
+
+    def empty_stage(
+        self,
+        stage: int,
+        num_stages: int,
+        vocabularies: Mapping[str, TokenIds],
+        max_length: int,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """The stage with arbitrary weights, to be filled from an exported file.
+
+        architecture: the exported stage's `architecture`.
+        """
+
+
+@runtime_checkable
+class FreelyCut(Protocol):
+    """A model of equal blocks that may be cut behind any of them, so that a planner can choose.
+    Its setting is `blocks_per_stage`: a count for each stage but the last."""
+
+    def num_blocks(self, max_length: int) -> int:
+        """0 where other settings say where the model is cut."""
+
+    def block_counts(self, num_stages: int, max_length: int) -> list[int]:
+        """Of each stage, as its settings say now."""
+
+    def with_block_counts(self, counts: Sequence[int]) -> Self:
+        """counts: of each stage."""

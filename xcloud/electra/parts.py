@@ -1,0 +1,322 @@
+"""Settings of generators and discriminator, and one rank of each: of a generator's cloud (a
+Producer: mask, fill, train, pack) and of the discriminator's (a Consumer: unpack, train, count,
+export). No networking, no averaging.
+
+Text, gradients and masks stay in a generator's cloud; corrupted ids and replaced flags leave it.
+Nothing is sent back.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from xcloud.base.errors import ConfigError, FrameError
+from xcloud.base.project import MODEL_DIR
+from xcloud.base.settings import Positive, settings
+from xcloud.comm.ids import CorruptedTexts, IdPacking
+from xcloud.comm.state import State, load_states, states_of
+from xcloud.contracts.one_way_parts import SUMS, Fed, OneWayContext
+from xcloud.electra.networks import Discriminator, corrupt, detect_replaced, inner_rows
+from xcloud.models.attention import Packing
+from xcloud.models.backbone import PretrainedBackbone, PublicBackbone, SeededBackbone
+from xcloud.models.checkpoint import export_bert, export_electra
+from xcloud.models.encoder import Encoder
+from xcloud.models.pretraining import choose_masked
+from xcloud.models.seeding import seed_of, seeded_on
+from xcloud.tasks.corpus.monolingual import TextSource
+from xcloud.tasks.multilingual_text import TextStream
+from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.training.divergence import diverged
+from xcloud.training.optimizer import Optimizer
+from xcloud.training.trained_module import TrainedModule
+
+DISCRIMINATOR_DIR = "discriminator"
+SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them
+
+
+Network = SeededBackbone | PretrainedBackbone | PublicBackbone
+
+
+@settings("generator")
+class Generator:
+    """One cloud's generator: its texts, network, masking and optimizer.
+
+    languages, pairs: parts of its texts, such as [es] and [es-en]; a pair is a text and its
+        translation, masked on both sides (TLM). No other cloud reads them for it.
+    source: its own texts, if not those of model.text.source.
+    batch_size: samples per batch; a batch is one generator update and one message.
+    whole_words: mask all pieces of a word or none; in scripts without spaces (Chinese, Thai) each
+        piece is a word. temperature: for sampling replacements.
+    frozen: it only samples and is not trained.
+    """
+
+    languages: Sequence[str] = ()
+    pairs: Sequence[str] = ()
+    backbone: Network = field(default_factory=SeededBackbone)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    batch_size: Positive = 32
+    mask_share: Annotated[float, Field(gt=0.0, le=0.9)] = 0.15
+    whole_words: bool = False
+    temperature: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    frozen: bool = False
+    precision: Literal["fp32", "bf16", "auto"] = "auto"
+    source: TextSource | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("languages", "pairs"):
+            parts = getattr(self, name)
+            if len(set(parts)) < len(parts):
+                raise ConfigError(f"generator.{name} must differ from each other, got {parts!r}")
+        if not self.parts:
+            raise ConfigError("generator.languages and generator.pairs are both empty")
+        if odd := [pair for pair in self.pairs if pair.count("-") != 1]:
+            raise ConfigError(f"generator.pairs must be such as [es-en], got {odd[0]!r}")
+        if self.frozen and not self.backbone.is_checkpoint:
+            raise ConfigError(
+                "generator.frozen needs a PretrainedBackbone: a randomly initialised network "
+                "cannot fill masks"
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*self.languages, *self.pairs)
+
+
+@settings("discriminator")
+class DiscriminatorSettings:
+    """loss_weight: the paper's λ in loss = MLM + λ RTD. With separate optimizers it matters only
+    where gradient magnitude does, in clip_norm and eps: AdamW normalises the rest away.
+    """
+
+    backbone: Network = field(default_factory=SeededBackbone)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    loss_weight: Annotated[float, Field(gt=0.0)] = 50.0
+    precision: Literal["fp32", "bf16", "auto"] = "auto"
+
+
+def _step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, settings: Optimizer, rate: float
+) -> None:
+    if settings.clip_norm:
+        nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+class GeneratorRank:
+    def __init__(
+        self,
+        encoder: Encoder,
+        stream: TextStream,
+        tokenizer: Tokenizer,
+        packing: IdPacking,
+        settings: Generator,
+        cloud: str,
+        lane: int,
+        context: OneWayContext,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._encoder, self._stream, self._tokenizer = encoder, stream, tokenizer
+        self._packing, self._settings, self._cloud, self._lane = packing, settings, cloud, lane
+        self._seed, self._num_steps = context.seed, context.num_steps
+        self._device, self._autocast = context.device, autocast
+        self._starts_V = torch.tensor(tokenizer.word_starts()) if settings.whole_words else None
+        encoder.train(not settings.frozen)
+        encoder.requires_grad_(not settings.frozen)
+        self._optimizer = (
+            None if settings.frozen else settings.optimizer.build(encoder.parameters())
+        )
+        self._trained = TrainedModule(encoder, self._optimizer)
+
+    @property
+    def parameters_module(self) -> nn.Module | None:
+        return None if self._settings.frozen else self._encoder
+
+    def produce(self, number: int) -> Fed:
+        """Texts, masks, sampled ids and dropout depend only on seed, cloud, lane and number."""
+        settings, special = self._settings, self._tokenizer.token_ids
+        ids_R, counts_B = self._stream.batch(number)
+        draw = torch.Generator().manual_seed(self._random("masks", number))
+        masked_M = choose_masked(ids_R, special, settings.mask_share, draw, self._starts_V)
+        with (
+            seeded_on(self._device, self._random("dropout", number)),
+            torch.set_grad_enabled(not settings.frozen),
+            self._autocast(),
+        ):
+            made = corrupt(
+                self._encoder,
+                ids_R.to(self._device),
+                Packing(counts_B.to(self._device)),
+                masked_M.to(self._device),
+                special,
+                settings.temperature,
+                draw,
+            )
+        if not settings.frozen:
+            torch.autograd.backward(made.loss)
+        loss = float(made.loss.detach())
+        if not math.isfinite(loss):
+            raise diverged(
+                f"the loss of batch {number} of producer {self._cloud!r} is {loss}",
+                "the batch cannot be skipped: nothing can be sampled, so there is nothing to send",
+            )
+        inner_C = inner_rows(counts_B)
+        texts = CorruptedTexts(
+            made.ids_R.cpu()[inner_C], counts_B - 2, made.replaced_R.cpu()[inner_C]
+        )
+        payload = self._packing.pack(texts)
+        return Fed(payload, len(counts_B), len(inner_C), loss)
+
+    def replan(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def update(self, number: int) -> None:
+        if self._optimizer is None:
+            return
+        settings = self._settings.optimizer
+        rate = settings.learning_rate_at(number, self._num_steps)
+        _step(self._encoder, self._optimizer, settings, rate)
+
+    def state_dict(self) -> State:
+        return self._trained.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._trained.load_state_dict(state)
+
+    def finish(self, run_dir: Path, lane: int) -> None:
+        """Export a trained generator as a BertForMaskedLM, in its own cloud."""
+        if lane or self._settings.frozen:
+            return
+        folder = run_dir / MODEL_DIR / f"generator_{self._cloud}"
+        export_bert(self._encoder, folder, self._tokenizer.token_ids.pad)
+        self._tokenizer.save_pretrained(folder, self._encoder.config.max_positions)
+
+    def _random(self, what: str, number: int) -> int:
+        return seed_of(self._seed, what, self._cloud, self._lane, number)
+
+
+class DiscriminatorRank:
+    def __init__(
+        self,
+        network: Discriminator,
+        tokenizer: Tokenizer,
+        packing: IdPacking,
+        settings: DiscriminatorSettings,
+        context: OneWayContext,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing
+        self._settings, self._seed, self._num_steps = settings, context.seed, context.num_steps
+        self._device, self._autocast = context.device, autocast
+        self._producers = context.producers
+        self._optimizer = settings.optimizer.build(network.parameters())
+        self._trained = TrainedModule(network, self._optimizer)
+        self._step_sums: Counter[str] = Counter()
+        self._recent: deque[Counter[str]] = deque(maxlen=SCORED_STEPS)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._network
+
+    def consume(self, payloads: Sequence[tuple[int, Tensor]]) -> Mapping[str, float]:
+        sums: Counter[str] = Counter()
+        for producer, payload in payloads:
+            try:
+                texts = self._packing.unpack(payload)
+            except FrameError as error:
+                name = dict(enumerate(self._producers)).get(producer, producer)
+                raise FrameError(f"a batch of producer {name!r} is refused: {error}") from error
+            sums.update(self._learn(texts))
+        self._step_sums.update(sums)
+        return sums
+
+    def _learn(self, texts: CorruptedTexts) -> dict[str, float]:
+        ids_C, counts_B, replaced_C = texts
+        # Dropout depends on the batch itself, not on which rank consumes it, or when.
+        content = zlib.crc32(ids_C.numpy().tobytes())
+        dropout = seed_of(self._seed, "discriminator dropout", content)
+        with seeded_on(self._device, dropout), self._autocast():
+            found = detect_replaced(
+                self._network,
+                ids_C.to(self._device),
+                counts_B.to(self._device),
+                replaced_C.to(self._device),
+                self._tokenizer.token_ids,
+            )
+        torch.autograd.backward(found.loss)
+        return {
+            "loss_sum": float(found.loss.detach()),
+            "weight": len(ids_C),
+            "samples": len(counts_B),
+            "tokens": len(ids_C),
+            "true_positives": found.true_positives,
+            "false_positives": found.false_positives,
+            "false_negatives": found.false_negatives,
+        }
+
+    def update(self, step: int, weight: float) -> None:
+        settings = self._settings.optimizer
+        factor = self._settings.loss_weight / weight
+        for parameter in self._network.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        rate = settings.learning_rate_at(step, self._num_steps)
+        _step(self._network, self._optimizer, settings, rate)
+        self._recent.append(self._step_sums)
+        self._step_sums = Counter()
+
+    def skip(self, step: int) -> None:
+        self._step_sums = Counter()
+
+    def state_dict(self) -> State:
+        recent = [[sums[name] for name in SUMS] for sums in self._recent]
+        scores = torch.tensor(recent, dtype=torch.float64).view(-1, len(SUMS))
+        return {"recent": scores} | states_of({"network": self._trained})
+
+    def load_state_dict(self, state: State) -> None:
+        recent = state.get("recent")
+        if not isinstance(recent, Tensor) or recent.dim() != 2 or recent.shape[1] != len(SUMS):
+            raise ValueError(
+                f"the state of a discriminator needs 'recent', {len(SUMS)} sums of each step, got "
+                f"{sorted(state)}; it was saved with other settings"
+            )
+        load_states({"network": self._trained}, state, "a discriminator", ["recent"])
+        rows = [Counter(dict(zip(SUMS, row, strict=True))) for row in recent.tolist()]
+        self._recent = deque(rows, maxlen=SCORED_STEPS)
+
+    def export(self, run_dir: Path, lane: int) -> None:
+        """Write model/discriminator, a checkpoint with its tokenizer."""
+        if lane:
+            return
+        folder = run_dir / MODEL_DIR / DISCRIMINATOR_DIR
+        encoder, head = self._network.encoder, self._network.head
+        special = self._tokenizer.token_ids
+        export_electra(encoder, head.dense, head.score, folder, special.pad)
+        self._tokenizer.save_pretrained(folder, encoder.config.max_positions)
+
+    def evaluate(self, lane: int) -> Mapping[str, float]:
+        """Replaced-token detection over this rank's batches of the last steps: percent, and
+        nats per token."""
+        if lane:
+            return {}
+        sums: Counter[str] = sum(self._recent, Counter())
+        hits = sums["true_positives"]
+        detected, replaced = hits + sums["false_positives"], hits + sums["false_negatives"]
+        return {
+            "replaced_precision": round(100 * hits / max(1, detected), 4),
+            "replaced_recall": round(100 * hits / max(1, replaced), 4),
+            "replaced_f1": round(200 * hits / max(1, detected + replaced), 4),
+            "replaced_loss": round(sums["loss_sum"] / max(1, sums["weight"]), 6),
+        }

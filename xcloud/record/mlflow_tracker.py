@@ -1,0 +1,337 @@
+"""Copy a run to MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
+What is logged, under which names, and how many points of a curve: tracked_values.py.
+
+A tracker never delays or ends training. A background thread imports MLflow, opens the store and
+sends; it reads the event file itself, and that file is the only backlog. While the store is down
+the thread stops reading; once the store answers again it resumes with the first event that has
+not arrived. There is one warning; what MLflow still lacks at the end of the run is listed in
+`Recorded.missing` and remains in events.jsonl and summary.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.base.settings import settings
+from xcloud.record.events import EVENTS_FILE, Event, EventReader
+from xcloud.record.mlflow_store import Store, prepare_environment
+from xcloud.record.mlflow_view import VIEW_KEY, page, sweep_key, ui_command
+from xcloud.record.tracked_values import (
+    MAX_VALUE_CHARACTERS,
+    Buckets,
+    Point,
+    Thinner,
+    final_metrics,
+    flatten,
+    is_score,
+    legal_name,
+    quality_metrics,
+    step_metrics,
+)
+from xcloud.record.tracking import Status, TrackedRun
+
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+MAX_PER_BATCH = 100  # params or tags
+MAX_METRICS_PER_BATCH = 1000
+REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
+RETRY_AFTER_S = 5.0
+TRACKED_FILE = "mlflow_run.json"  # in the run folder: which run in MLflow it is
+FINISH_ATTEMPTS = 3
+_STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
+
+log = logging.getLogger(__name__)
+
+
+@settings("tracker")
+class MlflowTracker:
+    """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
+
+    root: relative to the project. uri: of a tracking server; nothing is kept under root then.
+    flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
+    of a curve, at most, for all steps of a run.
+    """
+
+    root: Annotated[str, Field(min_length=1)] = "mlruns"
+    experiment: Annotated[str, Field(min_length=1)] = "xcloud"
+    uri: str | None = None
+    flush_s: Annotated[float, Field(gt=0, le=600)] = 1.0
+    finish_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    points: Annotated[int, Field(ge=500, le=10**6)] = 2000
+
+    def __post_init__(self) -> None:
+        if self.uri is not None and "://" not in self.uri:
+            raise ConfigError(
+                f"tracker.uri must be the address of a tracking server, such as "
+                f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
+            )
+
+    @property
+    def store(self) -> Store:
+        return Store(project_root() / self.root, self.experiment, self.uri)
+
+    def start(self, run: TrackedRun) -> Sender:
+        prepare_environment()
+        sender = Sender(self, run)
+        sender.put("tags", sender.log_tags, run.tags)
+        sender.start()
+        return sender
+
+
+class Sender(threading.Thread):
+    """Sends queued values and the event file's curves; the only thread that uses MLflow. A
+    Recording of tracking.py."""
+
+    def __init__(self, tracker: MlflowTracker, run: TrackedRun) -> None:
+        super().__init__(name="tracking", daemon=True)
+        self.run_id: str | None = None  # None until the store has given one
+        self.experiment_id = ""  # with the run_id
+        self._tracker, self._store, self._run = tracker, tracker.store, run
+        # The monitor reads the file too and warns about lines that are not events.
+        self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
+        self._client: Any = None
+        self._read_step = -1  # the last one of the curves of training
+        self._scored: dict[str, set[int]] = {}  # steps of the scores' curves
+        self._started_at_s = time.time()
+        self._closing = threading.Event()
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
+        self._thinner = Thinner(Buckets(tracker.points, run.num_steps))
+        self._unsent: list[Point] = []  # read from the event file, not yet taken by MLflow
+        self._last_step = 0  # whose values MLflow has
+        self._refused: list[str] = []
+        self._trouble = ""  # why the last attempt failed
+        self._warned = self._complete = False
+
+    def put(self, what: str, send: Callable[[Any], object], value: object) -> None:
+        """Queue send(value). what: names it in messages, should it be refused."""
+        self._waiting.append((what, partial(send, value)))
+
+    def artifact(self, path: Path) -> None:
+        self.put(path.name, self.log_artifact, path.absolute())
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Send the rest and the final values; takes at most `finish_timeout_s`."""
+        facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
+        tags = {key: value for key, value in facts.items() if value is not None}
+        self.put("final tags", self.log_tags, {"status": status, **tags})
+        num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
+        self.put(
+            "final values", self.log_metrics, points_of(final_metrics(summary), now_s, num_steps)
+        )
+        self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
+        self._closing.set()
+        self.join(self._tracker.finish_timeout_s)
+        if self.is_alive():
+            self._warn(f"no answer within {self._tracker.finish_timeout_s:g} s")
+
+    def places(self) -> dict[str, str]:
+        missing, store = self.missing, self._store
+        lacks = {"MLflow lacks": missing} if missing else {}
+        if self.run_id is None:
+            return lacks
+        sweep = self._run.tags.get("sweep")
+        key = sweep_key(sweep) if sweep else None
+        if store.uri is not None:
+            link = page(store.uri, self.experiment_id, key)
+            return {**lacks, "MLflow run": f"{self.run_id} at {store.uri}", "compare at": link}
+        link = page(store.server, self.experiment_id, key or VIEW_KEY)
+        command = ui_command(store.root)
+        return {**lacks, "MLflow run": self.run_id, "see it with": command, "compare at": link}
+
+    @property
+    def missing(self) -> str:
+        """After `close`: a description of what MLflow lacks; empty if nothing."""
+        parts = [f"{what}, which it refused" for what in self._refused]
+        if not self._complete:
+            late = f"all after step {self._last_step}" if self.run_id else "everything"
+            parts.append(f"{late} ({self._trouble})")
+        return "; ".join(parts)
+
+    def run(self) -> None:
+        retry_at_s = 0.0
+        while not self._closing.wait(self._tracker.flush_s):
+            if time.monotonic() >= retry_at_s and not self._deliver():
+                retry_at_s = time.monotonic() + RETRY_AFTER_S
+        # One more attempt if the store is known to be down, three for a hiccup at the very end.
+        for attempts_left in reversed(range(1 if self._trouble else FINISH_ATTEMPTS)):
+            if self._deliver(last=True):
+                return
+            if attempts_left:
+                time.sleep(1.0)
+
+    def _deliver(self, last: bool = False) -> bool:
+        """Send everything pending; False if the store is down, in which case nothing is lost."""
+        try:
+            if self.run_id is None:
+                self._create_run()
+            self._send_figures()  # left over from when the store was down
+            for event in self._events:  # after an outage there are many
+                self._unsent += self._curves(event)
+                if len(self._unsent) > MAX_METRICS_PER_BATCH:
+                    self._send_figures()
+            if last:
+                self._unsent += self._thinner.close()
+            self._send_figures()
+            while self._waiting:
+                self._attempt(*self._waiting[0])
+                self._waiting.popleft()
+            if last:
+                ended_ms = int(1000 * self._ended_at_s)
+                self._client.set_terminated(self.run_id, self._status, ended_ms)
+                self._complete = True
+        except Exception as error:  # Whatever MLflow raises, the run goes on.
+            self._warn(f"{type(error).__name__}: {error}")
+            return False
+        self._trouble = ""
+        return True
+
+    def _create_run(self) -> None:
+        client, experiment_id = self._store.open()
+        earlier = self._earlier_run()
+        if earlier is not None and self._reopen(client, earlier):
+            self._client, self.experiment_id, self.run_id = client, experiment_id, earlier
+            return
+        started_ms, tags = int(1000 * self._started_at_s), {"mlflow.user": _user()}
+        run = client.create_run(experiment_id, started_ms, tags, run_name=self._run.name)
+        self._client, self.experiment_id = client, experiment_id
+        self.run_id = run.info.run_id
+        # Not those of a later attempt: MLflow cannot change a parameter.
+        params = partial(self.log_params, flatten(self._run.params))
+        self._waiting.appendleft(("parameters", params))
+        with contextlib.suppress(OSError):  # a later attempt will have a run of its own there
+            tracked = {"run_id": self.run_id, "store": self._store.tracking_uri}
+            (self._run.run_dir / TRACKED_FILE).write_text(json.dumps(tracked), encoding="utf-8")
+
+    def _earlier_run(self) -> str | None:
+        """Id of the record of an earlier attempt in this store, if there is one."""
+        try:
+            tracked = json.loads((self._run.run_dir / TRACKED_FILE).read_text("utf-8"))
+            return str(tracked["run_id"]) if tracked["store"] == self._store.tracking_uri else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def _reopen(self, client: Any, run_id: str) -> bool:
+        """Resume an earlier record, after its last step; False if the store has it no more."""
+        try:
+            client.update_run(run_id, status="RUNNING")
+            data = client.get_run(run_id).data
+            for tag in {"status", "cause"} & data.tags.keys():  # of how it ended before
+                client.delete_tag(run_id, tag)
+            steps = {
+                key: {metric.step for metric in client.get_metric_history(run_id, key)}
+                for key in data.metrics
+                if key == _STEP_CURVE or is_score(key)
+            }
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return False
+        self._read_step = max(steps.pop(_STEP_CURVE, ()), default=-1)
+        self._last_step, self._scored = max(self._read_step, 0), steps
+        return True
+
+    def _curves(self, event: Event) -> list[Point]:
+        # Of steps that were done again MLflow keeps the first values: it cannot replace one.
+        points = []
+        totals = self._run.steps.feed(event)
+        if totals is not None and totals.step > self._read_step:
+            self._read_step = totals.step
+            values = step_metrics(totals)
+            # It comes last, so once MLflow has it, MLflow has all of the bucket.
+            values[_STEP_CURVE] = values.pop(_STEP_CURVE)
+            points = self._thinner.feed(totals.step, values, event["t"])
+        if event["event"] == "quality":
+            for point in points_of(quality_metrics(event), event["t"], event["step"]):
+                if point.step not in (steps := self._scored.setdefault(point.key, set())):
+                    steps.add(point.step)
+                    points.append(point)
+        return points
+
+    def _send_figures(self) -> None:
+        while batch := self._unsent[:MAX_METRICS_PER_BATCH]:
+            steps = f"steps {batch[0].step} to {batch[-1].step}"
+            self._attempt(steps, partial(self.log_metrics, batch))
+            self._last_step = batch[-1].step
+            del self._unsent[: len(batch)]
+
+    def _attempt(self, what: str, send: Callable[[], object]) -> None:
+        """Note and drop what MLflow refuses; raise any other error, which may pass."""
+        try:
+            send()
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            self._refused.append(what)
+            self._warn(f"{what}: {error}")
+
+    def log_metrics(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(p.key, p.value, int(1000 * p.at_s), p.step) for p in points]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def log_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        for some in _cut([Param(*pair) for pair in params.items()]):
+            self._client.log_batch(self.run_id, params=some)
+
+    def log_tags(self, tags: Mapping[str, object]) -> None:
+        from mlflow.entities import RunTag
+
+        pairs = [(legal_name(key), str(tags[key])[:MAX_VALUE_CHARACTERS]) for key in tags]
+        for some in _cut([RunTag(*pair) for pair in pairs]):
+            self._client.log_batch(self.run_id, tags=some)
+
+    def log_artifact(self, path: Path) -> None:
+        if path.is_dir():
+            self._client.log_artifacts(self.run_id, str(path), path.name)
+        else:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def _warn(self, reason: str) -> None:
+        """Warn once, however many attempts fail."""
+        self._trouble = reason[:400]
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "MLflow at %s does not accept what is logged (%s). The run continues; what MLflow "
+                "lacks is sent again from %s until the run ends.",
+                *(self._store.tracking_uri, self._trouble, EVENTS_FILE),
+            )
+
+
+def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Point]:
+    return [Point(key, value, at_s, step) for key, value in metrics.items()]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # In a container the user id may have no name.
+        return "unknown"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a retry is pointless; otherwise the store may be down, and sending is retried."""
+    # An artifact that is gone or unreadable; no server error has these types.
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return True
+    return getattr(error, "error_code", None) in REFUSALS
+
+
+def _cut(entries: list[Any]) -> list[list[Any]]:
+    return [entries[i : i + MAX_PER_BATCH] for i in range(0, len(entries), MAX_PER_BATCH)]

@@ -1,0 +1,197 @@
+"""Print a run's closing table from its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from xcloud.base.units import (
+    UNKNOWN,
+    human_bytes,
+    human_duration,
+    human_number,
+    human_percent,
+    human_seconds,
+)
+from xcloud.record.events import MEMORY
+from xcloud.record.scores import score_name, score_text
+from xcloud.report.tables import Column, console_of, print_table, say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
+         "sync_s": "averaging"}  # fmt: skip
+Row = tuple[str, str, str]  # label, value, remark
+
+
+def print_report(
+    summary: Mapping[str, Any], places: Mapping[str, object], console: Console | None = None
+) -> None:
+    """places: where things were written, label -> text, in print order: the run folder, the
+    exported model, what the tracker recorded."""
+    console = console or console_of()
+    heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
+    if summary.get("wall_s") is not None:
+        heading += f", {human_duration(summary['wall_s'])}"
+    if summary.get("num_resumes") and summary.get("started_at"):
+        heading += f", first started {summary['started_at']}"
+    console.print()
+    say(console, heading, "bold")
+    if summary.get("cause"):
+        say(console, f"cause: {summary['cause']}", "red")
+    if summary["num_steps"]:
+        _print_figures(summary, console)
+    margin = max((len(label) for label in places), default=0)
+    for label, place in places.items():
+        say(console, f"{label:<{margin}}  {place}")
+
+
+def _print_figures(summary: Mapping[str, Any], console: Console) -> None:
+    remark = Column("", right=False, wraps=True, dim=True)
+    columns = [Column("", right=False, wraps=True), Column(""), remark]
+    print_table(console, columns, _rows(summary), heads=False)
+    if summary["compute_s"]:
+        title = "time in a step, mean of the ranks of a cloud"
+        times = [
+            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
+            for cloud in summary["compute_s"]
+        ]
+        print_table(console, ["cloud", *KINDS.values()], times, title)
+    if memory := summary.get("memory"):
+        title = "memory in training, of the rank of each cloud that takes most"
+        shown = [kind for kind in MEMORY if any(kind in rank for rank in memory)]
+        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
+        fullest = {rank["cloud"]: rank for rank in in_use}
+        cells = [
+            [rank["cloud"], *(human_bytes(rank.get(kind)) for kind in shown)]
+            for rank in sorted(fullest.values(), key=lambda rank: int(rank["rank"]))
+        ]
+        print_table(console, ["cloud", *(k.replace("_", " ") for k in shown)], cells, title)
+
+
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Predicted steps of a run that keeps frozen rows. epochs: as of plan/kept.py."""
+    first, later = human_seconds(epochs["first_epoch_s"]), human_seconds(epochs["later_epochs_s"])
+    kept = epochs["kept_share"]
+    return f"{first} in the first epoch, {later} in later ones with {kept:.0%} of the samples kept"
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    yield from _score_rows(summary)
+    yield from _loss_rows(summary)
+    yield from _time_rows(summary)
+    yield from _traffic_rows(summary)
+    yield from _privacy_rows(summary)
+    yield "samples per second", human_number(summary["samples_per_s"], ",.1f"), ""
+    if summary["tokens_per_s"] is not None:
+        yield "tokens per second", human_number(summary["tokens_per_s"], ",.0f"), ""
+    if "feed" in summary:
+        yield from _feed_rows(summary["feed"])
+
+
+def _score_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    for name, value in summary["quality"].items():
+        at_step = summary.get("quality_at_step")
+        remark = "test set" + (f" at step {at_step}" if at_step else "")
+        if (before := summary.get("quality_before", {}).get(name)) is not None:
+            remark += f"; {score_text(name, before)} before training"
+        yield score_name(name), UNKNOWN if value is None else score_text(name, value), remark
+    yield (
+        "final loss",
+        human_number(summary["final_loss"], ".4f"),
+        "training loss of the last step",
+    )
+
+
+def _loss_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """What did not arrive, or did not count."""
+    if num_skipped := summary.get("num_skipped_updates"):
+        yield "updates skipped", str(num_skipped), "loss or gradient not finite"
+    if lost := summary.get("lost_event_lines"):
+        yield "event lines lost", str(lost), "figures are of the rest; see rank0.log"
+    if refused := summary.get("refused_reports"):
+        senders = ", ".join(f"{num} of rank {rank}" for rank, num in refused.items())
+        yield "reports refused", str(sum(refused.values())), f"{senders}; see the notes of the run"
+    if lost_files := summary.get("lost_files"):
+        yield "files lost", str(len(lost_files)), ", ".join(lost_files)
+    if merges := summary.get("merges"):
+        counts = ", ".join(
+            f"{merges[f'clouds_{what}']} {what}" for what in ("late", "lost", "back")
+        )
+        remark = f"{merges['partial']} without a cloud; clouds: {counts}"
+        yield "merges", str(merges["whole"] + merges["partial"]), remark
+
+
+def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    left_out, median_s = summary.get("num_warmup_steps_left_out"), summary["step_time_s"]["median"]
+    remark = f"times and rates leave out {left_out} first steps" if left_out else ""
+    yield "step time, median", human_seconds(median_s), remark
+    if (predicted_s := summary.get("predicted_step_time_s")) is not None:
+        remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
+        if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
+            remark = f"on average: {epochs_text(epochs)}"
+        yield "step time, predicted", human_seconds(predicted_s), remark
+    yield "step time, p90", human_seconds(summary["step_time_s"]["p90"]), ""
+
+
+def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    sent, ratio = summary["wan_bytes_per_step"], summary["compression_ratio"]
+    use = summary.get("link_utilisation") or {}
+    remark = ", without the waits of averaging" if "averaging" in sent else ""
+    bubble = human_number(summary["bubble_ratio"], ".3f")
+    yield "bubble ratio", bubble, f"waiting / computing{remark}"
+    for kind, num_bytes in sent.items():
+        if kind != "other":
+            busy = use.get(kind)
+            remark = "" if busy is None else f"link {human_percent(busy)} used"
+            yield f"sent {kind}, per step", human_bytes(num_bytes), remark
+    if sent["other"]:
+        yield "sent otherwise, per step", human_bytes(sent["other"]), "ids, lengths, control"
+    remark = ", ".join(f"{kind} {_ratio(r)}" for kind, r in ratio.items() if kind != "total")
+    yield "compression ratio", _ratio(ratio["total"]), remark
+
+
+def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    if summary.get("label_leak_auc") is not None:
+        parts = {
+            kind: summary.get(f"label_leak_auc_{kind}") for kind in ("gradient", "activation")
+        }
+        known = [f"{kind}s {value:.3f}" for kind, value in parts.items() if value is not None]
+        remark = ", ".join([*known, "0.5 = nothing leaks"])
+        yield "label leak, AUC", human_number(summary["label_leak_auc"], ".3f"), remark
+    for name, label in {"": "tokens recovered", "averaging_": "tokens read in averages"}.items():
+        if (recovered := summary.get(f"{name}token_recovery")) is not None:
+            baseline = human_percent(summary[f"{name}token_recovery_baseline"], 1)
+            remark = f"{baseline} without looking"
+            if name and (order := summary.get("averaging_order_recovery")) is not None:
+                remark += f", word order {human_percent(order, 1)}"
+            yield label, human_percent(recovered, 1), remark
+    if (privacy := summary.get("privacy")) is not None:
+        remark = f"by {privacy['unit']}, delta {privacy['delta']:g}"
+        if (sampled := privacy["epsilon_if_sampled"]) is not None:
+            remark += f"; {sampled:.2f} if batches were random and secret"
+        yield "privacy, epsilon", human_number(privacy["epsilon"], ".2f"), remark
+
+
+def _feed_rows(feed: Mapping[str, Any]) -> Iterator[Row]:
+    """Of a one-way job: the consumer's scores and each producer's share."""
+    for name in ("precision", "recall"):
+        yield name, human_number(feed[name], ".3f"), "replaced tokens, last 50 steps"
+    yield (
+        "bytes per token",
+        human_number(feed["bytes_per_token"], ".2f"),
+        "between clouds, counted",
+    )
+    for name, producer in feed["producers"].items():
+        loss = human_number(producer["loss"], ".3f")
+        remark = f"{producer['num_batches']} batches, loss {loss}"
+        if producer["state"] in ("slow", "dead"):
+            remark += f", {producer['state']}"
+        yield f"fed by {name}", human_percent(producer["share_taken"] or 0, 1), remark
+    if feed["num_skipped"]:
+        yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
+
+
+def _ratio(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}x"
