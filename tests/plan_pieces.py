@@ -8,9 +8,9 @@ from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Piece,
     Profile,
-    DirectionCurves,
 )
 
 

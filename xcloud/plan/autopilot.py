@@ -129,6 +129,9 @@ class Tour(Autopilot):
 
     def __post_init__(self) -> None: ...
 
+    def around(self, own: object) -> Selectable:
+        return Selectable(self.choices)
+
     def schedules(self, own: Schedule, num_stages: int) -> list[Schedule]:
         return list(self.schedules_tried)
 

@@ -23,7 +23,7 @@ from xcloud.plan.what_if_file import WhatIf
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
 MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated
-TRIES = 4  # cuts and counts of micro-batches that are simulated, see fastest
+TRIES = 2  # cuts and counts of micro-batches that are simulated, see fastest
 HOUR_S = 3600.0
 
 
