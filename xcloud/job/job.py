@@ -132,6 +132,11 @@ class Job(ABC):
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
+    @property
+    def why_not_in_turns(self) -> str:
+        """Why its steps cannot be timed in turns with those of other jobs; "" if they can."""
+        return ""
+
     def statistics(self) -> RunStatistics:
         """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)

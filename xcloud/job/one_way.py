@@ -68,6 +68,10 @@ class OneWayExperiment(Job):
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
         self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
 
+    @property
+    def why_not_in_turns(self) -> str:
+        return "the producers of a one-way job run ahead of their consumer while others are timed"
+
     def statistics(self) -> OneWayStatistics:
         layout = self.cluster
         num_consumers = 1 if layout.form == "local" else layout.num_consumers

@@ -32,8 +32,8 @@ from xcloud.comm.memory import NoMemory
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.merging import Contribution, weighted_sum
-from xcloud.parallel.outer_optimizer import OuterOptimizer
-from xcloud.parallel.outer_parameters import OuterParameters
+from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.partition import by_tensor
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.plan.costs import Direction
 from xcloud.plan.profile import AveragingCodec
@@ -153,18 +153,19 @@ def time_around_averaging(
     merged = [torch.zeros_like(p) for p in parameters]
 
     def gradients() -> None:
-        """As parallel/across.py."""
+        """As parallel/gradient_averaging.py."""
         buffer.is_finite()
         for parameter, tensor in zip(parameters, merged, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(tensor).mul_(1)
 
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
-    outer = OuterParameters(named, [range(len(named))], RankGroup.alone(), OuterOptimizer())
-    outer.drop()
+    shares = by_tensor({name: parameter.shape for name, parameter in named.items()}, 1)
+    outer = OuterParameters(named, shares, RankGroup.alone(), OuterOptimizer())
+    outer.set()
 
     def changes() -> None:
-        """As parallel/local_rounds.py."""
+        """As parallel/local_updates.py."""
         outer.gradient()
         outer.move(merged)
         outer.take()

@@ -219,7 +219,7 @@ class TrialRun:
     @property
     def _num_updates(self) -> int:
         turns = max(LEAST_TURNS, round(self.num_steps / len(self.legs)))
-        return turns * len(self.legs) + 1  # the last one is not recorded
+        return turns * len(self.legs)
 
     @cached_property
     def trial_config(self) -> Any:

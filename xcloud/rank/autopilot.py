@@ -28,7 +28,8 @@ from xcloud.comm.state import (
 )
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import NO_CHOICE, Pilot
+from xcloud.parallel.control import NO_CHOICE
+from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule
 from xcloud.plan.codec_timer import time_codec
@@ -42,9 +43,11 @@ _SUMS = 3  # of each boundary and direction: bytes, messages, seconds on the lin
 _PER_WAY = _SUMS + 1
 
 
-class Switching(Pilot):
+class Switching(Part):
     """Carries out choices: from the next update on another compression, another schedule. A
     choice is schedule x number of compressions + compression."""
+
+    name = "autopilot"
 
     def __init__(
         self,
@@ -57,12 +60,6 @@ class Switching(Pilot):
         self._compression, self._schedules = compression, schedules
         self._wiring, self._use_schedule = wiring, use_schedule
         self._choice = 0
-
-    def measured(self, step: int) -> Tensor | None:
-        return None
-
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        return None
 
     def follow(self, step: int, choice: int) -> None:
         if choice != NO_CHOICE:
@@ -159,18 +156,18 @@ class RunPilot(Switching):
                 found[at + _SUMS] = meters[identity.sender].delay_s
         return found
 
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        before, self._last = self._last, dict(told)
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        before, self._last = self._last, dict(measured)
         updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        measured = self._since(before, updates)
-        predicted_s = self.forecast.step_s(measured, self._choice)
+        grown = self._since(before, updates)
+        predicted_s = self.forecast.step_s(grown, self._choice)
         since_step = self._wiring.boundaries.switches.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, self._choice, choice, predicted_s, measured)
+            self._tell(step, self._choice, choice, predicted_s, grown)
         return choice
 
     def follow(self, step: int, choice: int) -> None:

@@ -82,17 +82,15 @@ class TourPilot(Switching):
 
     def follow(self, step: int, choice: int) -> None:
         super().follow(step, self._tour.leg(step + 1))
-        if step == self._trainer.training.max_steps:  # this update has not ended, and is left out
-            self._write()
 
-    def _write(self) -> None:
-        trainer, work = self._trainer, self._trainer.work
+    def finish(self) -> None:
+        feed = self._trainer.feed
         steps = [[*timeline_events(step, self._messages)] for step in self._clock.recorded]
         found = {
             "steps": steps,
             "stages": {number: facts.table for number, facts in self._stages.items()},
-            "num_samples": trainer.plan.num_samples,
-            "tokens_per_sample": work.weight / work.num_samples if trainer.weight else 0.0,
+            "num_samples": feed.plan.num_samples,
+            "tokens_per_sample": feed.work.weight / feed.work.num_samples if feed.weigh else 0.0,
         }
         self._file.write_text(json.dumps(found), encoding="utf-8")
 
@@ -109,7 +107,7 @@ def pilot_of(
         return None
     assert isinstance(job.compression, Selectable)
     if isinstance(job.autopilot, Tour):
-        file = run_dir / FACTS_FILE.format(trainer.rank)
+        file = run_dir / FACTS_FILE.format(trainer.pipeline.rank)
         return TourPilot(
             job.autopilot, trainer, file, job.compression, job.schedules, wiring
         )  # fmt: skip
@@ -117,6 +115,6 @@ def pilot_of(
         job.autopilot, job.compression, job.schedules, job.cluster, wiring,
         trainer.pipeline.clock, reporter, trainer.use_schedule,
     )  # fmt: skip
-    if trainer.rank == 0:
+    if trainer.pipeline.rank == 0:
         pilot.prepare(job, trainer.pipeline.device)
     return pilot

@@ -18,7 +18,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
 from xcloud.rank.one_way.consumer_events import ConsumerEvents
@@ -59,7 +59,6 @@ class ConsumerRun:
         self._cloud, self._inbox = feeding.cloud, feeding.inbox
         self._lane, self._num_lanes = feeding.cloud.lane, num_lanes
         self._buffer = FlatBuffer(part.module.parameters())
-        self._exchange = AllReduce(feeding.cloud)
         training = experiment.training
         self._guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
         self._clock = StepClock()
@@ -96,7 +95,7 @@ class ConsumerRun:
     def _stateful(self) -> dict[str, memory.Stateful]:
         return {
             "part": self._part, "plan": self.plan, "inbox": self._inbox,
-            "guard": self._guard, "exchange": self._exchange,
+            "guard": self._guard,
         }  # fmt: skip
 
     def save_with(self, checkpoints: Checkpointer) -> None:
@@ -128,8 +127,6 @@ class ConsumerRun:
                     self._part.skip(step)
                 else:
                     self._part.update(step, sums["weight"])
-            with self._clock.during("average"):
-                self._exchange.after_update(step, self._buffer)
             self._events.step(
                 step, self._clock, self._used, self._skipped, self._feeding.other_bytes, sums,
                 is_skipped,
@@ -207,7 +204,7 @@ class ConsumerRun:
             if unknown := sums.keys() - set(SUMS):
                 raise TypeError(f"consume() sums up {sorted(unknown)}; known: {', '.join(SUMS)}")
         with self._clock.during("average"):
-            self._exchange.before_update(self._step, self._buffer, torch.zeros(()))
+            self._buffer.sum_over(self._feeding.cloud, torch.zeros(()))
             agreed = self._agree(sums, found, skipped)
         totals = dict(zip(SUMS, agreed[: len(SUMS)].tolist(), strict=True))
         self._move_on(agreed[len(SUMS) :])

@@ -16,7 +16,7 @@ from xcloud.comm.state import State, Stateful, load_states, states_of, whole_num
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.parallel.control import Signal
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY, SaveNow
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.one_way.wiring import ProducerWiring
@@ -45,7 +45,6 @@ class ProducerRun:
         self.name, self._reporter = name, reporter
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
-        self._exchange = AllReduce(cloud)
         self.clock = StepClock()
         self._told_at_s = time.monotonic()
         self._losses: list[float] = []  # of the batches learned from
@@ -95,7 +94,7 @@ class ProducerRun:
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"part": self.part, "guard": self._guard, "exchange": self._exchange}
+        return {"part": self.part, "guard": self._guard}
 
     def produce(self, number: int) -> Fed:
         """Batch `number`, before anything is learned from it: so it can leave at once."""
@@ -116,7 +115,7 @@ class ProducerRun:
         if self._buffer is not None:
             with self.clock.during("average"):
                 mine = torch.tensor(fed.loss)
-                summed = self._exchange.before_update(number, self._buffer, mine)
+                summed = self._buffer.sum_over(self._cloud, mine)
                 self._buffer.scale(1.0 / self._num_lanes)
                 loss = float(summed) / self._num_lanes
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
@@ -132,9 +131,6 @@ class ProducerRun:
                 with self.clock.during("optimizer"):
                     self.part.update(number)
             self._losses.append(loss)
-        if self._buffer is not None:
-            with self.clock.during("average"):
-                self._exchange.after_update(number, self._buffer)
         self._number = number
         self._num_made += 1
         self._samples += fed.num_samples
