@@ -292,7 +292,7 @@ def test_a_model_and_a_task_that_do_not_fit_are_both_named() -> None:
 
     assert str(raised.value) == (
         "model.backbone.name_or_path follows from task.tokenizer.name_or_path, which the chosen "
-        "task (translation_from_demo) does not have: this model and this task do not fit "
+        "task (DemoTranslation) does not have: this model and this task do not fit "
         "together; choose another of the two"
     )
 

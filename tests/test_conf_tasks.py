@@ -56,7 +56,7 @@ def test_every_glue_task_builds_by_its_name(name: str) -> None:
         (("task=glue", "task.name=mrpc"), "the demo has sst2 and qnli only"),
         (("task=glue", "+task.max_train_pairs=3"), "unknown setting 'task.max_train_pairs'"),
         (("task=squad", "task.stride=0"), "task.stride must be"),
-        (("task=xnli", "task.languages=[de]"), "the demo has the languages en, es"),
+        (("task=xnli", "task.languages=[de]"), "one of en, es, got 'de'"),
         (("task=classification", "task.metrics=[bleu]"), "'bleu' is not a score for classes"),
     ],
 )

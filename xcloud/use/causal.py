@@ -34,7 +34,7 @@ from xcloud.models.causal_network import (
 from xcloud.models.stages import TEXT
 from xcloud.rank.export import exporting, fill, read_stage
 from xcloud.record.segments import check_is_run
-from xcloud.tasks.causal_tokenizer import CausalTokenizer
+from xcloud.tasks.causal_text import CausalTokenizer
 from xcloud.tasks.language_modelling import FOLDER_NAME
 
 ADAPTER_FILE = "adapter_model.safetensors"

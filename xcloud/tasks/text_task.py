@@ -1,4 +1,8 @@
-"""Tokenise texts and text pairs; shared code of the understanding tasks."""
+"""What tasks on single texts or text pairs share: settings, tokenising, and most of a rank's view.
+
+A rank that sees no field opens no file: if task.sizes are not set, rank 0 sends them
+(xcloud/rank/loading.py). In a single process they are counted.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,95 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import DataError
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import Split
-from xcloud.tasks.pair_table import PairTable
-from xcloud.tasks.tokenizer import Tokenizer
+from xcloud.contracts.task import SPLITS, Split
+from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
+from xcloud.tasks.tables import PairTable
+from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
+
+FIELDS = frozenset({"text", "types", "label"})
+
+
+@settings("task", kw_only=True)
+class TextTask(Source):
+    """Settings of a task with the fields text, types and label.
+
+    tokenizer: public. A TrainedTokenizer is trained on public_sentences, not on the task's texts,
+        because a vocabulary reveals its training text.
+    max_length: in tokens, special ids included.
+    sizes: samples of train, dev and test, for ranks that read none. null: rank 0 sends them.
+    cache_dir: for trained tokenizers; relative to the checkout.
+    """
+
+    tokenizer: TokenizerChoice
+    max_length: Positive
+    sizes: Mapping[Split, Positive] | None = None
+    cache_dir: str = ".cache"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sizes is not None and set(self.sizes) != set(SPLITS):
+            raise ConfigError(
+                "task.sizes must be null or name all three: {train: 5000, dev: 100, test: 500}; "
+                f"got {self.sizes!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def form(self) -> Form:
+        """The files that the task reads."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.source_name()})"
+
+    def check(self) -> None:
+        """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
+        if (tables := self.check_source(self.form)) is not None:
+            self.check_tables(tables)
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            self.tokenizer.check()
+
+    def check_tables(self, tables: SplitTables) -> None:
+        """Raise DataError if they cannot be used. Reads no text."""
+
+    def check_fields(self, fields: frozenset[str]) -> None:
+        """Raise ConfigError if a model reads fields that the task lacks."""
+        if unknown := fields - FIELDS:
+            raise ConfigError(
+                f"the task {self.name} has the fields text, types and label, but the model reads "
+                f"{', '.join(sorted(unknown))}; choose a model for understanding (model=…)"
+            )
+
+    def check_sizes(self, rows: Mapping[Split, int]) -> None:
+        """Raise DataError if a split is empty or task.sizes differ from the data."""
+        for split, count in rows.items():
+            if not count:
+                raise DataError(f"{self.describe()}: the {split} split has no rows")
+        if self.sizes is not None and dict(self.sizes) != dict(rows):
+            there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
+            raise DataError(
+                f"{self.describe()}: task.sizes differ from the data, which has {{{there}}}"
+            )
+
+    def fingerprint(
+        self, rows: Mapping[Split, int], agreed: Mapping[str, object], **more: object
+    ) -> str:
+        """Digest of settings and sizes. agreed: of the corpus; a rank without files knows no file
+        names, so it does not count where `sizes` are set. more: further settings."""
+        shared = {
+            "task": self.name,
+            "max_length": self.max_length,
+            "tokenizer": repr(self.tokenizer),
+            "rows": dict(rows),
+            "corpus": dict(agreed) if self.sizes is None else None,
+        }
+        return digest_of(shared | more)
 
 
 class TextPairs:
@@ -56,12 +144,14 @@ class TextData:
 
     def __init__(
         self,
+        corpus: Corpus,
         fields: frozenset[str],
         rows: Mapping[Split, int],
         text: TextPairs | None,
         tables: Mapping[Split, PairTable],
         labels: Mapping[Split, Tensor],
     ) -> None:
+        self._remarks, self._agreed = corpus.remarks, corpus.agreed
         self._fields, self._rows, self.text = fields, dict(rows), text
         self._tables, self._labels = tables, labels
 
