@@ -365,7 +365,7 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
                 "compression=delta_int4",
                 "cluster/wan=line_8m",
             ],
-            "keep its lanes",
+            "stay with its ranks",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.causal_models import (
@@ -33,7 +34,7 @@ from xcloud.models.causal_network import Elsewhere, words_of
 from xcloud.models.causal_stage import attention_masks
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
-from xcloud.rank.export import export_stage, fill, whole
+from xcloud.rank.export import export_stage, whole
 from xcloud.training.memory_meter import SavedTensors
 from xcloud.training.settings import autocast_for
 
@@ -198,7 +199,7 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
             parameter.add_(1.0)
     no_tokenizers = SimpleNamespace(save_tokenizers=lambda folder: None)
     path = export_stage(tmp_path, 0, stage, whole(stage.exported(), True), no_tokenizers)
-    fill(other, path)
+    other.load_exported(load_file(path))
 
     assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))
     assert words_of(other.network) is other.network.lm_head.weight
@@ -361,7 +362,7 @@ def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: P
         trained(tmp_path).boundary(0, 2, 16)
 
     saved("llama", tmp_path)
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.norm.weight")

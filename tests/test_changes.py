@@ -34,7 +34,7 @@ from xcloud.survive.changes import COLUMNS, TABLE, Place, Places, changes, outco
 from xcloud.survive.resume import RankCheckpoints, check_can_go_on
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training
-from xcloud.use.causal import TrainedCausal
+from xcloud.use.generate import Generator
 from xcloud.use.translate import Translator
 from xcloud.watch.status import describe
 
@@ -341,7 +341,7 @@ def test_a_compression_is_named_by_its_label() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda path: resumed(path, [], path), describe, Translator, TrainedCausal]
+    "use", [lambda path: resumed(path, [], path), describe, Translator, Generator]
 )
 def test_a_folder_that_holds_no_run_is_named_alike_by_all_that_read_runs(
     use: Callable[[Path], object], tmp_path: Path

@@ -12,9 +12,8 @@ import pytest
 
 from tests.event_lines import append_event, append_step
 from xcloud.record.events import EVENTS_FILE, StepCollector
-from xcloud.record.mlflow_store import Store
+from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
 from xcloud.record.mlflow_tracker import MlflowTracker, Sender
-from xcloud.record.mlflow_view import VIEW_KEY, view_tag
 from xcloud.record.tracking import TrackedRun
 
 REPOSITORY = Path(__file__).parent.parent

@@ -18,9 +18,8 @@ from tests.sweep_runs import write_run
 from tests.toy import toy_config
 from xcloud.record.summary import read_run
 from xcloud.sweep import report
-from xcloud.sweep.losses import LOSSES, curves_of, write_losses
-from xcloud.sweep.published import published_for
-from xcloud.sweep.results import Row, from_folder, rows_of
+from xcloud.sweep.pictures import LOSSES, curves_of, write_losses
+from xcloud.sweep.results import Row, from_folder, published_for, rows_of
 from xcloud.sweep.table import print_sweep, write_csv
 
 NUM_STEPS = 60

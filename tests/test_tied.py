@@ -20,7 +20,7 @@ from xcloud.comm.compression import Compression, PerTensor
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
-from xcloud.parallel.tied import TiedGradients
+from xcloud.rank.tied import TiedGradients
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 
@@ -143,7 +143,9 @@ def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
     tied = ["+exp=lora_clm", "model.lora=null", "model.embeddings=tie", "model.own.tied=true"]
     job_from_config(composed(*tied))
     job_from_config(composed(*tied, "cluster=u_shape", "security=owner_keeps_text_and_labels"))
-    with pytest.raises(ConfigError, match=r"needs both ends in every update, and local_updates"):
+    with pytest.raises(
+        ConfigError, match=r"needs both ends in every update, but strategy=local_updates"
+    ):
         job_from_config(composed(*tied, "strategy=local_updates"))
     with pytest.raises(ConfigError, match=r"security\.privacy noises them apart"):
         job_from_config(composed(*tied, "security/privacy=sample"))

@@ -12,15 +12,18 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import NotNegative, Positive, settings
 from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage
 from xcloud.models.calibration import basis_of
@@ -38,6 +41,7 @@ from xcloud.models.causal_network import (
     network_of,
     read_config,
     ties_words,
+    write_checkpoint,
 )
 from xcloud.models.causal_stage import CausalStage, Cut, same_attention
 from xcloud.models.lora import Lora
@@ -147,6 +151,40 @@ class CausalLM(TextModel):
         part = self._part(config, stage, num_stages)
         cut = make_cut(self._cut, stage, config, context.max_length, None)
         return self._stage(network_of(config, part), part, context, cut)
+
+    def join(
+        self,
+        tensors: dict[str, Tensor],
+        architecture: Mapping[str, Any],
+        context: BuildContext,
+        out: Path,
+    ) -> list[Path]:
+        """Write all stages' exported tensors into `out`: adapters as peft loads them, with the
+        base in out/base if it is our own; or all weights as transformers loads them. Returns the
+        folders that want the tokenizer, too. architecture: of any stage."""
+        if self._cut.is_low_rank:
+            raise ConfigError(
+                "model.split has put projections into this model that transformers and peft do "
+                "not know; try it with python -m xcloud generate"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        config = config_of(architecture["config"])
+        if self.lora is None:
+            network = network_of(config, Part(range(depth(config)), True, True))
+            if missing := set(network.state_dict()) - set(tensors):
+                raise DataError(f"no part of the model holds {sorted(missing)[0]}")
+            network.load_state_dict(tensors)
+            network.config.use_cache = True
+            write_checkpoint(network, out)
+            return [out]
+        save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
+        folders, base = [out], self.checkpoint
+        if self.own is not None:
+            folders.append((out / "base").resolve())
+            shutil.copytree(self.own.folder(context), folders[-1], dirs_exist_ok=True)
+            base = str(folders[-1])
+        self.lora.adapter_config(config, str(base)).save_pretrained(out)
+        return folders
 
     def _built(
         self, stage: int, num_stages: int, context: BuildContext, *, measures: bool

@@ -1,4 +1,4 @@
-"""Export the trained model and load it again: one safetensors file per stage.
+"""Export the trained model: one safetensors file per stage.
 
 Every cloud writes its own part to its run folder, with the tokenizer of its side. To translate
 after a run on several machines, put the parts into one `model` folder.
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from xcloud.base.errors import DataError, RunFailed
+from xcloud.base.errors import RunFailed
 from xcloud.base.project import MODEL_DIR
 from xcloud.contracts.model import Stage
 from xcloud.contracts.task import TaskData
@@ -69,26 +69,3 @@ def exporting(run_dir: Path) -> Iterator[None]:
             f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}; the disk "
             f"of that folder has {free_mb:,.0f} MB free"
         ) from error
-
-
-def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Path]:
-    """The stage's architecture as exported, and the file of its weights.
-
-    Raises DataError if the file is missing.
-    """
-    path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
-    if not path.is_file():
-        raise DataError(
-            f"there is no {path}: did that run finish? Of a run on several machines, copy every "
-            f"cloud's {MODEL_DIR} files into one folder"
-        )
-    with safe_open(path, "pt") as file:
-        return json.loads((file.metadata() or {}).get("architecture", "null")), path
-
-
-def fill(module: Stage, path: Path) -> None:
-    """Load a stage's weights. Raises DataError if they belong to another architecture."""
-    try:
-        module.load_exported(load_file(path))
-    except RuntimeError as error:
-        raise DataError(f"{path} does not fit this experiment: {error}") from error

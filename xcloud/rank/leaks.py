@@ -17,9 +17,8 @@ from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
-from xcloud.security.averaging_leaks import AveragingObserver, Victim
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, Observer
+from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Victim
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,23 @@ from xcloud.contracts.model import BuildContext, Stage
 from xcloud.contracts.task import TaskData
 from xcloud.job.experiment import Experiment
 from xcloud.join.elastic import StoreFacts, parameters_fact
-from xcloud.parallel.exchange import Exchange, Work
+from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.parallel.strategy import Replicas
 from xcloud.rank.autopilot import RunPilot
 from xcloud.rank.cache_report import UNSAVED, CacheReport
 from xcloud.rank.evaluation import Evaluator
-from xcloud.rank.exchanges import join_exchange, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext, restored
+from xcloud.rank.tied import join_tied
 from xcloud.rank.typical_step import TypicalStep
 from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
-from xcloud.security.privacy import SamplePrivacy
+from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
 from xcloud.training.memory_meter import MemoryReport
 from xcloud.training.trainer import Trainer
@@ -93,10 +94,17 @@ class Features:
 
     def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
         job, size = self.job, self.job.training.batch_size
-        return join_exchange(
-            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, job.max_steps,
-            Work(size, 2.0 * size * job.task.max_length), self.reporter, job.security.privacy,
-            leaks.averaged.received if leaks is not None and leaks.averaged is not None else None,
+        links, averaging, groups = self.wiring.replicas, job.strategy.averaging, self.wiring.lanes
+        if links is None or averaging is None:
+            return AllReduce(groups)
+        group = groups[min(stages)]  # the same ranks hold all stages of this one
+        privacy, most = job.security.privacy, Work(size, 2.0 * size * job.task.max_length)
+        return averaging.join(
+            Replicas(
+                links, group, stages, job.compression.for_tensor, job.seed, job.max_steps, most,
+                self.reporter, privacy if isinstance(privacy, CloudPrivacy) else None,
+                leaks.averaged.received if leaks is not None and leaks.averaged else None,
+            )
         )  # fmt: skip
 
     def parts(

@@ -28,8 +28,14 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
-from xcloud.record.mlflow_store import Store, prepare_environment
-from xcloud.record.mlflow_view import VIEW_KEY, page, sweep_key, ui_command
+from xcloud.record.mlflow_store import (
+    VIEW_KEY,
+    Store,
+    page,
+    prepare_environment,
+    sweep_key,
+    ui_command,
+)
 from xcloud.record.tracked_values import (
     MAX_VALUE_CHARACTERS,
     Buckets,

@@ -17,8 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from xcloud.base.project import project_root
-from xcloud.record.mlflow_store import Store, prepare_environment
-from xcloud.record.mlflow_view import UI_HOST, UI_PORT, VIEW_KEY, page, sweep_key, view_tag
+from xcloud.record.mlflow_store import (
+    UI_HOST,
+    UI_PORT,
+    VIEW_KEY,
+    Store,
+    page,
+    prepare_environment,
+    sweep_key,
+    view_tag,
+)
 
 HOST = UI_HOST
 LATEST_SWEEPS = 5  # to print links of

@@ -112,8 +112,7 @@ class Sweep:
             return refuse([str(error)])
 
     def _run(self, points: list[Point], state: SweepState, run_here: RunHere) -> int:
-        from xcloud.sweep import view
-        from xcloud.sweep.report import close_sweep
+        from xcloud.sweep.report import close_sweep, prepare
 
         earlier = [
             tuple(entry["overrides"])
@@ -127,7 +126,7 @@ class Sweep:
         self._todo = [decision for decision in decisions if decision.verdict != "skip"]
         self._announce(decisions, len(earlier))
         tracker = points[0].experiment.tracker
-        view.prepare(self.name, tracker, [point.settings for point in points])
+        prepare(self.name, tracker, [point.settings for point in points])
         try:
             if self._is_together and len(self._todo) > 1:
                 self._together(state)

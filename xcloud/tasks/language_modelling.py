@@ -20,7 +20,7 @@ from torch import Tensor
 from xcloud.base.errors import DataError
 from xcloud.base.settings import settings
 from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.task import SPLITS, Split, UsedAs
 from xcloud.tasks.causal_text import CausalTokenizer, Document, PackedTable, pack, pieces_of
 from xcloud.tasks.corpus.demo import DemoStories
 from xcloud.tasks.corpus.files import TextFile, read_lines
@@ -46,6 +46,7 @@ class LanguageModelling(TextTask):
     """
 
     name: ClassVar[str] = "language_modelling"
+    used_as: ClassVar[UsedAs] = "causal language model"
     form: ClassVar[Form] = Form(
         "train.txt (plain text) or train.jsonl (text or messages)",
         {"txt": "text", "jsonl": "json"},
@@ -65,6 +66,9 @@ class LanguageModelling(TextTask):
     def read(self) -> Corpus:
         """All splits, each with the column text or messages. Raises DataError."""
         return self.arrange(self.find(self.form), self.rows_of)
+
+    def saved_text(self, folder: Path) -> CausalTokenizer:
+        return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def load(self, fields: frozenset[str], seed: int) -> LanguageData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same text."""

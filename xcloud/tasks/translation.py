@@ -20,7 +20,7 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.base.settings import settings
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import SPLITS, Split
+from xcloud.contracts.task import SPLITS, Split, UsedAs
 from xcloud.tasks.corpus.demo import DemoPairs
 from xcloud.tasks.corpus.files import read_lines
 from xcloud.tasks.corpus.folder import Folder
@@ -65,6 +65,7 @@ class Translation(Source):
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
     cache_dir: str = ".cache"
     name: ClassVar[str] = "translation"
+    used_as: ClassVar[UsedAs] = "translation task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,6 +133,9 @@ class Translation(Source):
         left_out = sum(line in scored for line in lines)
         remark = f"{len(texts):,} further texts in {getattr(self, key)}"
         return texts, remark + (f" ({left_out:,} of dev or test left out)" if left_out else "")
+
+    def saved_text(self, folder: Path) -> TranslationText:
+        return TranslationText.load(folder, self.max_length)
 
     def load(self, fields: frozenset[str], seed: int) -> TranslationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
