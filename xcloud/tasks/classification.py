@@ -18,7 +18,6 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import settings
-from xcloud.contracts.model import Head
 from xcloud.contracts.task import SPLITS, Answers, Split
 from xcloud.tasks.corpus.demo import DemoByLanguage, DemoLabelled
 from xcloud.tasks.corpus.folder import Folder, FolderByLanguage, Languages
@@ -40,7 +39,7 @@ from xcloud.tasks.labels import (
 )
 from xcloud.tasks.public_text import public_tokenizer
 from xcloud.tasks.tables import PairTable
-from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions, counted
+from xcloud.tasks.text_task import TextData, TextPairs, TextTask, check_predictions
 from xcloud.tasks.tokenizer import PretrainedTokenizer, Tokenizer, TokenizerChoice
 
 
@@ -149,13 +148,12 @@ class Classification(TextTask):
         """visible: a subset of {"text", "label"}; nothing else is kept. Raises DataError."""
         tables, columns = self._usable(self.find(self.form))
         wanted = columns.visible(visible)
-        corpus = self.arrange(
-            tables, lambda table: read(table, wanted, KEYS),
-            facts={"columns": str(columns)}, dev_as_test=True,
-        )  # fmt: skip
-        if self.sampling is None:
-            return corpus
-        return replace(corpus, remarks=[f"columns {columns}", *corpus.remarks])
+        corpus = self.arrange(tables, lambda table: read(table, wanted, KEYS), dev_as_test=True)
+        chosen = self.facts(columns=str(columns))
+        remarks = [f"columns {columns}"] if chosen else []
+        return replace(
+            corpus, remarks=[*remarks, *corpus.remarks], agreed={**corpus.agreed, **chosen}
+        )
 
     def load(self, fields: frozenset[str], seed: int) -> ClassificationData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
@@ -170,6 +168,11 @@ class Classification(TextTask):
         labels = self._labels(corpus.splits["train"]) if "label" in visible else None
         return ClassificationData(self, corpus, fields, tokenizer, labels)
 
+    def agreed_settings(self) -> dict[str, object]:
+        classes = None if self.class_names is None else list(self.class_names)
+        more = {"kind": self.label_kind, "classes": classes, "metrics": list(self.scores)}
+        return {**super().agreed_settings(), **more}
+
     def _labels(self, train: Rows) -> Labels:
         if self.label_kind == "value":
             return Value()
@@ -178,7 +181,7 @@ class Classification(TextTask):
         return Classes.of_cells(train.texts["label"], f"{self.describe()}, train")
 
 
-class ClassificationData(TextData):
+class ClassificationData(TextData[Classification]):
     """One rank's view (TaskData)."""
 
     def __init__(
@@ -189,7 +192,8 @@ class ClassificationData(TextData):
         tokenizer: Tokenizer | None,
         label: Labels | None,
     ) -> None:
-        self._task, self._label = task, label
+        self._label = label
+        self.head = None if label is None else label.head
         text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables: dict[Split, PairTable] = {}
         labels: dict[Split, Tensor] = {}
@@ -202,26 +206,12 @@ class ClassificationData(TextData):
                 labels[split] = label.parse(columns["label"], f"{task.describe()}, {split}")
             if "part" in columns:
                 self._parts[split] = columns["part"]
-        super().__init__(corpus, fields, corpus.counts, text, tables, labels)
+        super().__init__(task, corpus, fields, corpus.counts, text, tables, labels)
 
     def describe(self) -> str:
-        task, names = self._task, self._task.class_names
-        named = [f"labels are those of {task.name}: {', '.join(names)}"] if names else []
-        rows = f"{task.describe()}: {counted(self._rows)}"
-        return ", ".join([rows, *self._remarks, *named])
-
-    def fingerprint(self) -> str:
-        task, names = self._task, self._task.class_names
-        more = {
-            "kind": task.label_kind,
-            "classes": None if names is None else list(names),
-            "metrics": list(task.scores),
-        }
-        return task.fingerprint(self._rows, self._agreed, **more)
-
-    @property
-    def head(self) -> Head | None:
-        return None if self._label is None else self._label.head
+        names = self._task.class_names
+        named = f", labels are those of {self._task.name}: {', '.join(names)}" if names else ""
+        return super().describe() + named
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """First and second texts of the training pairs alike."""

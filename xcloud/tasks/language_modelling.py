@@ -27,7 +27,7 @@ from xcloud.tasks.corpus.files import TextFile, read_lines
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Rows, Table, Text, read
-from xcloud.tasks.text_task import TextTask, check_predictions, counted
+from xcloud.tasks.text_task import TextTask, View, check_predictions
 from xcloud.tasks.tokenizer import TokenizerChoice, TrainedTokenizer
 
 TEXT, MESSAGES = "text", "messages"
@@ -99,7 +99,7 @@ class LanguageModelling(TextTask):
         return table
 
 
-class LanguageData:
+class LanguageData(View[LanguageModelling]):
     """One rank's view (TaskData): of fields that may not be seen here nothing was kept."""
 
     def __init__(
@@ -110,24 +110,14 @@ class LanguageData:
         fields: frozenset[str],
         tokenizer: CausalTokenizer | None,
     ) -> None:
-        self._task, self._tables, self._fields = task, tables, fields
-        self._tokenizer = tokenizer
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
-        self._rows = {
-            split: len(tables[split]) if tables else corpus.splits[split].num_rows
-            for split in SPLITS
-        }
+        rows = {split: len(table) for split, table in tables.items()}
+        super().__init__(task, corpus, rows or corpus.counts)
+        self._tables, self._fields, self._tokenizer = tables, fields, tokenizer
 
     def describe(self) -> str:
-        said = f"{self._task.describe()}: {counted(self._rows)} of {self._task.max_length} tokens"
         tokens = sum(table.num_tokens for table in self._tables.values())
-        return ", ".join([said, f"{tokens:,} tokens in all", *self._remarks])
-
-    def fingerprint(self) -> str:
-        return self._task.fingerprint(self._rows, self._agreed)
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
+        more = f", {tokens:,} tokens in samples of {self._task.max_length}" if tokens else ""
+        return super().describe() + more
 
     @property
     def text_fields(self) -> frozenset[str]:
@@ -136,10 +126,6 @@ class LanguageData:
     @property
     def num_cut(self) -> dict[str, int]:
         return {}  # long texts go on in the next sample
-
-    @property
-    def head(self) -> None:
-        return None
 
     def vocabulary(self, field: str) -> TokenIds:
         return self._seen(field, "text").token_ids
@@ -255,16 +241,16 @@ class FolderLanguageModelling(Folder, LanguageModelling):
         files = [cast(TextFile, file) for parts in tables.tables.values() for file in parts[""]]
         if len({_column(file) for file in files}) > 1:
             raise DataError(f"{self.where}: plain texts and chats are mixed; give one kind")
-        sets = tables.sets(self.rows_of)
-        corpus = self.arrange(tables, self.rows_of, sets)
+        corpus = self.arrange(tables, self.rows_of)
         if self.document != "blank_line":
             return corpus
+        alone = [split for split, parts in tables.tables.items() if len(parts[""]) == 1]
         whole = [
             f"{split} has {text.count(chr(10)) + 1} lines and no blank one, so it is one "
             "document: is task.document=line meant?"
-            for split, parts in sets.items()
-            for text in parts[""].texts.get(TEXT, ())
-            if parts[""].num_rows == len(tables.tables[split][""]) == 1 and "\n" in text
+            for split, texts in ((s, corpus.splits[s].texts.get(TEXT, ())) for s in alone)
+            for text in texts
+            if len(texts) == 1 and "\n" in text
         ]
         return replace(corpus, remarks=[*corpus.remarks, *whole])
 

@@ -87,6 +87,10 @@ class QuestionAnswering(TextTask):
             tables, rows_of, dev_as_test=True, size=size, sample=sample, unit="questions"
         )
 
+    def agreed_settings(self) -> dict[str, object]:
+        lengths = {"max_question": self.max_question, "stride": self.stride}
+        return {**super().agreed_settings(), **lengths}
+
     def load(self, fields: frozenset[str], seed: int) -> QuestionAnsweringData:
         """`seed` is ignored: all seeds train and are scored on the same rows."""
         self.check_fields(fields)
@@ -113,7 +117,7 @@ class QuestionAnswering(TextTask):
         return QuestionAnsweringData(self, fields, corpus, sizes, tokenizer, windows)
 
 
-class QuestionAnsweringData(TextData):
+class QuestionAnsweringData(TextData[QuestionAnswering]):
     """One rank's view (TaskData): everything, or only the sizes if it sees no field."""
 
     def __init__(
@@ -125,7 +129,8 @@ class QuestionAnsweringData(TextData):
         tokenizer: Tokenizer | None = None,
         windows: Mapping[Split, Windows] | None = None,
     ) -> None:
-        self._task, self._windows = task, dict(windows or {})
+        self._windows = dict(windows or {})
+        self.head = Head("span", 2) if "label" in fields else None
         self._paragraphs: dict[Split, Sequence[Paragraph]] = {
             split: corpus.splits[split].texts["paragraph"] for split in self._windows
         }
@@ -140,22 +145,13 @@ class QuestionAnsweringData(TextData):
                 labels[split] = torch.tensor(places, dtype=torch.int64).view(-1, 3)
         text = None if tokenizer is None else TextPairs(tokenizer, task.max_length)
         tables = {split: made.table for split, made in self._windows.items()}
-        super().__init__(corpus, fields, sizes, text, tables, labels)
+        super().__init__(task, corpus, fields, sizes, text, tables, labels)
 
     def describe(self) -> str:
         asked = {split: num_questions(held) for split, held in self._paragraphs.items()}
         questions = [f"questions {counted(asked)}"] if asked else []
         windows = f"{self._task.describe()}: windows {counted(self._rows)}"
         return "; ".join([windows, *questions, *self._remarks])
-
-    def fingerprint(self) -> str:
-        task = self._task
-        more = {"max_question": task.max_question, "stride": task.stride}
-        return task.fingerprint(self._rows, self._agreed, **more)
-
-    @property
-    def head(self) -> Head | None:
-        return Head("span", 2) if "label" in self._fields else None
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Training questions and the paragraph parts of their windows."""

@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
-from xcloud.contracts.model import Batch, TokenIds
+from xcloud.contracts.model import Batch, Head, TokenIds
 from xcloud.contracts.task import SPLITS, Split
 from xcloud.tasks.corpus.rows import Corpus, Form, Source, SplitTables
 from xcloud.tasks.tables import PairTable
@@ -68,6 +69,12 @@ class TextTask(Source):
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.check()
 
+    def agreed_settings(self) -> dict[str, object]:
+        """Part of the fingerprint. A rank without files knows no file names, so the corpus does
+        not count where sizes are set."""
+        tokenizer: dict[str, object] = {"tokenizer": repr(self.tokenizer)}
+        return tokenizer if self.sizes is None else {**tokenizer, "corpus": None}
+
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if they cannot be used. Reads no text."""
 
@@ -89,20 +96,6 @@ class TextTask(Source):
             raise DataError(
                 f"{self.describe()}: task.sizes differ from the data, which has {{{there}}}"
             )
-
-    def fingerprint(
-        self, rows: Mapping[Split, int], agreed: Mapping[str, object], **more: object
-    ) -> str:
-        """Digest of settings and sizes. agreed: of the corpus; a rank without files knows no file
-        names, so it does not count where `sizes` are set. more: further settings."""
-        shared = {
-            "task": self.name,
-            "max_length": self.max_length,
-            "tokenizer": repr(self.tokenizer),
-            "rows": dict(rows),
-            "corpus": dict(agreed) if self.sizes is None else None,
-        }
-        return digest_of(shared | more)
 
 
 class TextPairs:
@@ -138,12 +131,54 @@ class TextPairs:
         return {"ids": ids, "text": text, "types": types}
 
 
-class TextData:
+class Configured(Protocol):
+    """What views need of their task."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_length(self) -> int: ...
+    def describe(self) -> str: ...
+    def agreed_settings(self) -> dict[str, object]: ...
+
+
+T = TypeVar("T", bound=Configured)
+U = TypeVar("U", bound=TextTask)
+
+
+class View(Generic[T]):
+    """One rank's view of a task: what all of them share (TaskData)."""
+
+    head: Head | None = None
+
+    def __init__(self, task: T, corpus: Corpus, rows: Mapping[Split, int]) -> None:
+        self._task, self._rows = task, dict(rows)
+        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+
+    def describe(self) -> str:
+        return ", ".join([f"{self._task.describe()}: {counted(self._rows)}", *self._remarks])
+
+    def fingerprint(self) -> str:
+        shared = {
+            "task": self._task.name,
+            "max_length": self._task.max_length,
+            "rows": self._rows,
+            "corpus": dict(self._agreed),
+        }
+        described = json.dumps(shared | self._task.agreed_settings(), sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def num_samples(self, split: Split) -> int:
+        return self._rows[split]
+
+
+class TextData(View[U]):
     """One rank's view of labelled texts (most of TaskData); invisible fields are not kept.
     text is None and tables is empty if text is not visible; labels likewise."""
 
     def __init__(
         self,
+        task: U,
         corpus: Corpus,
         fields: frozenset[str],
         rows: Mapping[Split, int],
@@ -151,12 +186,9 @@ class TextData:
         tables: Mapping[Split, PairTable],
         labels: Mapping[Split, Tensor],
     ) -> None:
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
-        self._fields, self._rows, self.text = fields, dict(rows), text
+        super().__init__(task, corpus, rows)
+        self._fields, self.text = fields, text
         self._tables, self._labels = tables, labels
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
 
     @property
     def text_fields(self) -> frozenset[str]:
@@ -192,11 +224,6 @@ class TextData:
             visible = ", ".join(sorted(self._fields)) or "none"
             raise DataError(f"{field!r} is not a text field visible here; visible: {visible}")
         return self.text
-
-
-def digest_of(shared: Mapping[str, object]) -> str:
-    """Hex digest of what all clouds must agree on (TaskData.fingerprint)."""
-    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
 def counted(counts: Mapping[Split, int]) -> str:

@@ -28,7 +28,7 @@ from xcloud.tasks.corpus.hub import Hub
 from xcloud.tasks.corpus.rows import Corpus, Form, Source, Text, check_columns, read
 from xcloud.tasks.corpus.wit3 import Wit3
 from xcloud.tasks.tables import TokenTable
-from xcloud.tasks.text_task import check_predictions, counted, digest_of
+from xcloud.tasks.text_task import View, check_predictions, counted
 from xcloud.tasks.tokenizer import (
     PretrainedTokenizer,
     Tokenizer,
@@ -83,6 +83,10 @@ class Translation(Source):
                 if not set(table.columns()) <= {self.source, self.target}:  # no line pair
                     check_columns(table, [*self._columns.values()], KEYS)
         _metrics(self.language)
+
+    def agreed_settings(self) -> dict[str, object]:
+        """Without tokenizers, which are private to the side that sees the text."""
+        return {"source": self.source, "target": self.target}
 
     @property
     def form(self) -> Form:
@@ -202,14 +206,13 @@ class TranslationText:
         return self.tokenizer("target").decode(ids)
 
 
-class TranslationData:
+class TranslationData(View[Translation]):
     """One rank's view (TaskData); texts of an invisible side are not kept."""
 
     def __init__(
         self, task: Translation, corpus: Corpus, tokenizers: Mapping[str, Tokenizer]
     ) -> None:
-        self._task, self._rows = task, corpus.counts
-        self._remarks, self._agreed = corpus.remarks, corpus.agreed
+        super().__init__(task, corpus, corpus.counts)
         self.text = TranslationText(tokenizers, task.max_length)
         self._tables = {
             (split, key): self.text.table(key, corpus.splits[split].texts[key])
@@ -227,21 +230,6 @@ class TranslationData:
         pairs = f"{sum(self._rows.values()):,} pairs ({counted(self._rows)})"
         return ", ".join([self._task.describe(), pairs, *self._remarks])
 
-    def fingerprint(self) -> str:
-        """Excludes tokenizers, which are private to the side that sees the text."""
-        shared = {
-            "task": self._task.name,
-            "source": self._task.source,
-            "target": self._task.target,
-            "max_length": self._task.max_length,
-            "rows": self._rows,
-            "corpus": dict(self._agreed),
-        }
-        return digest_of(shared)
-
-    def num_samples(self, split: Split) -> int:
-        return self._rows[split]
-
     @property
     def text_fields(self) -> frozenset[str]:
         return frozenset(self.text.vocabularies)
@@ -252,10 +240,6 @@ class TranslationData:
             name: sum(self._tables[split, name].num_cut for split in SPLITS)
             for name in self.text_fields
         }
-
-    @property
-    def head(self) -> None:
-        return None
 
     def vocabulary(self, field: str) -> TokenIds:
         return self.text.tokenizer(field).token_ids

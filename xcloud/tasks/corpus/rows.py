@@ -153,27 +153,23 @@ class SplitTables:
     test_key: str | None = None
     further: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def sets(self, rows_of: Callable[[Table], Rows]) -> dict[Split, Sets]:
-        return {
-            split: {part: Rows.joined(map(rows_of, tables)) for part, tables in parts.items()}
-            for split, parts in self.tables.items()
-        }
-
 
 class Source:
     """Where a task's rows come from. A base class of settings: the class that YAML names has a
     source and a task as its bases, so that all settings stand beside each other under `task`.
+
+    A generated corpus has all splits in the sizes asked for: these are the settings of Sampled.
     """
 
     where: str
+    dev_share: int | float = 0
+    test_share: int | float = 0
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    split_seed: int = 0
 
     def __post_init__(self) -> None:
         """Check what relates several settings; each base calls the next."""
-
-    @property
-    def sampling(self) -> Sampling | None:
-        """None for a generated corpus, which has all splits in the sizes asked for."""
-        return None
 
     def source_name(self) -> str:
         """A short name, without reading anything."""
@@ -187,22 +183,77 @@ class Source:
         """Reads no text. Raises DataError if a set is missing or ambiguous."""
         raise NotImplementedError
 
+    def facts(self, **more: object) -> Mapping[str, object]:
+        """How the rows were chosen, to be agreed; nothing for a generated corpus."""
+        return {}
+
     def arrange(
         self,
-        splits: SplitTables,
+        tables: SplitTables,
         rows_of: Callable[[Table], Rows],
-        sets: Mapping[Split, Sets] | None = None,
-        facts: Mapping[str, object] | None = None,
-        **how: Any,
+        dev_as_test: bool = False,
+        size: Callable[[Rows], int] = lambda rows: rows.num_rows,
+        sample: Callable[[Rows, int, int], Rows] | None = None,
+        unit: str = "rows",
     ) -> Corpus:
-        """All three splits as the sampling makes them. sets: instead of those that rows_of reads.
-        facts: to be agreed, beside the source's, unless the corpus is generated."""
-        sets = splits.sets(rows_of) if sets is None else sets
-        rows, remarks = (self.sampling or Sampling()).apply(sets, self.where, **how)
-        agreed = dict(splits.facts)
-        if self.sampling is not None:
-            agreed |= {**(facts or {}), "sampling": repr(self.sampling)}
-        return Corpus(rows, [*splits.remarks, *remarks], agreed, splits.further)
+        """Read all three splits, with a remark for each one held out of train or sampled.
+
+        Parts are sampled equally and interleaved, so that a prefix of a split covers all of them.
+        dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
+        train, so that nothing is tuned on the reported scores. size, sample, unit: if the limits
+        do not count rows.
+        """
+        splits: dict[Split, Sets] = {
+            split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
+            for split, parts in tables.tables.items()
+        }
+        remarks, train = list(tables.remarks), splits["train"][""]
+        if dev_as_test and "test" not in splits and "dev" in splits:
+            splits["test"] = splits.pop("dev")
+            remarks.append("test: the dev set, as there is no labelled test set")
+        if not train.num_rows:
+            raise DataError(f"{self.where}: the training set has no rows")
+        for split, numbers in self._held_out(splits, train.num_rows).items():
+            splits[split] = {"": train.take(numbers)}
+            if split != "train":
+                remarks.append(f"{split} held out of train, seed {self.split_seed}")
+        result: dict[Split, Rows] = {}
+        for split in SPLITS:
+            most = self.max_train_samples if split == "train" else self.max_eval_samples
+            parts, before = dict(splits[split]), sum(map(size, splits[split].values()))
+            for part, rows in parts.items():
+                if most is not None and size(rows) > most:
+                    parts[part] = (sample or limit)(rows, most, self.split_seed)
+            if sum(map(size, parts.values())) < before:
+                remarks.append(
+                    f"{split}: a sample of its {before:,} {unit}, seed {self.split_seed}"
+                )
+            result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+        return Corpus(result, remarks, {**tables.facts, **self.facts()}, tables.further)
+
+    def _held_out(self, there: Iterable[Split], num_rows: int) -> dict[Split, list[int]]:
+        """Row numbers of train for each missing split and, last, for the remaining train; empty if
+        none is missing. Raises DataError if train has too few rows."""
+        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
+        wanted = {
+            split: share if isinstance(share, int) else max(1, int(share * num_rows))
+            for split, share in shares.items()
+            if split not in there
+        }
+        if not wanted:
+            return {}
+        if sum(wanted.values()) >= num_rows:
+            raise DataError(
+                f"{self.where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but "
+                f"train has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
+            )
+        result: dict[Split, list[int]] = {}
+        left = list(range(num_rows))
+        for split, count in wanted.items():
+            positions = set(chosen_rows(len(left), count, self.split_seed))
+            result[split] = [row for i, row in enumerate(left) if i in positions]
+            left = [row for i, row in enumerate(left) if i not in positions]
+        return {**result, "train": left}
 
 
 @settings("task", kw_only=True)
@@ -221,85 +272,9 @@ class Sampled(Source):
     max_eval_samples: Positive | None = None
     split_seed: NotNegative = 0
 
-    @property
-    def sampling(self) -> Sampling:
-        most = (self.max_train_samples, self.max_eval_samples)
-        return Sampling(self.dev_share, self.test_share, *most, self.split_seed)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The settings of Sampled, applied."""
-
-    dev_share: int | float = 0.02
-    test_share: int | float = 0.02
-    max_train: int | None = None
-    max_eval: int | None = None
-    seed: int = 0
-
-    def apply(
-        self,
-        sets: Mapping[Split, Sets],
-        where: str,
-        dev_as_test: bool = False,
-        size: Callable[[Rows], int] = lambda rows: rows.num_rows,
-        sample: Callable[[Rows, int, int], Rows] | None = None,
-        unit: str = "rows",
-    ) -> tuple[dict[Split, Rows], list[str]]:
-        """All three splits, and a remark for each one held out of train or sampled.
-
-        Parts are sampled equally and interleaved, so that a prefix of a split covers all of them.
-        dev_as_test: without a test set the dev set becomes the test set, and dev is held out of
-        train, so that nothing is tuned on the reported scores. size, sample, unit: if the limits
-        do not count rows.
-        """
-        splits, remarks, train = dict(sets), [], sets["train"][""]
-        if dev_as_test and "test" not in splits and "dev" in splits:
-            splits["test"] = splits.pop("dev")
-            remarks.append("test: the dev set, as there is no labelled test set")
-        if not train.num_rows:
-            raise DataError(f"{where}: the training set has no rows")
-        for split, numbers in self._held_out(splits, train.num_rows, where).items():
-            splits[split] = {"": train.take(numbers)}
-            if split != "train":
-                remarks.append(f"{split} held out of train, seed {self.seed}")
-        result: dict[Split, Rows] = {}
-        for split in SPLITS:
-            most = self.max_train if split == "train" else self.max_eval
-            parts, before = dict(splits[split]), sum(map(size, splits[split].values()))
-            for part, rows in parts.items():
-                if most is not None and size(rows) > most:
-                    parts[part] = (sample or limit)(rows, most, self.seed)
-            if sum(map(size, parts.values())) < before:
-                remarks.append(f"{split}: a sample of its {before:,} {unit}, seed {self.seed}")
-            result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
-        return result, remarks
-
-    def _held_out(
-        self, there: Iterable[Split], num_rows: int, where: str
-    ) -> dict[Split, list[int]]:
-        """Row numbers of train for each missing split and, last, for the remaining train; empty if
-        none is missing. Raises DataError if train has too few rows."""
-        shares: dict[Split, int | float] = {"dev": self.dev_share, "test": self.test_share}
-        wanted = {
-            split: share if isinstance(share, int) else max(1, int(share * num_rows))
-            for split, share in shares.items()
-            if split not in there
-        }
-        if not wanted:
-            return {}
-        if sum(wanted.values()) >= num_rows:
-            raise DataError(
-                f"{where}: {' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train "
-                f"has {num_rows:,}; lower {' and '.join(f'task.{s}_share' for s in wanted)}"
-            )
-        result: dict[Split, list[int]] = {}
-        left = list(range(num_rows))
-        for split, count in wanted.items():
-            positions = set(chosen_rows(len(left), count, self.seed))
-            result[split] = [row for i, row in enumerate(left) if i in positions]
-            left = [row for i, row in enumerate(left) if i not in positions]
-        return {**result, "train": left}
+    def facts(self, **more: object) -> Mapping[str, object]:
+        names = ("dev_share", "test_share", "max_train_samples", "max_eval_samples", "split_seed")
+        return {**more, "sampling": [getattr(self, name) for name in names]}
 
 
 def chosen_rows(num_rows: int, wanted: int, seed: int) -> list[int]:
