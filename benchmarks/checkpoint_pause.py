@@ -39,8 +39,7 @@ from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints
+from xcloud.training.settings import Checkpoints, Optimizer
 from xcloud.training.trained_module import TrainedModule
 
 WIDTH = 4096

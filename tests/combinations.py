@@ -57,8 +57,7 @@ from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
 from xcloud.survive.saving import StopSignal
-from xcloud.training.optimizer import Optimizer
-from xcloud.training.settings import Checkpoints, Training
+from xcloud.training.settings import Checkpoints, Optimizer, Training
 
 HIDDEN, STEPS, SAVED = 8, 6, 3
 

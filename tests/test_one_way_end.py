@@ -30,9 +30,9 @@ from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
 from xcloud.survive.saving import CheckpointWriter, Timing
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
+from xcloud.training.trainer import DivergenceGuard
 
 
 def test_a_producer_ends_with_the_stop_unless_its_ranks_must_end_together() -> None:

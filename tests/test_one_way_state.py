@@ -32,8 +32,8 @@ from xcloud.rank.one_way.feeding import LocalFeeding
 from xcloud.rank.one_way.producer import ProducerRun
 from xcloud.record.reporter import Reporter
 from xcloud.record.tracking import NullTracker
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
+from xcloud.training.trainer import DivergenceGuard
 
 CLOUDS = {"a": OneWayCloud(share=0.7), "b": OneWayCloud(share=0.3), "hub": OneWayCloud()}
 

@@ -37,9 +37,9 @@ from xcloud.models.seeding import seed_of, seeded_on
 from xcloud.tasks.corpus.monolingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
-from xcloud.training.divergence import diverged
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 from xcloud.training.trained_module import TrainedModule
+from xcloud.training.trainer import diverged
 
 DISCRIMINATOR_DIR = "discriminator"
 SCORED_STEPS = 50  # evaluate over the last steps; batches are scored before training on them

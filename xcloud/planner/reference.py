@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from xcloud.plan.stopwatch import Stopwatch
-from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import Optimizer
 
 LASTING_S = 0.3
 

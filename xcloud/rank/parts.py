@@ -21,7 +21,6 @@ from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
 from xcloud.rank.autopilot import RunPilot
-from xcloud.rank.cache_report import UNSAVED, CacheReport
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.exchanges import join_exchange, join_tied
 from xcloud.rank.leaks import LeakObservers, leak_observers
@@ -32,7 +31,7 @@ from xcloud.rank.wan_meter import WanMeter
 from xcloud.record.rank_state import ready_file
 from xcloud.security.privacy import SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
-from xcloud.training.memory_meter import MemoryReport
+from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
 from xcloud.wire.boundaries import observed
 from xcloud.wire.wiring import Wiring
@@ -148,7 +147,9 @@ class Features:
         if not trainer.num_updates:
             return
         if self.rank == 0 and self.job.cached_boundaries:
-            self.reporter.note(UNSAVED)
+            self.reporter.note(
+                "the activation cache is not checkpointed; cached rows will be sent again"
+            )
         self.wiring.meet()  # another cloud may load longer than a message may take
         if self.context.holder.places.is_merged(trainer.num_updates):
             trainer.exchange.compare(trainer.num_updates)

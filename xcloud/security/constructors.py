@@ -41,6 +41,6 @@ tasks.question_answering.squad_from_files tasks.question_answering.squad_from_hu
 tasks.tokenizer.FileTokenizer tasks.tokenizer.PretrainedTokenizer tasks.tokenizer.TrainedTokenizer
 tasks.translation.translation_from_demo tasks.translation.translation_from_files
 tasks.translation.translation_from_hub tasks.translation.translation_from_paper
-training.optimizer.Optimizer training.settings.Checkpoints training.settings.Training
+training.settings.Checkpoints training.settings.Optimizer training.settings.Training
 """.split()
 )

@@ -26,8 +26,8 @@ from xcloud.rank.one_way.feeding import Feeding
 from xcloud.record.rank_state import failure_of
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, News
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
+from xcloud.training.trainer import DivergenceGuard
 
 GO_ON_FILE = "go_on"
 _POLL_S = 0.2

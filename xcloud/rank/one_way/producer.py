@@ -23,8 +23,8 @@ from xcloud.rank.one_way.wiring import ProducerWiring
 from xcloud.record.events import TIMES
 from xcloud.record.reporter import FLUSH_EVERY_S, Reporter
 from xcloud.survive.checkpointing import Checkpointer, News
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
+from xcloud.training.trainer import DivergenceGuard
 
 
 class ProducerRun:

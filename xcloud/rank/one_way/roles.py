@@ -25,8 +25,8 @@ from xcloud.rank.one_way.wiring import OneWayWirer
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.rank_state import ready_file
 from xcloud.survive.checkpointing import Post
-from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter, bytes_of
+from xcloud.training.trainer import DivergenceGuard
 
 
 class OneWayRank(Role[OneWayExperiment]):
