@@ -23,7 +23,7 @@ from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, w
 from xcloud.rank.autopilot import RunPilot
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.exchanges import join_exchange, join_tied
-from xcloud.rank.leaks import LeakObservers, leak_observers
+from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
 from xcloud.rank.role import RankContext, restored
 from xcloud.rank.typical_step import TypicalStep
@@ -33,7 +33,6 @@ from xcloud.security.privacy import SamplePrivacy
 from xcloud.survive.checkpointing import CheckpointPart
 from xcloud.training.memory_meter import CacheReport, MemoryReport
 from xcloud.training.trainer import Trainer
-from xcloud.wire.boundaries import observed
 from xcloud.wire.wiring import Wiring
 
 
