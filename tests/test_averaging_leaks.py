@@ -18,9 +18,9 @@ from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.lora import Lora
 from xcloud.parallel.averaging import AllToAll, Contributing
 from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
-from xcloud.security.averaging_leaks import AveragingObserver, Victim, score
+from xcloud.security.attacks import score
 from xcloud.security.leak_meter import FIGURES, measure
-from xcloud.security.observer import LeakMeter, Observer
+from xcloud.security.observer import AveragingObserver, LeakMeter, Observer, Victim
 
 BOS = 1
 LAST_STEP = 5

@@ -1,5 +1,5 @@
-"""Defences where a boundary leaves a cloud. Knows no compressor and no link: a guard is an end of a
-channel to the pipeline.
+"""Defences where a boundary leaves a cloud. Knows no compressor and no link: a guard is the end of
+a channel that the pipeline sees.
 """
 
 from __future__ import annotations

@@ -22,12 +22,10 @@ from xcloud.comm.compressor import seed_from
 from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.parallel.averaging import Averager, Contributing, PrivateContribution, averager_for
-from xcloud.parallel.exchange import Exchange, Work
+from xcloud.parallel.exchange import Exchange, Work, local_part
 from xcloud.parallel.merging import Merge, Robust, check_merge
-from xcloud.parallel.partition import local_part
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_check import ReplicaCheck
-from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.parallel.replica_links import Mailbox, ReplicaCheck, ReplicaLinks
 from xcloud.record.reporter import Reporter
 from xcloud.security.privacy import CloudPrivacy
 

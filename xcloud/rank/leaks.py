@@ -22,9 +22,8 @@ from xcloud.job.experiment import Experiment
 from xcloud.parallel.part import Part
 from xcloud.parallel.pipeline import BoundaryPorts
 from xcloud.record.reporter import Reporter
-from xcloud.security.averaging_leaks import AveragingObserver, Victim
 from xcloud.security.defences import LABEL
-from xcloud.security.observer import OBSERVATIONS_DIR, Observer, Stream
+from xcloud.security.observer import OBSERVATIONS_DIR, AveragingObserver, Observer, Stream, Victim
 from xcloud.wire.ends import Ends
 
 

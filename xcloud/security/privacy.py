@@ -114,22 +114,22 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
         return 0.0
     if not noise:
         return math.inf
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr
+
     mu = math.sqrt(squared_uses) / noise
 
     def failure(epsilon: float) -> float:
         # e^epsilon Phi(-x) by its logarithm: the factors overflow and vanish.
-        beyond = _log_phi(-mu / 2 - epsilon / mu) + epsilon
-        return math.exp(_log_phi(mu / 2 - epsilon / mu)) - math.exp(beyond)
+        beyond = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
+        return math.exp(log_ndtr(mu / 2 - epsilon / mu)) - math.exp(beyond)
 
-    low, high = 0.0, 1.0
     if failure(0.0) <= delta:
         return 0.0
+    high = 1.0
     while failure(high) > delta:
         high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if failure(middle) > delta else (low, middle)
-    return high
+    return float(brentq(lambda epsilon: failure(epsilon) - delta, 0.0, high, xtol=1e-12))
 
 
 def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -> float:
@@ -145,8 +145,3 @@ def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -
     with warnings.catch_warnings():  # of the grid on which it begins its search
         warnings.simplefilter("ignore")
         return float(accountant.get_epsilon(delta))
-
-
-def _log_phi(x: float) -> float:
-    """log of the normal distribution function."""
-    return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))
