@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from xcloud.survive.saving import StopSignal
 
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
@@ -57,6 +56,7 @@ from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
+from xcloud.survive.saving import StopSignal
 from xcloud.training.settings import Checkpoints, Optimizer, Training
 
 HIDDEN, STEPS, SAVED = 8, 6, 3

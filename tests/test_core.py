@@ -41,9 +41,9 @@ FEATURES = (
     "comm.tensor_codec", "contracts.one_way_parts", "electra", "job.one_way", "join.elastic",
     "join.failure_detector", "parallel.averaging", "parallel.ddp_hook", "parallel.hub",
     "parallel.local_updates", "parallel.merging", "parallel.one_way", "parallel.overlapped_sums",
-    "parallel.sharding", "parallel.strategy", "parallel.tied", "plan", "planner",
-    "rank.autopilot", "rank.exchanges", "rank.interleaved", "rank.leaks", "rank.one_way",
-    "rank.privacy", "rank.typical_step", "record.one_way_summary", "security.averaging_leaks",
+    "parallel.sharding", "parallel.strategy", "rank.tied", "rank.tour", "plan", "planner",
+    "rank.autopilot", "rank.interleaved", "rank.leaks", "rank.one_way",
+    "rank.privacy", "rank.typical_step", "record.one_way_summary", 
     "security.leak_meter", "security.observer", "security.privacy",
     "survive.checkpointing", "sweep", "training.memory_meter", "use",
     "wire.replicas",
@@ -79,7 +79,7 @@ def test_the_core_can_be_held_by_one_engineer() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in files())
 
     assert len(CORE) <= 64
-    assert lines <= 13_300
+    assert lines <= 13_400
 
 
 def is_feature(module: str) -> bool:

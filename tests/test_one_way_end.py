@@ -29,6 +29,7 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trainer import DivergenceGuard
@@ -71,7 +72,11 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
         MemoryMeter(torch.device("cpu")),
     )  # fmt: skip
     checkpoints = Checkpointer(
-        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
+        Timing(Checkpoints(0, 0)),
+        CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
+        None,
+        {},
+        reporter,
     )
     feed(run, wiring, checkpoints)
     reporter.flush()
