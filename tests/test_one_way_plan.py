@@ -19,12 +19,12 @@ def plan_of(shares, lanes, consumers=1, batches=2, num_batches=0, **feed) -> Con
 
 
 def come(plan: ConsumptionPlan, *producers: int, **also) -> None:
-    ready = [plan.num_consumers * (p in producers) for p in range(len(plan.shares))]
+    ready = [plan.num_consumers * (p in producers) for p in range(plan.num_producers)]
     end(plan, ready=ready)
 
 
 def end(plan: ConsumptionPlan, consumed=(), skipped=(), ready=None, slow=(), dead=()):
-    num = len(plan.shares)
+    num = plan.num_producers
     flags = [[plan.num_consumers * (p in some) for p in range(num)] for some in (slow, dead)]
     return plan.end_step(Round(Counter(consumed), Counter(skipped), ready or [0] * num, *flags))
 
@@ -129,7 +129,9 @@ def test_a_slow_producer_is_left_out_until_it_is_back_and_its_late_batches_are_u
     used = sum(slot == one for (slots,) in taken for slot in slots)
     new = [order for order in orders if order.source == one]
     assert new[0].number == ordered + 1
-    assert used + plan._planned[one] == len(new) + skips  # the late ones fill its first slots
+    assert (
+        used + plan._slots.planned[one] == len(new) + skips
+    )  # the late ones fill its first slots
 
 
 def test_by_arrival_the_share_decides_among_the_ready_and_a_bound_holds_if_asked() -> None:
@@ -150,8 +152,8 @@ def test_the_consumer_comes_first_whatever_the_order() -> None:
     )
 
     assert [layout.placement(rank).cloud for rank in range(5)] == ["d", "d", "a", "a", "b"]
-    assert layout.placement(3).producer == 0 and layout.placement(3).lane == 1
-    assert layout.shares == (0.75, 0.25) and layout.num_lanes == (2, 1)
+    assert layout.placement(3).producer == 0 and layout.placement(3).group_rank == 1
+    assert layout.shares == (0.75, 0.25) and layout.group_sizes == (2, 1)
     assert "a (2 ranks, 75 %), b (1 rank, 25 %) feed d (2 ranks)" in layout.describe()
     assert layout.wan_between(0, 2) == "free" and layout.wan_between(0, 1) is None
     alone = OneWayLayout(layout.clouds, "free", form="one_cloud")

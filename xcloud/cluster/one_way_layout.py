@@ -8,41 +8,38 @@ end may take it away.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from xcloud.base.checks import check_choice, check_int, check_number
+from pydantic import Field
+
+from xcloud.base.checks import check_choice
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.clouds import Layout, num_ranks_in_words
 
 
-@dataclass(frozen=True)
+@settings("cluster.clouds")
 class OneWayCloud:
     """share: how much of the consumer's batches comes from here, in proportion to the shares of
     the other producers; None makes this cloud the consumer. device: "auto" takes a GPU where
     there is one.
     """
 
-    num_ranks: int = 1
-    share: float | None = None
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_int("cloud.num_ranks", self.num_ranks, 1)
-        check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
-        if self.share is not None:
-            check_number("cloud.share", self.share, 0.0, above=True)
+    num_ranks: Positive = 1
+    share: Annotated[float, Field(gt=0.0)] | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass(frozen=True)
 class OneWayPlacement:
     """Where one rank stands. producer: number of its cloud among the producers; None in the
-    consumer. lane: its position among the ranks of its cloud."""
+    consumer. group_rank: among the group_size ranks of its cloud."""
 
     rank: int
     cloud: str
     producer: int | None
-    lane: int
-    num_lanes: int
+    group_rank: int
+    group_size: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class OneWayLayout(Layout[OneWayCloud]):
     """Clouds of which one is fed by all others.
 
     form: clouds = each in its own place, joined by `wan`; one_cloud = the same ranks and the same
-        work on a free link; local = one process does everything in turn (a rank for each cloud).
+        work on a free link; local = the same ranks in turn, in one process (one for each cloud).
     """
 
     name: str = "one_way"
@@ -77,8 +74,8 @@ class OneWayLayout(Layout[OneWayCloud]):
         self._check_links((name, self.consumer) for name in self.producers)
 
     @property
-    def num_ranks(self) -> int:
-        return 1 if self.form == "local" else super().num_ranks
+    def num_processes(self) -> int:
+        return 1 if self.form == "local" else self.num_ranks
 
     @property
     def consumer(self) -> str:
@@ -100,7 +97,7 @@ class OneWayLayout(Layout[OneWayCloud]):
         return self.clouds[self.consumer].num_ranks
 
     @property
-    def num_lanes(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Ranks of each producer."""
         return tuple(self.clouds[name].num_ranks for name in self.producers)
 

@@ -15,6 +15,7 @@ from xcloud.base.project import project_root
 from xcloud.cluster.clouds import Layout
 from xcloud.plan.autopilot import Autopilot
 from xcloud.plan.settings import Planning
+from xcloud.record.summary import RunStatistics
 from xcloud.record.tracking import Tracker
 from xcloud.security.observer import LeakMeter
 from xcloud.training.settings import Checkpoints
@@ -134,6 +135,10 @@ class Job(ABC):
             "compression": self.compression_in_force,
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
+
+    def statistics(self) -> RunStatistics:
+        """That sum up the events of its run."""
+        return RunStatistics(self.cluster.num_ranks)
 
     @property
     def essential_ranks(self) -> frozenset[int]:

@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.one_way_layout import OneWayLayout
 from xcloud.contracts.one_way_parts import OneWayModel
 from xcloud.job.job import Job
 from xcloud.parallel.one_way.feed import Feed
-from xcloud.training.divergence import OnDivergence, check_divergence_settings
+from xcloud.record.one_way_summary import OneWayStatistics
+from xcloud.training.divergence import OnDivergence
 from xcloud.training.settings import Checkpoints
 
 
-@dataclass(frozen=True)
+@settings("training")
 class OneWayTraining:
     """max_steps: updates of the consumer. batches_per_step: producers' batches in one update, over
     all ranks of the consumer; how large a batch is, the model says.
@@ -26,16 +27,11 @@ class OneWayTraining:
     each producer's own. A producer whose forward is not finite has no batch to send: it stops.
     checkpoint: in steps of the consumer."""
 
-    max_steps: int
-    batches_per_step: int
+    max_steps: Positive
+    batches_per_step: Positive
     on_divergence: OnDivergence = "stop"
-    max_skips_in_a_row: int = 10
+    max_skips_in_a_row: Positive = 10
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
-
-    def __post_init__(self) -> None:
-        check_int("training.max_steps", self.max_steps, 1)
-        check_int("training.batches_per_step", self.batches_per_step, 1)
-        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +84,9 @@ class OneWayExperiment(Job):
             )
         layout = self.cluster
         if self.feed.run_ahead is None:
-            usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
+            usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
-        self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+        self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
 
     @property
     def compression_in_force(self) -> str:
@@ -115,6 +111,12 @@ class OneWayExperiment(Job):
     @property
     def next_experiment(self) -> Sequence[str]:
         return self.follow_up
+
+    def statistics(self) -> OneWayStatistics:
+        layout = self.cluster
+        shares = dict(zip(layout.producers, layout.shares, strict=True))
+        group_sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
+        return OneWayStatistics(layout.num_consumers, shares, group_sizes)
 
     @property
     def essential_ranks(self) -> frozenset[int]:

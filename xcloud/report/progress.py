@@ -5,6 +5,8 @@ line is printed about every 30 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
+In a one-way job precision and recall come after the loss, and each producer's loss and share.
+
 Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
 two clouds. The summary has them separately.
 """
@@ -54,6 +56,10 @@ class ProgressLine:
         self._unprinted = ""  # not on a terminal: the latest line, if not printed yet
         self._printed_at_s = -math.inf
         self._phase = ""
+        # Of a one-way job, by producer: batches so far, last loss, seconds on its link this step.
+        self._taken: Counter[str] = Counter()
+        self._losses: dict[str, float] = {}
+        self._fed_s: Counter[str] = Counter()
 
     def update(self, totals: StepTotals) -> None:
         smooth = self._smooth
@@ -70,6 +76,11 @@ class ProgressLine:
             for busy_s in totals.line_busy_s.values():
                 lines.update(busy_s)
             smooth.put("line_s", max(lines.values(), default=0.0))
+        if self._fed_s:
+            smooth.put("line_s", max(self._fed_s.values()))
+            self._fed_s.clear()
+        for name, value in totals.values.items():
+            smooth.put(name, value)
         line = self._describe(totals.step, totals)
         if self._rewrites:
             from rich.text import Text
@@ -89,6 +100,11 @@ class ProgressLine:
             self.note(f"{event['cloud']}: {event['headline']}")
         elif kind == "note":
             self.note(f"{event['cloud']}: {event['text']}")
+        elif kind == "step" and "taken" in event:
+            self._taken.update(event["taken"])
+            self._fed_s.update(event["line_s"])
+        elif kind == "fed" and "loss" in event:
+            self._losses[event["cloud"]] = event["loss"]
         elif kind == "phase" and event["name"] != self._phase:
             self._phase = event["name"]  # every rank reports it; print it once
             self._print_line()  # the last step before an evaluation, not after it
@@ -124,15 +140,15 @@ class ProgressLine:
         parts = [f"step {step}/{self.max_steps}", f"{human_duration(left_s)} left"]
         if smooth.has("loss"):
             parts.append(f"loss {smooth.get('loss'):.3f}")
-        parts += self._more_parts()
+        scores = [name for name in ("precision", "recall") if smooth.has(name)]
+        parts += [f"{name} {smooth.get(name):.2f}" for name in scores]
+        for name, count in sorted(self._taken.items()):
+            loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
+            parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
         parts.append(f"{step_s:.3f} s/step")
         waiting_s = max(smooth.get(f"waiting {cloud}") for cloud in totals.num_ranks)
         parts += [f"waits {waiting_s:.3f} s", self._describe_link(step_s)]
         return "  ".join(parts)
-
-    def _more_parts(self) -> list[str]:
-        """Further parts for a kind of job."""
-        return []
 
     def _describe_link(self, step_s: float) -> str:
         sent, averaged = self._smooth, self._smooth.get(f"sent {AVERAGING}")

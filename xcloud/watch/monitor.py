@@ -23,7 +23,6 @@ from xcloud.base.errors import XcloudError
 from xcloud.base.project import MODEL_DIR, commit
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config, shared_job
 from xcloud.job.job import Job
-from xcloud.job.one_way import OneWayExperiment
 from xcloud.plan.recorded import PREDICTED_FILE, read_timeline
 from xcloud.plan.report import PLAN_FILE, predicted_of
 from xcloud.record.curves import read_curves
@@ -36,13 +35,11 @@ from xcloud.record.events import (
     EventReader,
 )
 from xcloud.record.mlflow_sender import TrackedRun
-from xcloud.record.one_way_summary import OneWayStatistics
 from xcloud.record.rank_state import SAMPLES_FILE, error_file
-from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
+from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.record.timeline import timeline_of, write_trace
 from xcloud.record.tracking import Status
 from xcloud.report.mlflow_view import places_of, prepared_view
-from xcloud.report.one_way_progress import OneWayProgressLine
 from xcloud.report.progress import ProgressLine
 from xcloud.report.run_table import print_report
 from xcloud.security import leak_meter
@@ -54,21 +51,6 @@ RECORD_WITHIN_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def statistics_of(job: Job) -> RunStatistics | OneWayStatistics:
-    if not isinstance(job, OneWayExperiment):
-        return RunStatistics(job.cluster.num_ranks)
-    layout = job.cluster
-    num_consumers = 1 if layout.form == "local" else layout.num_consumers
-    shares = dict(zip(layout.producers, layout.shares, strict=True))
-    lanes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-    return OneWayStatistics(num_consumers, shares, lanes)
-
-
-def progress_of(job: Job) -> ProgressLine:
-    line = OneWayProgressLine if isinstance(job, OneWayExperiment) else ProgressLine
-    return line(job.max_steps)
-
-
 class Monitor:
     """`start()`, `poll()` often, `finish()` once. Nothing here can stop the training."""
 
@@ -76,8 +58,8 @@ class Monitor:
         self.experiment, self.params, self.run_dir = experiment, params, run_dir
         self._reader = EventReader(run_dir / EVENTS_FILE)
         self._heard = False
-        self._statistics = statistics_of(experiment)
-        self._progress = progress_of(experiment)
+        self._statistics = experiment.statistics()
+        self._progress = ProgressLine(experiment.max_steps)
         self._commit = commit()
         self._num_malformed = 0
         self._shows = True
@@ -99,7 +81,7 @@ class Monitor:
             tags["sweep"] = experiment.sweep
         # A reader and statistics of its own: it may fall behind while its store is down.
         run = TrackedRun(
-            experiment.run_name, self.params, tags, self.run_dir, statistics_of(experiment),
+            experiment.run_name, self.params, tags, self.run_dir, experiment.statistics(),
             experiment.max_steps, prepared_view(),
         )  # fmt: skip
         if not is_again:  # what an earlier attempt ended with is not the end of this one
@@ -127,7 +109,7 @@ class Monitor:
     def _read_anew(self, is_again: bool = False, shows: bool = False) -> None:
         """Take the whole record again, without the steps that were lost. is_again: if the run
         never went on, none of it is of earlier attempts. shows: what is told since it went on."""
-        self._statistics = statistics_of(self.experiment)
+        self._statistics = self.experiment.statistics()
         self.finished_ranks, self.is_stopped = set(), False
         path = self.run_dir / EVENTS_FILE
         attempts = Attempts(EventReader(path, warn=False))
@@ -261,7 +243,7 @@ class Monitor:
         facts = experiment.facts
         written = []
         try:
-            steps = statistics_of(experiment)  # its totals know of all clouds
+            steps = experiment.statistics()  # its totals know of all clouds
             curves = read_curves(self.run_dir / EVENTS_FILE, steps)
             timeline = timeline_of(curves.timeline)
             if timeline is not None:
