@@ -15,9 +15,8 @@ from itertools import islice
 import torch
 
 from benchmarks.machine import say_where
-from xcloud.models.causal_network import Part, config_of, network_of
+from xcloud.models.causal_network import Part, config_of, draw_weights, network_of
 from xcloud.models.causal_stage import CausalStage
-from xcloud.models.causal_weights import draw_weights
 from xcloud.use.generate import Choice, Writer
 
 PROMPT = list(range(16))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.machine import say_where
 from benchmarks.namespaces import ADDRESSES, INTERFACE, two_hosts
 from xcloud.cluster.transport import GlooCollectives
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.overlapped_sums import BUCKET_BYTES, OverlappedSums
 from xcloud.parallel.rank_group import RankGroup
 
@@ -62,7 +62,7 @@ def worker(rank: int, given: argparse.Namespace) -> None:
                 early.begin()
             loss = module(x).square().mean()
             loss.backward()
-            AllReduce(group).before_update(1, buffer, loss.detach())
+            buffer.sum_over(group, loss.detach())
             if number:  # the first one warms up
                 seconds[way].append(time.perf_counter() - started_s)
             sums[way] = buffer.flat

@@ -260,8 +260,7 @@ def ours(rank: int, schedule, compression):
     ends = Ends(GlooTransport(rank), layout, Path("."), clock.messages)
     wiring = wire(job, ends, clock, cpu, print)
     stage = Layers()
-    ports = wiring.boundaries.ports
-    pipeline = Pipeline(rank, {rank: stage}, 2, ports, layout.owner, {rank: (0, 1)}, cpu, 1, clock)
+    pipeline = Pipeline(rank, layout, {rank: stage}, wiring.boundaries.ports, cpu, 1, clock)
     optimizer = torch.optim.SGD(stage.parameters(), 1e-3)
     x, y = data()
     batches = {

@@ -15,7 +15,8 @@ from tests.runs import weights
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.comm.boundary import Message
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
-from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
+from xcloud.record.events import EVENTS_FILE, EventReader
+from xcloud.record.summary import read_run
 
 EVERY = 3  # steps from a checkpoint to the next
 LOST_AFTER_S = 5.0
@@ -141,7 +142,7 @@ def config_of(
     config["training"]["max_steps"] = steps
     if mlflow is not None:
         config["tracker"] = {
-            "_target_": "xcloud.record.tracking.MlflowTracker",
+            "_target_": "xcloud.record.mlflow_tracker.MlflowTracker",
             "root": str(mlflow), "experiment": "chaos", "uri": None, "flush_s": 0.2,
             "finish_timeout_s": 10.0,
         }  # fmt: skip
@@ -192,6 +193,5 @@ def losses_of(run_dir: Path) -> dict[str, list[str]]:
 
 def resumes_of(run_dir: Path) -> tuple[int, int]:
     """How often the run went on from a checkpoint, and how many steps were done twice by that."""
-    told = one_timeline(EventReader(run_dir / EVENTS_FILE, warn=False).poll())
-    again = [event["steps_again"] for event in told if event["event"] == "resume"]
+    again = [one["steps_again"] for one in read_run(run_dir / EVENTS_FILE).resumes]
     return len(again), sum(again)

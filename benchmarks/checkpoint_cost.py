@@ -28,7 +28,8 @@ from xcloud.cluster.liveness import DEFAULT_LIVENESS, Heartbeat
 from xcloud.launch.processes import MEMORY_SETTINGS
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive.checkpointing import Checkpointer
+from xcloud.survive.checkpointing import Checkpointer, CheckpointPart
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
 STEPS, EVERY, BEAT_S = 40, 20, 0.02
@@ -44,12 +45,13 @@ def checkpointers(ranks: list[Rank], folder: Path, settings: Checkpoints) -> lis
     for rank in ranks:
         made.append(
             Checkpointer(
-                settings, CheckpointFolder(folder), rank.trainer.rank, rank.wiring.control,
-                {"trainer": rank.trainer, "channels": rank.wiring}, ABOUT,
-                Reporter(rank.trainer.rank, "a", lambda lines: None),
+                Timing(settings), CheckpointWriter(CheckpointFolder(folder), rank.number, ABOUT),
+                rank.wiring.control, rank.stateful,
+                Reporter(rank.number, "a", lambda lines: None),
             )
         )  # fmt: skip
-        rank.trainer.decide = made[-1].decide
+        part = CheckpointPart(made[-1], StopSignal(), True, rank.trainer.pipeline.clock)
+        rank.parts.append(part)
     return made
 
 
@@ -66,7 +68,7 @@ def seconds_of(
         with alive:
             started_s = time.perf_counter()
             for step in range(begin, begin + STEPS):
-                checkpoints.after(step, rank.trainer.update(step).word)
+                checkpoints.after(step, rank.update(step).signal)
             return time.perf_counter() - started_s
 
     cpu_s, both = time.process_time(), zip(ranks, made, strict=True)

@@ -32,7 +32,7 @@ from xcloud.cluster.link_profile import LinkProfile
 from xcloud.plan.plans import NO_COMPRESSION, Plan
 from xcloud.plan.search import crossings, step_at
 from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.sweep.step_ratio import KEY
+from xcloud.sweep.interleaving import KEY
 
 CODECS = [name for name in COMPRESSORS if name != NO_COMPRESSION]
 

@@ -27,16 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pipelines import wired_job
-from xcloud.cluster.clouds import Wan
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.cluster.transport import GlooTransport
 from xcloud.comm.boundary import Boundary, BoundaryField, Message
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.model import Batch, Stage, StageOutput
+from xcloud.parallel.control import Director
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule, ZeroBubble
 from xcloud.training.batch_plan import cut
@@ -129,9 +129,8 @@ class System:
         torch.manual_seed(rank)
         self._stage = Layers(rank == num_stages - 1)
         self._pipeline = Pipeline(
-            rank, {rank: self._stage}, num_stages, self.wiring.boundaries.ports, layout.owner,
-            {rank: (0, 1)}, cpu, 1, clock,
-        )  # fmt: skip
+            rank, layout, {rank: self._stage}, self.wiring.boundaries.ports, cpu, 1, clock
+        )
         self._optimizer = torch.optim.SGD(self._stage.parameters(), 1e-3)
         x, y = torch.randn(2, BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
         self._batches = {
@@ -144,7 +143,7 @@ class System:
         self._steps += 1
         self._optimizer.zero_grad()
         self._pipeline.step(self._schedule, self._batches, self._steps, float(BATCH))
-        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, self._num_stages)
+        self.wiring.sums.sum_over_stages(self._steps, {self._rank: 1.0}, Director())
         self._optimizer.step()
         return time.perf_counter() - started
 

@@ -10,9 +10,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from xcloud.base.checks import check_number
-from xcloud.cluster.clouds import Wan
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import LinkProfile, Wan
 from xcloud.parallel.schedule import Action, Schedule
 from xcloud.plan.costs import Costs, Transfer, Update
 from xcloud.plan.engine import NEVER, Moments, Program, _Lines

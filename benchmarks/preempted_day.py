@@ -36,7 +36,7 @@ from benchmarks.machine import ran_on
 from tests.forks import Child
 from xcloud.launch.processes import EXIT_START_AGAIN
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import EVENTS_FILE, EventReader, one_timeline
+from xcloud.record.events import EVENTS_FILE, EventReader, steps_done
 
 STEP_S = 0.05  # of each of two stages
 STEPS_PER_S = 6.0  # about, to plan the run
@@ -110,7 +110,7 @@ def measured(
 ) -> Any:
     told = EventReader(run_dir / EVENTS_FILE, warn=False).poll()
     first = [e for e in told if e["event"] == "step" and e["rank"] == 0]
-    counted = [e for e in one_timeline(told) if e["event"] == "step" and e["rank"] == 0]
+    counted = [e for e in steps_done(told) if e["rank"] == 0]
     ends_s = max(e["t"] for e in counted)
     useful_s = sum(e["step_s"] for e in counted)
     # The first start is forked, whatever the others are.

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.chaos_runs import Launched, prepare_to_fork
 from benchmarks.machine import ran_on
 from xcloud.launch.processes import EXIT_START_AGAIN
-from xcloud.record.events import EVENTS_FILE, recorded_timeline
+from xcloud.record.events import EVENTS_FILE, EventReader, steps_done
 from xcloud.record.summary import read_summary
 
 RANKS = 2
@@ -48,7 +48,7 @@ def config_of(steps: int, store: Path) -> dict[str, Any]:
         f"training.checkpoint.every_steps={max(1, steps // 50)}",
     ])  # fmt: skip
     config["tracker"] = {
-        "_target_": "xcloud.record.tracking.MlflowTracker", "root": str(store),
+        "_target_": "xcloud.record.mlflow_tracker.MlflowTracker", "root": str(store),
         "experiment": "soak",
     }  # fmt: skip
     return config
@@ -117,8 +117,8 @@ def growth(samples: list[Sample], steps: int) -> dict[str, Any]:
 def step_times(run_dir: Path, samples: list[Sample], steps: int) -> dict[str, Any]:
     """Of rank 0 in each part of the run: median by the wall's clock, mean by the processor's."""
     walls: list[list[float]] = [[] for _ in range(PARTS)]
-    for event in recorded_timeline(run_dir / EVENTS_FILE):
-        if event["event"] == "step" and event["rank"] == 0:
+    for event in steps_done(EventReader(run_dir / EVENTS_FILE)):
+        if event["rank"] == 0:
             walls[(event["step"] - 1) * PARTS // steps].append(event["step_s"])
     parts: list[list[Sample]] = [[] for _ in range(PARTS)]
     for sample in samples:

@@ -40,21 +40,22 @@ from xcloud.job.job import Job
 from xcloud.join import elastic
 from xcloud.join.agreement import Agreed, Verdict
 from xcloud.launch import worker
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.plan.autopilot import Autopilot
-from xcloud.rank import stage_rank
+from xcloud.rank import stage_rank, typical_step
 from xcloud.record.checkpoints import CheckpointFolder
-from xcloud.record.events import recorded_timeline
+from xcloud.record.events import EventReader, steps_done
 from xcloud.record.tracking import NullTracker
 from xcloud.security.defences import Defences, GaussianNoise, MaxNorm
 from xcloud.security.privacy import CloudPrivacy, SamplePrivacy
 from xcloud.security.visibility import Visibility
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints, held_in, newest_common
+from xcloud.survive.saving import StopSignal
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints, Training
 
@@ -332,7 +333,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
     world = MemoryWorld()
     patch.setattr(stage_rank, "GlooTransport", lambda rank, device: world.transport(rank))
     # The ranks would agree on a step by a collective of torch's default group.
-    patch.setattr(stage_rank, "report_typical_step", lambda *of: None)
+    patch.setattr(typical_step, "report_typical_step", lambda *of: None)
     patch.setattr(CheckpointFolder, "prune", lambda *of: None)
     patch.delenv("MASTER_ADDR", raising=False)
     ranks = range(job.cluster.num_ranks)
@@ -355,7 +356,7 @@ def run(job: Job, run_dir: Path, patch: pytest.MonkeyPatch) -> None:
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     """By step and rank."""
-    events = [e for e in recorded_timeline(run_dir / "events.jsonl") if e["event"] == "step"]
+    events = steps_done(EventReader(run_dir / "events.jsonl"))
     return {(e["step"], e["rank"]): e["loss"] for e in events if e.get("loss") is not None}
 
 

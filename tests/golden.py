@@ -23,7 +23,7 @@ from tests.one_way_toy import ToyFeed
 from xcloud.cluster.one_way_layout import OneWayCloud, OneWayLayout
 from xcloud.job.job import Job
 from xcloud.job.one_way import OneWayExperiment, OneWayTraining
-from xcloud.record.events import recorded_timeline
+from xcloud.record.events import EventReader, steps_done
 from xcloud.record.tracking import NullTracker
 from xcloud.training.settings import Checkpoints
 
@@ -93,8 +93,8 @@ def measured(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def entry(run_dir: Path) -> dict[str, Any]:
     sent: dict[str, float] = defaultdict(float)
-    for event in recorded_timeline(run_dir / "events.jsonl"):
-        for kind, num_bytes in event.get("sent", {}).items() if event["event"] == "step" else ():
+    for event in steps_done(EventReader(run_dir / "events.jsonl")):
+        for kind, num_bytes in event.get("sent", {}).items():
             sent[kind] += num_bytes
     sent.pop("other", None)  # reports, whose lengths follow from measured times
     step = SAVED if run_dir.name.startswith("one way") else STEPS  # one-way jobs save no last step

@@ -1,114 +1,51 @@
-"""Replicas of a small model in threads that train alone and merge from time to time."""
+"""Replicas of a small model, or of one number, in threads that train alone and merge from time to
+time; some are late, leave and come back.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tests.pipelines import in_threads
-from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.cluster.frame import MessageKey, TensorSpec
-from xcloud.cluster.link import Parts
+from tests.replicas import Post, PostLinks
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll, Averager
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
-from xcloud.parallel.local_rounds import LocalRounds, MakeAverager, local_exchanges
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.exchange import FlatBuffer, Work
+from xcloud.parallel.hub import Hub, MergeRecord
+from xcloud.parallel.local_updates import LocalRounds, LocalUpdates
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.step_budget import StepBudget
+from xcloud.parallel.strategy import Replicas
+from xcloud.record.reporter import Reporter
 
-PATIENCE_S = 20.0
 ALONE = RankGroup.alone()
 MEAN = OuterOptimizer(1.0, 0.0, False)
 DILOCO = OuterOptimizer(0.7, 0.9)
+_drawing = threading.Lock()  # threads share torch's generator
 
 
-@dataclass
-class Post:
-    """What replicas in threads have sent each other, in order."""
-
-    num_replicas: int
-    queues: dict[tuple[int, int], list[tuple[MessageKey, Parts]]] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def links(self, replica: int) -> PostLinks:
-        return PostLinks(self, replica)
-
-    def end(self, replica: int) -> None:
-        """As if its process had been killed: what it sent before still arrives."""
-        with self.changed:
-            self.gone.add(replica)
-            self.changed.notify_all()
-
-    def begin_again(self, replica: int) -> None:
-        with self.changed:
-            self.gone.discard(replica)
-            for ends in list(self.queues):
-                if replica in ends:
-                    del self.queues[ends]
-
-
-@dataclass
-class PostLinks:
-    """One replica's ReplicaLinks; receiving waits."""
-
-    post: Post
-    replica: int
-    num_bytes: int = 0
-
-    @property
-    def num_replicas(self) -> int:
-        return self.post.num_replicas
-
-    def send(
-        self,
-        to_replica: int,
-        key: MessageKey,
-        parts: Parts,
-        carries: Sequence[str],
-        raw_bytes: int,
-    ) -> None:
-        assert len(carries) == len(parts)
-        with self.post.changed:
-            if to_replica in self.post.gone:
-                raise LinkClosed(f"replica {to_replica} is gone")
-            copies = tuple(part.clone() for part in parts)
-            self.post.queues.setdefault((self.replica, to_replica), []).append((key, copies))
-            self.post.changed.notify_all()
-        self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
-
-    def recv(
-        self,
-        from_replica: int,
-        key: MessageKey,
-        specs: Sequence[TensorSpec] | None = None,
-        wait_s: float | None = None,
-    ) -> Parts:
-        deadline_s = time.monotonic() + (PATIENCE_S if wait_s is None else wait_s)
-        with self.post.changed:
-            while not (queue := self.post.queues.get((from_replica, self.replica), [])):
-                if from_replica in self.post.gone:
-                    raise LinkClosed(f"replica {from_replica} is gone")
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self.post.changed.wait(left_s):
-                    raise LinkTimeout(f"no {key} from replica {from_replica}")
-            found, parts = queue.pop(0)
-        if found != key or (
-            specs is not None and tuple(map(TensorSpec.of, parts)) != tuple(specs)
-        ):
-            raise FrameError(f"expected {key}, got {found} {[TensorSpec.of(p) for p in parts]}")
-        return parts
+def rounds_of(
+    links: PostLinks,
+    module: nn.Module,
+    settings: LocalUpdates,
+    last_step: int,
+    group: RankGroup = ALONE,
+    compressor: Compressor | None = None,
+) -> LocalRounds:
+    """Without elastic merges all replicas call it at once: they compare their parameters."""
+    reporter = Reporter(links.replica, f"c{links.replica}", lambda lines: None)
+    choose, most = lambda *_: compressor or Chain(), Work(100, 100.0)
+    joined = settings.join(
+        Replicas(links, group, {0: module}, choose, 7, last_step, most, reporter)
+    )
+    assert isinstance(joined, LocalRounds)
+    return joined
 
 
 def groups(num_ranks: int) -> list[RankGroup]:
@@ -118,7 +55,7 @@ def groups(num_ranks: int) -> list[RankGroup]:
 
 
 def model(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
             nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)
@@ -142,20 +79,8 @@ def loss_of(module: nn.Module, replica: int, step: int) -> Tensor:
     return ((module(x) - y) ** 2).mean()
 
 
-def averagers(
-    links: PostLinks, compressor: Compressor | None = None, feedback: bool = False
-) -> MakeAverager:
-    def make(shapes: Mapping[str, torch.Size], number: int) -> Averager:
-        codec = TensorCodec(shapes, lambda *_: compressor or Chain(), 7 + number, feedback)
-        made = AllToAll(links, codec, weighted_mean, number)
-        made.most_weight = lambda num_steps: 100.0 * num_steps
-        return made
-
-    return make
-
-
 class Replica:
-    """One rank with the whole model. work: samples of each step."""
+    """One rank with the whole model. work: of each step."""
 
     def __init__(
         self,
@@ -164,39 +89,25 @@ class Replica:
         settings: LocalUpdates,
         last_step: int,
         *,
-        make_averager: MakeAverager | None = None,
-        inside: RankGroup = ALONE,
-        num_shares: int = 0,
-        work: Callable[[int], float] = lambda step: 1.0,
-        pace: StepBudget | None = None,
-        seed: int = 0,
+        work: Callable[[int], Work] = lambda step: Work(1, 1.0),
+        **options: Any,
     ) -> None:
-        self.replica, self.links, self.module = replica, links, model(seed)
+        self.replica, self.links, self.module, self.work = replica, links, model(), work
         self.optimizer = inner(self.module)
         self.buffer = FlatBuffer(self.module.parameters())
-        self.rounds = LocalRounds(
-            settings,
-            dict(self.module.named_parameters()),
-            inside,
-            num_shares or inside.num_lanes,
-            make_averager or averagers(links),
-            last_step,
-            work,
-            pace or StepBudget(settings.every, inside),
-        )
-        self.exchange = local_exchanges({0: AllReduce(inside)}, self.rounds)[0]
+        self.exchange = rounds_of(links, self.module, settings, last_step, **options)
         self.num_made = 0
 
     def step(self, step: int) -> None:
         self.buffer.zero()
-        if self.rounds.is_idle(step):
-            return self.exchange.after_update(step, self.buffer)
+        if self.exchange.is_idle(step):
+            return self.exchange.after_update(step, Work(0, 0.0))
         loss = loss_of(self.module, self.replica, step)
         loss.backward()
-        self.exchange.before_update(step, self.buffer, loss.detach())
+        self.exchange.before_update(step, {0: self.buffer}, {0: loss.detach()})
         self.optimizer.step()
         self.num_made += 1
-        self.exchange.after_update(step, self.buffer)
+        self.exchange.after_update(step, self.work(step))
 
     def run(self, last_step: int, first_step: int = 1) -> None:
         for step in range(first_step, last_step + 1):
@@ -205,6 +116,18 @@ class Replica:
     @property
     def values(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.module.parameters()]
+
+
+def replicas(
+    settings: LocalUpdates, last_step: int, count: int = 2, **options: Any
+) -> list[Replica]:
+    post = Post(count)
+    return in_threads(
+        [
+            lambda r=r: Replica(r, post.links(r), settings, last_step, **options)
+            for r in range(count)
+        ]
+    )
 
 
 def run_together(replicas: Sequence[Replica], last_step: int, first_step: int = 1) -> None:
@@ -251,3 +174,105 @@ def reference(
             ) / sum(weights)
         outer_optimizer.step()
     return [p.detach() for p in shared.parameters()]
+
+
+class Status(NamedTuple):
+    replica: int
+    status: str
+    step: int
+    why: str
+
+
+class Diary:
+    """A MergeLog that tests read."""
+
+    def __init__(self) -> None:
+        self.merges: list[MergeRecord] = []
+        self.absences: list[Status] = []
+        self.hub_step = 0  # that it has begun
+        self.changed = threading.Condition()
+
+    def merged(self, record: MergeRecord) -> None:
+        with self.changed:
+            self.merges.append(record)
+            self.changed.notify_all()
+
+    def status(self, *status: Any) -> None:
+        with self.changed:
+            self.absences.append(Status(*status))
+            self.changed.notify_all()
+
+    def begin(self, step: int) -> None:
+        with self.changed:
+            self.hub_step = step
+            self.changed.notify_all()
+
+    def wait_for(self, found: Callable[[Diary], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: found(self), 20), (self.merges, self.absences)
+
+    @property
+    def weights(self) -> dict[int, tuple[float, ...]]:
+        return {record.step: record.weights for record in self.merges}
+
+    @property
+    def words(self) -> list[tuple[int, str]]:
+        return [(status.replica, status.status) for status in self.absences]
+
+
+def end_of(rounds: LocalRounds) -> Any:
+    """The hub or a member."""
+    (fragment,) = rounds._fragments
+    return fragment.averager
+
+
+class Scalar:
+    """A replica of one number, which each step changes by a known amount."""
+
+    def __init__(
+        self,
+        replica: int,
+        post: Post,
+        settings: LocalUpdates,
+        last_step: int,
+        diary: Diary,
+        change: float = 1.0,
+        is_newcomer: bool = False,
+        **options: Any,
+    ) -> None:
+        module = nn.ParameterDict({"weight": torch.zeros(1)})
+        self.parameter = module["weight"]
+        self.change, self.replica, self.is_newcomer = change, replica, is_newcomer
+        self.made: list[int] = []
+        self.rounds = rounds_of(post.links(replica), module, settings, last_step, **options)
+        self.end = end_of(self.rounds)
+        if isinstance(self.end, Hub):
+            self.end.log = diary  # type: ignore[assignment]
+
+    def run(
+        self, first: int, last: int, before: Callable[[int], None] = lambda step: None
+    ) -> None:
+        if self.is_newcomer:
+            first = self.rounds.resume(0) + 1
+        for step in range(first, last + 1):
+            if not self.rounds.is_idle(step):
+                self.rounds.before_update(step, {}, {})
+                before(step)
+                self.parameter.data += self.change
+                self.made.append(step)
+            self.rounds.after_update(step, Work(1, 1.0))
+
+    @property
+    def value(self) -> float:
+        return float(self.parameter.detach())
+
+
+def asked(post: Post, diary: Diary, replica: int, at: int) -> Callable[[int], None]:
+    """For the hub, which waits in step `at` until a message of this replica lies in its box."""
+
+    def before(step: int) -> None:
+        diary.begin(step)
+        with post.changed:
+            assert step != at or post.changed.wait_for(lambda: post.queues.get((replica, 0)), 20)
+
+    return before

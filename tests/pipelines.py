@@ -166,11 +166,7 @@ def pipeline(
     rank = one.wiring.ends.rank
     held = layout.placement(rank).stages
     modules = {s: stages[s] if stages else ToyStage(s, layout.num_stages) for s in held}
-    turns = {s: layout.turn(s, rank) for s in held}
-    return Pipeline(
-        rank, modules, layout.num_stages, one.wiring.boundaries.ports, layout.owner, turns,
-        CPU, 7, one.clock, num_replicas=layout.num_replicas,
-    )  # fmt: skip
+    return Pipeline(rank, layout, modules, one.wiring.boundaries.ports, CPU, 7, one.clock)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:

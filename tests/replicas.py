@@ -1,41 +1,77 @@
-"""Replicas in one process: their links in memory, and averagers that run one after the other."""
+"""Replicas in one process: their links in memory, which may end, and averagers run together."""
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from xcloud.base.errors import FrameError, LinkTimeout
+from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
 from xcloud.parallel.averaging import Averager
+from xcloud.parallel.replica_links import Mailbox
 
-
-class _Lines:
-    """What is on its way, by (sender, receiver)."""
-
-    def __init__(self) -> None:
-        self.mail = defaultdict[tuple[int, int], list[tuple[MessageKey, Parts]]](list)
-        self.changed = threading.Condition()
+PATIENCE_S = 20.0
 
 
 @dataclass
-class MemoryLinks:
-    """One replica's ReplicaLinks, in order. num_bytes: of the parts that it sent."""
+class Post:
+    """What replicas in threads have sent each other, in order."""
 
-    replica: int
     num_replicas: int
-    lines: _Lines
+    queues: dict[tuple[int, int], list[tuple[MessageKey, Parts]]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def links(self, replica: int, num_shares: int = 1) -> PostLinks:
+        return PostLinks(self, replica, num_shares)
+
+    def end(self, replica: int) -> None:
+        """As if its process had been killed: what it sent before still arrives."""
+        with self.changed:
+            self.gone.add(replica)
+            self.changed.notify_all()
+
+    def begin_again(self, replica: int) -> None:
+        with self.changed:
+            self.gone.discard(replica)
+            for ends in list(self.queues):
+                if replica in ends:
+                    del self.queues[ends]
+
+
+@dataclass
+class PostLinks:
+    """One replica's ReplicaLinks. num_bytes: of the parts that it sent."""
+
+    post: Post
+    replica: int
+    num_shares: int = 1
+    num_parts: int = 1
     num_bytes: int = 0
     raw_bytes: int = 0
-    patience_s: float = 5.0
+    patience_s: float = PATIENCE_S
+
+    @property
+    def num_replicas(self) -> int:
+        return self.post.num_replicas
+
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None: ...
+
+    def name_of(self, replica: int) -> str:
+        return f"replica {replica}"
+
+    def cloud_of(self, replica: int) -> str:
+        return f"c{replica}"
+
+    def ranks_of(self, replica: int) -> Sequence[int]:
+        return (replica,)
 
     def send(
         self,
@@ -46,37 +82,43 @@ class MemoryLinks:
         raw_bytes: int,
     ) -> None:
         assert len(carries) == len(parts)
+        with self.post.changed:
+            if to_replica in self.post.gone:
+                raise LinkClosed(f"replica {to_replica} is gone")
+            copies = tuple(part.clone() for part in parts)
+            self.post.queues.setdefault((self.replica, to_replica), []).append((key, copies))
+            self.post.changed.notify_all()
         self.num_bytes += sum(TensorSpec.of(part).num_bytes for part in parts)
         self.raw_bytes += raw_bytes
-        with self.lines.changed:
-            self.lines.mail[self.replica, to_replica].append((key, copy.deepcopy(parts)))
-            self.lines.changed.notify_all()
 
     def recv(
         self,
         from_replica: int,
         key: MessageKey,
-        specs: Sequence[TensorSpec] | None,
+        specs: Sequence[TensorSpec] | None = None,
         wait_s: float | None = None,
     ) -> Parts:
-        mail = self.lines.mail[from_replica, self.replica]
-        wait_s = self.patience_s if wait_s is None else wait_s
-        with self.lines.changed:
-            if not self.lines.changed.wait_for(lambda: mail, wait_s):
-                raise LinkTimeout(f"no {key} from replica {from_replica}")
-            found, parts = mail.pop(0)
-        if found != key or (specs is not None and list(map(TensorSpec.of, parts)) != list(specs)):
-            raise FrameError(f"expected {key} {specs}, got {found}")
+        deadline_s = time.monotonic() + (self.patience_s if wait_s is None else wait_s)
+        with self.post.changed:
+            while not (queue := self.post.queues.get((from_replica, self.replica), [])):
+                if from_replica in self.post.gone:
+                    raise LinkClosed(f"replica {from_replica} is gone")
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self.post.changed.wait(left_s):
+                    raise LinkTimeout(f"no {key} from replica {from_replica}")
+            came, parts = queue.pop(0)
+        if came != key or (specs is not None and tuple(map(TensorSpec.of, parts)) != tuple(specs)):
+            raise FrameError(f"expected {key} {specs}, got {came}")
         return parts
 
 
-def connected(num_replicas: int) -> list[MemoryLinks]:
-    lines = _Lines()
-    return [MemoryLinks(replica, num_replicas, lines) for replica in range(num_replicas)]
+def connected(num_replicas: int) -> list[PostLinks]:
+    post = Post(num_replicas)
+    return [post.links(replica) for replica in range(num_replicas)]
 
 
-def averagers(num_replicas: int, make: Callable[[MemoryLinks], Averager]) -> list[Averager]:
-    return [make(links) for links in connected(num_replicas)]
+def averagers(num_replicas: int, make: Callable[[Mailbox], Averager]) -> list[Averager]:
+    return [make(Mailbox(links)) for links in connected(num_replicas)]
 
 
 def exchange(
@@ -87,7 +129,6 @@ def exchange(
 ) -> list[list[Tensor]]:
     """What each replica has after step `step`; `tensors` by replica."""
     for replica, averager in enumerate(replicas):
-        averager.most_weight = lambda num_steps: 100.0  # type: ignore[attr-defined]
         averager.start(step, tensors[replica], 1.0 if weights is None else weights[replica])
     return finished(replicas, step)
 
@@ -95,13 +136,13 @@ def exchange(
 def finished(replicas: Sequence[Averager], step: int) -> list[list[Tensor]]:
     """All at once: some wait for others."""
     with ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(lambda averager: averager.finish(step), replicas))
+        return list(pool.map(lambda averager: averager.finish(step).changes[0], replicas))
 
 
-def same_bits(found: Sequence[Sequence[Tensor]]) -> bool:
+def same_bits(tensors: Sequence[Sequence[Tensor]]) -> bool:
     """NaN included."""
     return all(
         torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-        for others in found[1:]
-        for one, other in zip(found[0], others, strict=True)
+        for others in tensors[1:]
+        for one, other in zip(tensors[0], others, strict=True)
     )

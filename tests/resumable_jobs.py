@@ -12,9 +12,10 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.memory import DeltaCache, ErrorFeedback, NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training

@@ -13,7 +13,7 @@ from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.job import config as configs
 from xcloud.record.summary import write_summary
 from xcloud.sweep.points import Point
-from xcloud.sweep.runner import Sweep
+from xcloud.sweep.runner import LauncherSettings, Sweep
 
 _CONFIGS: dict[tuple[str, ...], DictConfig] = {}
 
@@ -81,4 +81,4 @@ class FakeRuns:
 
 def run_sweep(folder: Path, grid: Sequence[str], runs: FakeRuns, **settings: Any) -> int:
     asked = [tuple(one.split()) for one in grid]
-    return Sweep(folder.name, folder, **settings).run(asked, compose, runs)
+    return Sweep(folder.name, folder, LauncherSettings(**settings)).run(asked, compose, runs)

@@ -325,7 +325,8 @@ def test_a_stage_is_saved_and_built_again_without_texts_or_checkpoint(tmp_path: 
             save_file(stage.state_dict(), tmp_path / f"{number}.safetensors")
             architecture = json.loads(json.dumps(stage.architecture))
             known = {("source", "target")[number]: IDS}
-            empty = model.empty_stage(number, 2, known, 16, architecture)
+            where = context(tmp_path, vocabularies=known)
+            empty = model.empty_stage(number, 2, where, architecture)
             empty.load_state_dict(load_file(tmp_path / f"{number}.safetensors"))
             again.append(empty)
         assert torch.equal(run_joined(again, BATCH), run_joined(stages, BATCH))
@@ -360,10 +361,16 @@ def test_a_middle_stage_of_an_own_backbone_must_see_the_source(tmp_path: Path) -
         ({"dropout": 2}, "AbNet.dropout must be"),
         ({"backbone_dropout": -1}, "AbNet.backbone_dropout must be"),
         ({"label_smoothing": 1.0}, "AbNet.label_smoothing must be"),
-        ({"train_head": "yes"}, "AbNet.train_head must be true or false, got 'yes'"),
-        ({"word_adapters": 1}, "AbNet.word_adapters must be true or false"),
-        ({"encoder_layers_per_stage": "3"}, "must be a list of layer counts or null, got '3'"),
-        ({"encoder_layers_per_stage": [0]}, "encoder_layers_per_stage must be a whole number"),
+        ({"train_head": "yes"}, "AbNet.train_head must be one of True, False, got 'yes'"),
+        ({"word_adapters": 1}, "AbNet.word_adapters must be one of True, False"),
+        (
+            {"encoder_layers_per_stage": "3"},
+            "must be a list of which each is a whole number >= 1 or null, got '3'",
+        ),
+        (
+            {"encoder_layers_per_stage": [0]},
+            r"layers_per_stage\[0\] must be a whole number",
+        ),
         ({"decoding": "greedy"}, "AbNet.decoding must be a Greedy or a Beam, got 'greedy'"),
     ],
 )

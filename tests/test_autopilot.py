@@ -29,7 +29,6 @@ from xcloud.comm.state import MEMORY, State, is_marked
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.rank.autopilot import KINDS, MOST_ROWS, RunPilot, _bits_per_s, _ways
-from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics
 from xcloud.training.batch_plan import PinnedBatchPlan
 from xcloud.training.optimizer import Optimizer
@@ -111,8 +110,8 @@ class Scripted(RunPilot):
 
     choices: Mapping[int, int]
 
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        assert len(told) == len({0, *told}), "rank 0 hears every leader"
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        assert len(measured) == len({0, *measured}), "rank 0 hears every leader"
         return self.choices.get(step)
 
 
@@ -126,10 +125,11 @@ def piloted(
     settings = Autopilot({"int4": INT4}, every=1, confirm=2, dwell=3)
     made = ranks(layout, TRAINING, compression, schedules[0], **more)
     for rank in made:
-        rank.trainer.pilot = kind(
+        pilot = kind(
             settings, compression, schedules, layout, rank.wiring, rank.trainer.pipeline.clock,
             rank.reporter, rank.trainer.use_schedule,
         )  # fmt: skip
+        rank.parts.append(pilot)
     return made
 
 
@@ -137,7 +137,7 @@ def train(made: Sequence[Rank], first: int, last: int) -> list[list[tuple[float 
     def one(rank: Rank) -> list[tuple[float | None, ...]]:
         found = []
         for step in range(first, last + 1):
-            report = rank.trainer.update(step)
+            report = rank.update(step)
             found.append((report.loss, report.grad_norm))
         return found
 
@@ -150,7 +150,7 @@ def test_both_ends_of_every_boundary_switch_at_the_same_step(name: str) -> None:
     expected = train(ranks(LAYOUTS[name], TRAINING, Phased(**phases)), 1, 12)
     made = piloted(LAYOUTS[name], Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
-        rank.trainer.pilot.choices = {3: 1, 7: 0}  # type: ignore[union-attr]
+        rank.part(RunPilot).choices = {3: 1, 7: 0}
 
     assert train(made, 1, 12) == expected
     plain = ranks(LAYOUTS[name], TRAINING, NONE)
@@ -166,13 +166,12 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     def job() -> list[Rank]:
         made = piloted(TWO, switched, Scripted, plan=plan)
         for rank in made:
-            rank.trainer.pilot.choices = {3: 1, 6: 0, 10: 1}  # type: ignore[union-attr]
+            rank.part(RunPilot).choices = {3: 1, 6: 0, 10: 1}
         return made
 
     def states(made: Sequence[Rank]) -> list[tuple[State, State]]:
         return [
-            (stored(rank.state_dict()), stored(rank.trainer.pilot.state_dict()))  # type: ignore[union-attr]
-            for rank in made
+            (stored(rank.state_dict()), stored(rank.part(RunPilot).state_dict())) for rank in made
         ]
 
     original, restored = job(), job()
@@ -180,7 +179,7 @@ def test_a_run_goes_on_bit_for_bit_given_the_same_decisions_and_memories_rest_me
     for rank, (state, of_pilot) in zip(restored, states(original), strict=True):
         rank.load_state_dict(state)
         assert all(is_marked(key, MEMORY) for key in of_pilot)  # another cluster begins again
-        rank.trainer.pilot.load_state_dict(of_pilot)  # type: ignore[union-attr]
+        rank.part(RunPilot).load_state_dict(of_pilot)
     expected = train(original, 5, 12)
 
     assert train(restored, 5, 12) == expected
@@ -197,7 +196,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     def job() -> list[Rank]:
         made = piloted(LAYOUTS[name], compressions, Scripted, schedules)
         for rank in made:
-            rank.trainer.pilot.choices = {2: 2, 5: 4, 9: 0}  # type: ignore[union-attr]
+            rank.part(RunPilot).choices = {2: 2, 5: 4, 9: 0}
         return made
 
     made, restored = job(), job()
@@ -205,7 +204,7 @@ def test_losses_are_those_of_any_number_of_micro_batches(name: str) -> None:
     assert {rank.trainer.schedule for rank in made} == {schedules[2]}
     for rank, other in zip(made, restored, strict=True):
         other.load_state_dict(stored(rank.state_dict()))
-        other.trainer.pilot.load_state_dict(stored(rank.trainer.pilot.state_dict()))  # type: ignore[union-attr]
+        other.part(RunPilot).load_state_dict(stored(rank.part(RunPilot).state_dict()))
     rest = train(restored, 8, 12)
 
     assert train(made, 8, 12) == rest, "a run goes on with the schedule of its checkpoint"
@@ -275,8 +274,8 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
     slow, fast = (piloted(layout, switched, OnALine) for _ in range(2))
     for made, rate in ((slow, 100.0), (fast, 1e15)):
         for rank in made:
-            rank.trainer.pilot.bits_per_s = rate  # type: ignore[union-attr]
-            rank.trainer.pilot.forecast = Forecast([GPipe(2)], TWO, 1, WAYS)  # type: ignore[union-attr]
+            rank.part(RunPilot).bits_per_s = rate
+            rank.part(RunPilot).forecast = Forecast([GPipe(2)], TWO, 1, WAYS)
         train(made, 1, 8)
         made[0].reporter.flush()
     events = [json.loads(line) for line in b"".join(slow[0].told).splitlines()]
@@ -299,17 +298,19 @@ def test_it_compresses_on_a_slow_line_says_why_and_leaves_a_fast_one_alone() -> 
         {"step": 3, "choice": "int4+int4", "before": "none+none"}
     ]
     for step, is_kept in ((2, False), (3, True)):  # of which checkpoint the run goes on
-        again = {"event": "resume", "step": step, "rank": 0, "t": 0.0}
-        assert is_kept == any(e["event"] == "autopilot" for e in one_timeline([*events, again]))
+        resumed = RunStatistics(2)
+        for one in (*events, {"event": "resume", "step": step, "rank": 0, "t": 0.0}):
+            resumed.feed(one)
+        assert is_kept == bool(resumed.events("autopilot"))
 
 
 def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LineMeter, "busy_s", lambda meter, sent_at_s, arrived_at_s: 0.5)
     made = piloted(TWO, Selectable({"none": NONE, "int4": INT4}), Scripted)
     for rank in made:
-        rank.trainer.pilot.choices = {}  # type: ignore[union-attr]
+        rank.part(RunPilot).choices = {}
     train(made, 1, 3)
-    one, other = (rank.trainer.pilot.measured(4) for rank in made)  # type: ignore[union-attr]
+    one, other = (rank.part(RunPilot).measured(4) for rank in made)
     assert one is not None and other is not None
     for sender, receiver, at in ((one, other, 2), (other, one, 6)):  # forward, backward
         num_bytes, messages, line_s, _ = sender[at : at + 4].tolist()
@@ -364,7 +365,7 @@ def test_a_step_before_the_last_switch_has_the_choice_of_then() -> None:
                 "compression=delta_int4",
                 "cluster/wan=line_8m",
             ],
-            "keep its lanes",
+            "stay with its ranks",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.replicas import MemoryLinks, averagers, connected, exchange, finished, same_bits
+from tests.replicas import averagers, connected, exchange, finished, same_bits
 from xcloud.base.errors import ConfigError, FrameError, LinkTimeout
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.chain import Chain
@@ -19,10 +19,10 @@ from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast, Nothing
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, averager_for
-from xcloud.parallel.mailbox import Mailbox
+from xcloud.parallel.averaging import Aggregators, AllToAll, Averager, Contributing, averager_for
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.strategy import GradientAveraging
+from xcloud.parallel.replica_links import Mailbox
 from xcloud.plan.averaging_costs import exchange_of
 from xcloud.plan.line import FREE
 from xcloud.plan.profile import AveragingCodec
@@ -58,15 +58,15 @@ def codec(compressor: Compressor, feedback: bool = True) -> TensorCodec:
     return TensorCodec(SHAPES, lambda name, shape: compressor, 7, feedback)
 
 
-def all_to_all(compressor: Compressor, feedback: bool = True) -> Callable[[MemoryLinks], AllToAll]:
-    return lambda links: AllToAll(links, codec(compressor, feedback))
+def all_to_all(compressor: Compressor, feedback: bool = True) -> Callable[[Mailbox], AllToAll]:
+    return lambda mail: AllToAll(mail, codec(compressor, feedback))
 
 
-def aggregators(compressor: Compressor) -> Callable[[MemoryLinks], Aggregators]:
+def aggregators(compressor: Compressor) -> Callable[[Mailbox], Aggregators]:
     def new_codec(shapes: Mapping[str, torch.Size]) -> TensorCodec:
         return TensorCodec(shapes, lambda name, shape: compressor, 7, True)
 
-    return lambda links: Aggregators(links, SHAPES, new_codec)
+    return lambda mail: Aggregators(mail, SHAPES, new_codec)
 
 
 KINDS = (all_to_all, aggregators)
@@ -87,7 +87,12 @@ def test_uncompressed_averages_are_the_sum_and_the_weighted_mean(num_replicas: i
     summed = exchange(averagers(num_replicas, all_to_all(Nothing())), 1, tensors)
     in_parts = exchange(averagers(num_replicas, aggregators(Nothing())), 1, tensors)
     mean = exchange(
-        averagers(num_replicas, lambda links: AllToAll(links, codec(Nothing()), weighted_mean)),
+        averagers(
+            num_replicas,
+            lambda mail: AllToAll(
+                mail, codec(Nothing()), weighted_mean, 0, Contributing(most_weight=lambda n: 9.0)
+            ),
+        ),
         1, tensors, weights,
     )  # fmt: skip
 
@@ -131,7 +136,7 @@ def test_a_message_has_the_bytes_it_promises_and_few_parts() -> None:
     one = codec(Chain(topk=TopK(0.2), int4=BlockInt(4)))
     parts, _ = one.encode(drawn(1))
     links = connected(2)
-    averager = AllToAll(links[0], one)
+    averager = AllToAll(Mailbox(links[0]), one)
     averager.start(1, drawn(1))
 
     assert len(parts) == 2 and sum(part.nbytes for part in parts) == one.max_bytes
@@ -148,7 +153,7 @@ def test_what_is_under_way_does_not_follow_the_callers_tensors() -> None:
         expected = [2 * tensor for tensor in tensors]
         for tensor in tensors:
             tensor.zero_()
-        assert same_bits([expected, *(averager.finish(1) for averager in replicas)])
+        assert same_bits([expected, *(averager.finish(1).changes[0] for averager in replicas)])
 
 
 @pytest.mark.parametrize("compressor", [Nothing(), *LOSSY], ids=repr)
@@ -275,16 +280,16 @@ def test_a_message_of_other_settings_is_refused() -> None:
     with pytest.raises(FrameError, match="run the same experiment file"):
         codec(BlockInt(4)).decode(parts)
     links = connected(2)
-    receiver = AllToAll(links[1], codec(Nothing()))
+    receiver = AllToAll(Mailbox(links[1]), codec(Nothing()))
     receiver.start(1, drawn(0))
-    AllToAll(links[0], codec(Nothing())).start(1, drawn(1), weight=math.nan)
+    AllToAll(Mailbox(links[0]), codec(Nothing())).start(1, drawn(1), weight=math.nan)
     with pytest.raises(FrameError, match="replica 0 sent a weight of nan"):
         receiver.finish(1)
 
 
 def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:
     links = replace(connected(2)[0], patience_s=0.01)
-    alone = AllToAll(links, codec(Nothing()))
+    alone = AllToAll(Mailbox(links), codec(Nothing()))
     alone.start(1, drawn(1))
     with pytest.raises(LinkTimeout, match="from replica 1"):
         alone.finish(1)
@@ -311,7 +316,9 @@ def test_aggregators_send_less_than_all_to_all_from_three_replicas_on() -> None:
     for num_replicas in (2, 5):
         for make in KINDS:
             links = connected(num_replicas)
-            exchange([make(Nothing())(own) for own in links], 1, [drawn(1)] * num_replicas)
+            exchange(
+                [make(Nothing())(Mailbox(own)) for own in links], 1, [drawn(1)] * num_replicas
+            )
             values = [own.num_bytes / (4 * 157) for own in links]
             sent[num_replicas, make] = sum(values) / num_replicas
     weights = 8 / (4 * 157)  # a message
@@ -345,7 +352,9 @@ def test_what_is_planned_of_an_exchange_is_what_it_sends_and_encodes(
         layout = ClusterLayout({f"c{i}": Cloud(1, (0, 1), replica=i) for i in range(num_replicas)})
         links = connected(num_replicas)
         exchange(
-            [averager_for(own, SHAPES, new_codec) for own in links], 1, [drawn(1)] * num_replicas
+            [averager_for(Mailbox(own), SHAPES, new_codec) for own in links],
+            1,
+            [drawn(1)] * num_replicas,
         )
 
         lines = dict.fromkeys((f"{a}-{b}" for a, b in permutations(layout.clouds, 2)), FREE)
@@ -364,7 +373,7 @@ def test_what_was_under_way_is_restored_to_the_device_of_the_tensors() -> None:
     sender, _ = averagers(2, all_to_all(Nothing()))
     sender.start(1, drawn(0))
 
-    def on_meta(links: MemoryLinks) -> AllToAll:
+    def on_meta(links: Mailbox) -> AllToAll:
         return AllToAll(links, TensorCodec(SHAPES, lambda n, s: Nothing(), 7, True, device="meta"))
 
     restored, _ = averagers(2, on_meta)

@@ -16,11 +16,11 @@ from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_TOKEN
 from xcloud.models.lora import Lora
-from xcloud.parallel.averaging import AllToAll
-from xcloud.parallel.replica_links import ReplicaLinks
-from xcloud.security.averaging_leaks import AveragingObserver, Victim, score
+from xcloud.parallel.averaging import AllToAll, Contributing
+from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.security.attacks import score
 from xcloud.security.leak_meter import FIGURES, measure
-from xcloud.security.observer import LeakMeter, Observer
+from xcloud.security.observer import AveragingObserver, LeakMeter, Observer, Victim
 
 BOS = 1
 LAST_STEP = 5
@@ -81,11 +81,12 @@ def test_an_averager_tells_what_others_contribute() -> None:
 
     def take(links: ReplicaLinks) -> None:
         codec = TensorCodec({"a": torch.Size([2])}, lambda name, shape: Nothing(), 1, False)
-        averager = AllToAll(links, codec)
+        watch = None
         if links.replica == 0:
-            averager.watch = lambda step, replica, tensors: told.append(
+            watch = lambda step, replica, tensors: told.append(  # noqa: E731
                 (step, replica, {name: tensor.tolist() for name, tensor in tensors.items()})
             )
+        averager = AllToAll(Mailbox(links), codec, holds_to=Contributing(watch=watch))
         averager.start(7, [torch.full((2,), float(links.replica))])
         averager.finish(7)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.causal_models import (
@@ -27,13 +28,13 @@ from tests.causal_models import (
 )
 from tests.peak_bytes import PeakBytes
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.models import causal_weights
+from xcloud.models import causal_network
 from xcloud.models.causal import CausalLM
-from xcloud.models.causal_network import Elsewhere, attention_masks, words_of
+from xcloud.models.causal_network import Elsewhere, words_of
+from xcloud.models.causal_stage import attention_masks
 from xcloud.models.lora import Lora
 from xcloud.models.split_point import Split
-from xcloud.parallel.sharding import whole
-from xcloud.rank.export import export_stage, fill
+from xcloud.rank.export import export_stage, whole
 from xcloud.training.memory_meter import SavedTensors
 from xcloud.training.settings import autocast_for
 
@@ -130,7 +131,7 @@ def test_a_stage_holds_its_own_parts_only(
     network = saved(kind, tmp_path)
     whole = {n: p.numel() for n, p in network.named_parameters(remove_duplicate=False)}
     read: list[str] = []
-    files = causal_weights.WeightFiles
+    files = causal_network.WeightFiles
     real = files.tensor
     monkeypatch.setattr(files, "tensor", lambda self, name: read.append(name) or real(self, name))
     sizes = []
@@ -198,7 +199,7 @@ def test_one_stage_of_tied_words_is_exported_and_read_again(tmp_path: Path, kind
             parameter.add_(1.0)
     no_tokenizers = SimpleNamespace(save_tokenizers=lambda folder: None)
     path = export_stage(tmp_path, 0, stage, whole(stage.exported(), True), no_tokenizers)
-    fill(other, path)
+    other.load_exported(load_file(path))
 
     assert all(map(torch.equal, stage.state_dict().values(), other.state_dict().values()))
     assert words_of(other.network) is other.network.lm_head.weight
@@ -326,7 +327,7 @@ def test_the_head_of_gpt_neox_is_found_under_its_old_name(tmp_path: Path) -> Non
         ({"checkpoint": None}, "model.checkpoint .* or model.own, not both"),
         ({"embeddings": "freeze"}, "model.embeddings is for training without LoRA"),
         ({"lora": None, "embeddings": "share"}, "model.embeddings must be one of"),
-        ({"blocks_per_stage": [-1]}, "model.blocks_per_stage must be"),
+        ({"blocks_per_stage": [-1]}, r"model.blocks_per_stage\[0\] must be"),
         ({"vocabulary_chunk": 0}, "model.vocabulary_chunk"),
     ],
 )
@@ -361,7 +362,7 @@ def test_a_checkpoint_of_another_kind_or_without_a_tensor_is_refused(tmp_path: P
         trained(tmp_path).boundary(0, 2, 16)
 
     saved("llama", tmp_path)
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.norm.weight")

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from tests.channels import same_state, stored
-from tests.elastic_replicas import Diary, Post, Scalar
+from tests.local_replicas import Diary, Scalar
 from tests.pipelines import in_threads
+from tests.replicas import Post
 from tests.resumable_jobs import CODECS, TRAINING, Shape, job
 from tests.tied_toy import TiedToy
 from tests.toy import toy_config
@@ -23,16 +24,17 @@ from xcloud.comm.state import MEMORY, OUTER, State, is_marked, load_states, stat
 from xcloud.job.config import job_from_config
 from xcloud.join.agreement import judge
 from xcloud.launch.local import resumed
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.survive import changes as table
 from xcloud.survive.changes import COLUMNS, TABLE, Place, Places, changes, outcome_of
 from xcloud.survive.resume import RankCheckpoints, check_can_go_on
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.settings import Training
-from xcloud.use.causal import TrainedCausal
+from xcloud.use.generate import Generator
 from xcloud.use.translate import Translator
 from xcloud.watch.status import describe
 
@@ -69,7 +71,7 @@ class Attempt:
 
     def train(self, until_step: int = LAST) -> None:
         for step in range(self.from_step + 1, until_step + 1):
-            in_threads([lambda r=rank, s=step: r.trainer.update(s) for rank in self.ranks])
+            in_threads([lambda r=rank, s=step: r.update(s) for rank in self.ranks])
             for holder, rank in zip(self.holders, self.ranks, strict=True):
                 if step % 2 == 0:
                     about = {**holder.about(7), "facts": {}}
@@ -303,7 +305,7 @@ def test_the_hub_of_a_run_with_other_clouds_has_values_for_those_that_begin_agai
     post, diary = Post(2), Diary()
     hub, member = (Scalar(replica, post, settings, 4, diary) for replica in (0, 1))
     hub.rounds.load_state_dict(hub.rounds.state_dict())
-    in_threads([lambda: hub.rounds.welcome(2), member.rounds.join])
+    in_threads([lambda: hub.rounds.resume(2), lambda: member.rounds.resume(0)])
     assert member.value == hub.value
 
 
@@ -339,7 +341,7 @@ def test_a_compression_is_named_by_its_label() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda path: resumed(path, [], path), describe, Translator, TrainedCausal]
+    "use", [lambda path: resumed(path, [], path), describe, Translator, Generator]
 )
 def test_a_folder_that_holds_no_run_is_named_alike_by_all_that_read_runs(
     use: Callable[[Path], object], tmp_path: Path

@@ -47,7 +47,7 @@ def shipped(path: Path, direction: str) -> Phases:
     built = instantiate(OmegaConf.create(whole).compression, _convert_="all")
     # So early that both phases are seen.
     phases = (
-        [(2 if p.until_step else None, p.compression) for p in built.phases.values()]
+        [(2 if until else None, compression) for until, compression in built.by_step]
         if isinstance(built, Phased)
         else [(None, built)]
     )
@@ -134,7 +134,7 @@ def test_evaluation_begins_at_the_state_that_training_left() -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        ((BlockInt(4), DeltaCache()), (BlockInt(4), NoMemory()), r"no memory here.*ids"),
+        ((BlockInt(4), DeltaCache()), (BlockInt(4), NoMemory()), r"NoMemory contains .*ids"),
         ((Chain(a=BlockInt(4)), NoMemory()), (Chain(b=BlockInt(4)), NoMemory()), r"'a.num_calls'"),
         ((Svd(0.1), NoMemory()), (BlockInt(4), NoMemory()), r"whole number 'num_calls'"),
         ((BlockInt(4), NoMemory()), (Svd(0.1), NoMemory()), r"svd\(0.1\) takes over .*num_calls"),

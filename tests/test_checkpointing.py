@@ -28,10 +28,11 @@ from xcloud.parallel.strategy import Strategy
 from xcloud.record import checkpoints
 from xcloud.record.checkpoints import AGREED_FILE, CheckpointFolder
 from xcloud.record.reporter import Reporter
-from xcloud.survive import checkpointing
+from xcloud.survive import saving
 from xcloud.survive.changes import Places
-from xcloud.survive.checkpointing import Checkpointer, News, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, CheckpointPart, News
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 
 SETTINGS = {"seed": "1", "training.max_steps": "9", "compression": "a", "cluster.clouds": "two"}
@@ -63,8 +64,7 @@ class Attempt:
         self.lines: list[bytes] = []
         self.folder = CheckpointFolder(self.run_dir)
         self.holders = [
-            RankCheckpoints(self.folder, r.trainer.rank, places_of(r), self.settings)
-            for r in self.ranks
+            RankCheckpoints(self.folder, r.number, places_of(r), self.settings) for r in self.ranks
         ]
         tables = {h.rank: h.table() for h in self.holders}
         verdict = judge(tables, {}, lambda rank: f"rank {rank}", lambda ranks: frozenset())[0]
@@ -79,9 +79,9 @@ class Attempt:
         in_threads([lambda r=rank: self._train(r, until_step, lost) for rank in self.ranks])
 
     def _train(self, rank: Rank, until_step: int, lost: Sequence[int]) -> None:
-        number, trainer = rank.trainer.rank, rank.trainer
+        number, trainer = rank.number, rank.trainer
         holder = self.holders[number]
-        parts = {"trainer": trainer, "channels": rank.wiring}
+        parts = rank.stateful
         if self.from_step:
             state, _ = holder.restore(self.from_step, states_of(parts), {"data": "1"})
             load_states(parts, state, "a rank")
@@ -92,17 +92,22 @@ class Attempt:
         if step_s is not None:
             clock = lambda: step_s * trainer.num_updates  # noqa: E731
         made = self.checkpointers[number] = Checkpointer(
-            self.schedule, self.folder, number, rank.wiring.control, parts, about,
-            Reporter(number, "a", self.lines.append), self.asked, self.from_step, LAST, clock,
-        )  # fmt: skip
-        is_one = trainer.pipeline.num_replicas == 1
-        trainer.decide = made.decide if is_one else made.decide_by_step
+            Timing(self.schedule, self.from_step, LAST, clock),
+            CheckpointWriter(self.folder, number, about),
+            rank.wiring.control,
+            parts,
+            Reporter(number, "a", self.lines.append),
+            self.asked,
+        )
+        is_directed = trainer.pipeline.layout.num_replicas == 1
+        rank.parts.append(CheckpointPart(made, self.asked, is_directed, trainer.pipeline.clock))
         self.ready.wait(60)
         for step in range(trainer.num_updates + 1, until_step + 1):
-            word = trainer.update(step).word
+            signal = rank.update(step).signal
             if step == until_step and number in lost:
-                word = Signal.GO_ON
-            if made.after(step, word):
+                signal = Signal.GO_ON
+            made.after(step, signal)
+            if signal is Signal.STOP:
                 break
             self.ready.wait(60)
             if step == self.slow_until:
@@ -114,11 +119,11 @@ class Attempt:
             self.ready.wait(60)
         else:
             if until_step == LAST:
-                made.save_last(LAST)
+                made.save_last()
         made.wait()
         rank.wiring.meet()
         made.close()
-        made._reporter.flush()
+        made._notes.reporter.flush()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -297,7 +302,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
 
     def copy(parts: Any) -> Any:
         trainer = parts["trainer"]
-        if trainer.rank == 1 and trainer.num_updates in steps:
+        if trainer.pipeline.rank == 1 and trainer.num_updates in steps:
             raise MemoryError if phase == "memory of Python" else RuntimeError("can't allocate")
         return states_of(parts)
 
@@ -310,7 +315,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, phase: str, steps: Sequence[int]) -> 
     elif phase == "prune":
         monkeypatch.setattr(CheckpointFolder, "prune", prune)
     else:
-        monkeypatch.setattr(checkpointing, "states_of", copy)
+        monkeypatch.setattr(saving, "states_of", copy)
 
 
 PHASES = ("memory", "memory of Python", "data", "JSON", "rename", "agreement")
@@ -407,14 +412,16 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
         assert may_write.wait(60)
         return of(folder, *rest)
 
-    def wait(own: Any, *rest: Any, of: Any = Checkpointer.wait) -> None:
+    def wait(own: Any, *rest: Any, of: Any = CheckpointWriter.wait) -> None:
         may_write.set()
         of(own, *rest)
 
     monkeypatch.setattr(CheckpointFolder, "write", write)
-    made = Checkpointer(Checkpoints(3, 0), folder, 0, None, {}, {}, reporter, last_step=6)
+    made = Checkpointer(
+        Timing(Checkpoints(3, 0), last_step=6), CheckpointWriter(folder, 0, {}), None, {}, reporter
+    )
     made.after(3, Signal.CHECKPOINT)
-    monkeypatch.setattr(Checkpointer, "wait", wait)
+    monkeypatch.setattr(CheckpointWriter, "wait", wait)
     made.after(6, Signal.CHECKPOINT)
     may_write.set()
     for _ in range(2):  # what is written, what follows from it
@@ -424,7 +431,7 @@ def test_the_last_step_waits_for_a_checkpoint_that_is_still_being_written(
 
 
 def _but_for_times(attempt: Attempt) -> Any:
-    return [{k: v for k, v in one.items() if "pace.numbers" not in k} for one in attempt.state]
+    return [{k: v for k, v in one.items() if "budget.numbers" not in k} for one in attempt.state]
 
 
 def limited(cloud_ranks: int = 1, **limit: Any) -> Shape:
@@ -441,7 +448,7 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     shape = limited(cloud_ranks, **limit)
     first = Attempt(tmp_path, job(shape, CODECS["plain"]))
     first.train(7)
-    assert all(first.ranks[0].trainer.is_idle(step) for step in (7, 8))
+    assert all(first.ranks[0].trainer.exchange.is_idle(step) for step in (7, 8))
     assert first.folder.agreed_steps() == [6, 4]
     second = Attempt(tmp_path, job(shape, CODECS["plain"]))
     second.train()
@@ -512,7 +519,7 @@ def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
     decide = Checkpointer.decide
 
     def at_step_3(checkpointer: Checkpointer, step: int) -> Signal:
-        checkpointer._last_s -= 61.0 if step == 3 else 0.0
+        checkpointer.timing._saved_s -= 61.0 if step == 3 else 0.0
         return decide(checkpointer, step)
 
     monkeypatch.setattr(Checkpointer, "decide", at_step_3)

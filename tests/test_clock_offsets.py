@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from xcloud.record.clock_offsets import Passage, clock_offsets
+from xcloud.record.timeline import Passage, clock_offsets
 
 UNIX = {"a": 5_000_000, "b": 3_000_000, "c": 0}
 

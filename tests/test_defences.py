@@ -193,7 +193,7 @@ def test_marvell_refuses_labels_that_are_not_binary(labels: Tensor) -> None:
         (lambda: GaussianNoise(1.0, 1.0, "median"), "GaussianNoise.unit"),  # type: ignore[arg-type]
         (lambda: Marvell(0.0), "Marvell.power"),
         (lambda: Defences(forward=Marvell(1.0)), "use it backward"),
-        (lambda: Defences(backward="marvell"), "must be a defence"),  # type: ignore[arg-type]
+        (lambda: Defences(backward="marvell"), "must be a Defence"),  # type: ignore[arg-type]
         (
             lambda: Defences(backward=Marvell(1.0)).check(frozenset({"target"})),
             "needs the batch field 'label', but the last stage reads target",

@@ -19,10 +19,11 @@ from xcloud.base.errors import ConfigError, RunFailed, TrainingDiverged
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.contracts.model import StageOutput
 from xcloud.launch.local import run
+from xcloud.parallel.part import StepReport
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import Trainer
 
 
 def state(ranks: list[Trainer]) -> list[Any]:
@@ -30,7 +31,7 @@ def state(ranks: list[Trainer]) -> list[Any]:
     found: list[Any] = []
     for trainer in ranks:
         for stage, module in trainer.pipeline.stages.items():
-            optimizer = trainer._optimizers[stage]
+            optimizer = trainer.stages[stage].trained.optimizer
             assert optimizer is not None
             moments = optimizer.state_dict()["state"]
             found.append(copy.deepcopy((module.state_dict(), moments)))

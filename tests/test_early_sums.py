@@ -12,12 +12,13 @@ from tests.local_replicas import groups
 from tests.pipelines import ToyStage, in_threads
 from tests.trainers import SKIP, Rank, ranks, spoil
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 
 AVERAGED = Strategy("data_parallel", None, GradientAveraging())
 LOCAL = Strategy("local_updates", None, LocalUpdates(every=2))
@@ -53,7 +54,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
 ) -> None:
     """Accumulated over two passes, clipped, and one update skipped for what one lane computed."""
     small = partial(OverlappedSums, bucket_bytes=1)
-    monkeypatch.setattr("xcloud.training.trainer.OverlappedSums", small)
+    monkeypatch.setattr("tests.trainers.OverlappedSums", small)
     began: list[bool] = []
     finish = OverlappedSums._finish
 
@@ -76,7 +77,7 @@ def test_updates_are_bit_equal_to_those_summed_after_the_backward(
     def trained(job: list[Rank]) -> list[Tensor]:
         for step in range(1, 5):
             spoiled = spoil([r.trainer for r in job], 0, torch.nan) if step == 3 else None
-            in_threads([partial(r.trainer.update, step) for r in job])
+            in_threads([partial(r.update, step) for r in job])
             if spoiled is not None:
                 spoiled.remove()
         modules = [m for r in job for m in r.trainer.pipeline.stages.values()]
@@ -99,14 +100,14 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
         for layer in layers:
             nn.init.eye_(layer.weight)
         buffer = FlatBuffer(layers.parameters())
-        early = OverlappedSums({0: buffer}, {0: group}, {0: 1}, bucket_bytes=1)
+        early = OverlappedSums({0: buffer}, {0: group}, lambda: {0: 1}, bucket_bytes=1)
         for _ in range(2):
             buffer.zero()
-            early.begin()
+            early.begin(1)
             used = layers[: 3 - group.lane]
             (nn.Sequential(*used)(torch.ones(1, 3)) * 10.0**group.lane).sum().backward()
             assert len(early._waits) == (3 if group.lane == 0 else 0)
-            loss = AllReduce(group).before_update(1, buffer, torch.tensor(2.0))
+            loss = buffer.sum_over(group, torch.tensor(2.0))
             assert float(loss) == 4.0
         return buffer.flat
 
@@ -119,8 +120,8 @@ def test_what_only_some_ranks_compute_is_summed_too() -> None:
 def test_a_second_gradient_after_the_sum_is_an_error() -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     buffer = FlatBuffer(layers.parameters())
-    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, {0: 1}, bucket_bytes=1)
-    early.begin()
+    early = OverlappedSums({0: buffer}, {0: groups(2)[0]}, lambda: {0: 1}, bucket_bytes=1)
+    early.begin(1)
     layers[1](torch.ones(1, 1)).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"a second gradient .* use_reentrant=False"):

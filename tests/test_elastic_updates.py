@@ -9,18 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from tests.channels import stored
-from tests.elastic_replicas import ALONE, Diary, Scalar, asked, end_of
-from tests.local_replicas import DILOCO, MEAN, Post, Replica, equal, furthest, groups, reference
+from tests.local_replicas import (
+    DILOCO,
+    MEAN,
+    Diary,
+    Replica,
+    Scalar,
+    asked,
+    end_of,
+    equal,
+    furthest,
+    groups,
+    reference,
+    rounds_of,
+)
 from tests.pipelines import in_threads
+from tests.replicas import Post
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.cluster.frame import MessageKey
 from xcloud.comm.chain import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.elastic_rounds import ElasticRounds
-from xcloud.parallel.hub import Hub
+from xcloud.parallel.averaging import Contributing
+from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median
-from xcloud.parallel.step_budget import StepBudget
 
 SKIP = LocalUpdates(2, MEAN, late="skip", wait_s=0.2)
 GO_ON = LocalUpdates(2, MEAN, leave="go_on", wait_s=20.0)
@@ -30,28 +42,22 @@ def test_with_everyone_in_time_it_is_diloco() -> None:
     settings = LocalUpdates(4, DILOCO, late="skip", wait_s=20.0)
     post, diary = Post(3), Diary()
     job = [Replica(r, post.links(r), settings, 12) for r in range(3)]
-    for replica in job:
-        parameters = list(replica.module.parameters())
-        end = end_of(replica.links, parameters, settings, diary)
-        replica.exchange.rounds = ElasticRounds(  # type: ignore[attr-defined]
-            settings, parameters, ALONE, end, 12, lambda step: 1.0, StepBudget(4, ALONE)
-        )
+    end_of(job[0].exchange).log = diary
     in_threads([lambda r=r: r.run(12) for r in job])
 
     rounds = [range(1, 5), range(5, 9), range(9, 13)]
     assert furthest(job[0].values, reference(3, rounds, (0.7, 0.9, True), [1, 1, 1])) < 1e-6
     assert all(equal(job[0].values, other.values) for other in job[1:])
     assert diary.weights == {4: (4, 4, 4), 8: (4, 4, 4), 12: (4, 4, 4)}
-    assert not diary.absences and not any(told.is_partial for told in diary.merges)
+    assert not diary.absences
 
 
 def test_the_hub_shows_every_contribution_that_comes() -> None:
     post, diary, seen = Post(2), Diary(), list[tuple[int, int, float]]()
     job = [Scalar(r, post, GO_ON, 4, diary, change=1.0 + r) for r in range(2)]
-    hub = job[0].rounds._end
-    assert isinstance(hub, Hub)
-    hub.names = ["weight"]
-    hub.watch = lambda step, replica, named: seen.append((step, replica, float(named["weight"])))
+    job[0].end.holds_to = Contributing(
+        watch=lambda step, replica, named: seen.append((step, replica, float(named["0.weight"])))
+    )
     in_threads([lambda r=r: r.run(1, 4) for r in job])
 
     assert seen == [(2, 1, -4.0), (4, 1, -4.0)]  # the outer gradient: anchor - values
@@ -89,9 +95,7 @@ def test_a_robust_merge_is_left_out_while_too_few_are_there_to_outvote_a_bad_one
     is in the merge at 6, and nobody takes the bad one's."""
     post, diary = Post(3), Diary()
     job = [Scalar(r, post, SKIP, 8, diary, change=(1.0, -1000.0, 1.0)[r]) for r in range(3)]
-    hub = job[0].rounds._end
-    assert isinstance(hub, Hub)
-    hub.merge_rule = Median()
+    job[0].end.merge_rule = Median()
     found: list[float] = []
 
     def first(step: int) -> None:
@@ -131,13 +135,8 @@ def test_a_replica_whose_value_is_not_finite_counts_for_nothing_and_heals(replic
 
 def test_replicas_round_independently_so_that_their_errors_average_out() -> None:
     post, x = Post(3), torch.linspace(-1, 1, 64)
-    ends = [
-        end_of(
-            post.links(replica), [nn.Parameter(x)], SKIP, Diary(),
-            codec=lambda: Chain(int4=BlockInt(4, 64, stochastic=True)),
-        ).ends
-        for replica in (1, 2)
-    ]  # fmt: skip
+    module, int4 = nn.ParameterDict({"x": x}), Chain(int4=BlockInt(4, 64, stochastic=True))
+    ends = [end_of(rounds_of(post.links(r), module, SKIP, 4, compressor=int4)) for r in (1, 2)]
     first, second = (end.codec.encode([x])[1][0] for end in ends)
     assert not torch.equal(first, second)
 
@@ -156,9 +155,7 @@ def test_one_that_missed_many_merges_gets_all_values() -> None:
 
     assert hub.value == late.value
     assert diary.words[:2] == [(1, "late"), (1, "back")]
-    assert torch.equal(
-        hub.rounds._end.ends.values.velocity[0], late.rounds._end.ends.values.velocity[0]
-    )  # type: ignore[union-attr]
+    assert torch.equal(*(one.rounds._fragments[0].values.velocity[0] for one in (hub, late)))
 
 
 def slowly(step: int) -> None:
@@ -243,14 +240,14 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
     settings = LocalUpdates(1, MEAN, late="skip", wait_s=0.02)
     post, diary, waits = Post(2), Diary(), list[float]()
     hub = Scalar(0, post, settings, 40, diary)
-    links = hub.rounds._end.ends.links  # type: ignore[union-attr]
+    links = hub.end.links
     recv = links.recv
 
     def counted(replica: int, key: MessageKey, specs: None, wait_s: float) -> Any:
         waits.append(wait_s)
         return recv(replica, key, specs, wait_s)
 
-    links.recv = counted  # type: ignore[method-assign]
+    links.recv = counted
     hub.run(1, 40)
     assert len(diary.merges) == 40
     assert len(waits) > 40 and sum(wait > 0 for wait in waits) == 2  # the first, and at the end
@@ -259,7 +256,7 @@ def test_waiting_for_the_late_costs_the_others_no_more_than_was_asked_for() -> N
 def test_a_change_that_was_not_merged_is_neither_lost_nor_counted_twice() -> None:
     """4 bits with feedback: what a skipped message told is in the values, not in the residual."""
     post, diary = Post(2), Diary()
-    options: dict[str, Any] = {"codec": lambda: Chain(int4=BlockInt(4, 64)), "feedback": True}
+    options: dict[str, Any] = {"compressor": Chain(int4=BlockInt(4, 64))}
     late = Scalar(1, post, SKIP, 4, diary, change=3.3, **options)
     hub = Scalar(0, post, SKIP, 4, diary, **options)
 
@@ -272,12 +269,12 @@ def test_a_change_that_was_not_merged_is_neither_lost_nor_counted_twice() -> Non
     assert late.made == [1, 2, 4]
     assert diary.weights == {2: (2, 0), 4: (2, 3)}
     assert hub.value == late.value == pytest.approx(2 + (2 * 2 + 3 * 9.9) / 5, abs=0.05)
-    residual = late.rounds._end.ends.codec.state_dict()  # type: ignore[union-attr]
+    residual = late.end.codec.state_dict()
     assert all(abs(float(v)) < 0.05 for v in residual.values() if isinstance(v, Tensor))
 
 
 def test_it_goes_on_from_its_state() -> None:
-    options: dict[str, Any] = {"codec": lambda: Chain(int4=BlockInt(4, 64)), "feedback": True}
+    options: dict[str, Any] = {"compressor": Chain(int4=BlockInt(4, 64))}
 
     def job() -> list[Scalar]:
         post, diary = Post(2), Diary()
@@ -311,7 +308,7 @@ def test_a_run_goes_on_from_the_state_of_the_hub_alone() -> None:
     hub.rounds.load_state_dict(stored(before[0].rounds.state_dict()))
 
     def go_on() -> None:
-        hub.rounds.welcome(5)
+        hub.rounds.resume(5)
         hub.run(6, 8)
 
     in_threads([go_on, lambda: other.run(1, 8)])
@@ -322,23 +319,20 @@ def test_a_run_goes_on_from_the_state_of_the_hub_alone() -> None:
 
 
 def test_all_ranks_of_a_cloud_get_what_the_first_one_merged() -> None:
-    post, diary = Post(2), Diary()
-    job = [(r, inside) for r in range(2) for inside in groups(2)]
-    parameters = [nn.Parameter(torch.full((3,), 1.0)) for _ in job]
+    post = Post(2)
+    job = [(r, group) for r in range(2) for group in groups(2)]
+    modules = [nn.ParameterDict({"x": torch.full((3,), 1.0)}) for _ in job]
+    parameters = [module["x"] for module in modules]
     rounds = [
-        ElasticRounds(
-            GO_ON, [p], inside,
-            end_of(post.links(r), [p], GO_ON, diary) if inside.leads else None,
-            4, lambda step: 1.0, StepBudget(2, inside),
-        )
-        for (r, inside), p in zip(job, parameters, strict=True)
-    ]  # fmt: skip
+        rounds_of(post.links(r), module, GO_ON, 4, group)
+        for (r, group), module in zip(job, modules, strict=True)
+    ]
 
     def run(number: int) -> None:
         for step in range(1, 5):
-            rounds[number].begin_step(step)
+            rounds[number].before_update(step, {}, {})
             parameters[number].data += 1.0 + job[number][0]
-            rounds[number].end_step(step)
+            rounds[number].after_update(step, Work(1, 1.0))
 
     in_threads([lambda n=n: run(n) for n in range(4)])
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event
-from xcloud.record.events import EventReader, StepCollector, StepTotals, one_timeline, update_s
+from xcloud.record.events import EventReader, StepCollector, StepTotals, steps_done, update_s
+from xcloud.record.summary import RunStatistics
 
 
 def step_event(rank: int, step: int, **fields: Any) -> dict[str, Any]:
@@ -129,27 +130,36 @@ def at(t: float, event: str, step: int, **more: object) -> dict[str, object]:
     return {"event": event, "rank": 0, "cloud": "a", "t": t, "step": step, **more}
 
 
-def test_steps_that_were_done_again_are_told_once_and_the_time_they_cost() -> None:
+def resumes(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Steps done again and seconds lost, of each."""
+    run = RunStatistics(1)
+    for event in events:
+        run.feed(event)
+    return [(one["steps_again"], one["lost_s"]) for one in run.resumes]
+
+
+def test_steps_that_were_done_again_count_once_and_so_does_the_time_they_cost() -> None:
     first = [at(float(step), "step", step, loss=1.0) for step in range(1, 8)]
-    lost = [at(6.5, "quality", 6), at(7.5, "skipped_update", 7), at(8.0, "timeline", 7)]
+    quality = at(6.5, "quality", 6, split="dev", values={"bleu": 1.0})
+    lost = [quality, at(7.5, "skipped_update", 7), at(8.0, "timeline", 7)]
     again = [at(20.0 + step, "step", step, loss=2.0) for step in (5, 6)]
     events = [*first, *lost, at(20.0, "resume", 4), *again]
-    found = one_timeline(events)
+    run = RunStatistics(1)
+    for event in events:
+        run.feed(event)
 
-    assert found == [*first[:4], at(20.0, "resume", 4, steps_again=3, lost_s=16.0), *again]
-    twice = one_timeline([*events, at(30.0, "resume", 4), at(31.0, "step", 5)])
-    assert [(e["steps_again"], e["lost_s"]) for e in twice if e["event"] == "resume"] == [
-        (3, 0.0), (2, 26.0)
-    ]  # fmt: skip
-    further = one_timeline([*events, at(30.0, "resume", 5)])
-    assert [e["lost_s"] for e in further if e["event"] == "resume"] == [16.0, 5.0]
+    assert steps_done(events) == [*first[:4], *again]
+    assert list(run.steps["loss"]) == [1.0] * 4 + [2.0] * 2
+    assert run.events("quality", "skipped_update", "timeline") == []
+    assert resumes(events) == [(3, 16.0)]
+    assert resumes([*events, at(30.0, "resume", 4), at(31.0, "step", 5)]) == [(3, 0.0), (2, 26.0)]
+    assert resumes([*events, at(30.0, "resume", 5)]) == [(3, 16.0), (1, 5.0)]
 
 
 def test_a_run_that_began_anew_has_lost_everything_before() -> None:
-    events = [{"event": "note", "rank": 0, "t": 1.0, "text": "x"}, at(3.0, "step", 1)]
-    found = one_timeline([*events, at(9.0, "resume", 0), {"event": "step"}])
-    assert found == [events[0], at(9.0, "resume", 0, steps_again=1, lost_s=8.0), {"event": "step"}]
-    assert one_timeline(events) == events
+    note = {"event": "note", "rank": 0, "t": 1.0, "text": "x"}
+    assert resumes([note, at(3.0, "step", 1), at(9.0, "resume", 0)]) == [(1, 8.0)]
+    assert resumes([note, at(3.0, "step", 1)]) == []
 
 
 def absence(what: str, step: int) -> dict[str, Any]:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.trainers import LAYOUTS, SKIP, spoil, trainers, update
-from xcloud.parallel.exchange import AllReduce, FlatBuffer, GradientExchange
-from xcloud.parallel.norm import squared_norm
+from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work, squared_norm
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.training.trainer import StepReport, Trainer
+from xcloud.training.trainer import Trainer
 
 SKIP_AND_CLIP = replace(SKIP, optimizer=replace(SKIP.optimizer, clip_norm=1.0))
-ALONE = AllReduce(RankGroup.alone())
+ALONE = RankGroup.alone()
 
 
 def test_gradients_live_in_one_buffer_that_autograd_fills() -> None:
@@ -36,7 +36,7 @@ def test_gradients_live_in_one_buffer_that_autograd_fills() -> None:
 def test_the_loss_travels_with_the_gradients_and_stays_out_of_the_norm() -> None:
     buffer = FlatBuffer(nn.Linear(3, 2).parameters())
 
-    loss = ALONE.before_update(1, buffer, torch.tensor(5.0))
+    loss = buffer.sum_over(ALONE, torch.tensor(5.0))
 
     assert float(loss) == 5.0
     assert buffer.squared_norm() == 0.0
@@ -48,7 +48,7 @@ def test_a_stage_that_trains_nothing_has_norm_zero() -> None:
     module = nn.Linear(3, 2).requires_grad_(False)
     buffer = FlatBuffer(module.parameters())
 
-    assert float(ALONE.before_update(1, buffer, torch.tensor(2.0))) == 2.0
+    assert float(buffer.sum_over(ALONE, torch.tensor(2.0))) == 2.0
     assert buffer.squared_norm() == 0.0 and len(buffer.values) == 0
 
 
@@ -66,7 +66,7 @@ def test_parameters_stay_where_they_are_until_an_exchange_asks_for_their_values(
     places = [p.data_ptr() for p in module.parameters()]
     buffer = FlatBuffer(module.parameters())
     optimizer = torch.optim.SGD(module.parameters(), 1.0)
-    ALONE.before_update(1, buffer, torch.tensor(0.0))
+    buffer.sum_over(ALONE, torch.tensor(0.0))
     assert [p.data_ptr() for p in module.parameters()] == places
 
     values = buffer.values
@@ -79,39 +79,36 @@ def test_parameters_stay_where_they_are_until_an_exchange_asks_for_their_values(
 
 
 def test_an_all_reduce_carries_nothing_and_takes_over_nothing() -> None:
-    ALONE.load_state_dict(ALONE.state_dict())
-    with pytest.raises(ValueError, match=r"all-reduce of gradients contains 'residual'"):
-        ALONE.load_state_dict({"residual": torch.zeros(3)})
+    reduce = AllReduce({0: ALONE})
+    reduce.load_state_dict(reduce.state_dict())
+    with pytest.raises(ValueError, match=r"AllReduce contains 'residual'"):
+        reduce.load_state_dict({"residual": torch.zeros(3)})
 
 
-class Spy:
-    """Halves gradients, and pulls parameters to zero after every update that it is told of."""
+class Spy(Exchange):
+    """Halves gradients, and pulls parameters to zero after every update that it hears of."""
 
-    def __init__(self, inner: GradientExchange) -> None:
+    def __init__(self, inner: Exchange) -> None:
         self.inner, self.calls = inner, list[tuple[str, int]]()
 
-    def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
+    def before_update(self, step: int, buffers: Any, losses: Any) -> Any:
         self.calls.append(("before", step))
-        buffer.scale(0.5)
-        return self.inner.before_update(step, buffer, loss)
+        self.buffers = buffers
+        for buffer in buffers.values():
+            buffer.scale(0.5)
+        return self.inner.before_update(step, buffers, losses)
 
-    def after_update(self, step: int, buffer: FlatBuffer) -> None:
+    def after_update(self, step: int, work: Work) -> None:
         self.calls.append(("after", step))
-        buffer.values.zero_()
-
-    def state_dict(self) -> Any:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
+        for buffer in self.buffers.values():
+            buffer.values.zero_()
 
 
 def spied(ranks: list[Trainer]) -> list[Spy]:
     spies = []
     for trainer in ranks:
-        own = {stage: Spy(inner) for stage, inner in trainer.exchanges.items()}
-        trainer.exchanges = own
-        spies += own.values()
+        trainer.exchange = Spy(trainer.exchange)
+        spies.append(trainer.exchange)
     return spies
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.pipelines import in_threads
-from xcloud.cluster.clouds import Layout
 from xcloud.cluster.frame import Kind, MessageKey
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.job import Job
@@ -20,8 +20,8 @@ from xcloud.parallel.control import send_report
 from xcloud.rank.role import RankContext, Role
 from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import join_audit
-from xcloud.survive.checkpointing import StopSignal
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import StopSignal
 from xcloud.watch.monitor import Monitor
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends
 
@@ -41,7 +41,7 @@ class Standing:
 @dataclass(frozen=True)
 class Ring(Layout[Place]):
     def __post_init__(self) -> None:
-        self._check_clouds(Place)
+        self._check_clouds()
         self._check_links((a, b) for a in self.clouds for b in self.clouds if a < b)
 
     def placement(self, rank: int) -> Standing:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.codecs import ERRORS
-from tests.elastic_replicas import Diary, end_of
-from tests.local_replicas import MEAN, Post
+from tests.local_replicas import MEAN, rounds_of
 from tests.peak_bytes import PeakBytes
+from tests.replicas import Post
 from tests.report_desk import DEEP, STEP, Desk
 from xcloud.base.errors import ConfigError, FrameError, XcloudError
 from xcloud.cluster.frame import Frame, Kind, MessageKey, decode_frame, encode_frame, seal_frame
@@ -37,7 +37,7 @@ from xcloud.comm.ids import (
     encode_ids,
 )
 from xcloud.comm.memory import NoMemory
-from xcloud.comm.precision import BlockInt, Nothing
+from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
@@ -48,17 +48,17 @@ from xcloud.join.agreement import (
     encode_table,
     encode_verdict,
 )
-from xcloud.parallel.averaging import contribution_of
+from xcloud.parallel.averaging import Contributing
 from xcloud.parallel.control import (
-    answer_of,
     check_norms,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
     note_ages,
+    reply_of,
 )
-from xcloud.parallel.hub import Hub, Member
+from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import OrderBook
@@ -271,7 +271,7 @@ def norms() -> Parser:
 def answers() -> Parser:
     total = whole(1.0, dtype=torch.float64)
     honest = [(total,), (total, whole(1, 3, dtype=torch.uint8))]
-    return Parser(honest, lambda parts: answer_of(parts, 0))
+    return Parser(honest, lambda parts: reply_of(parts, 0))
 
 
 def codes() -> Parser:
@@ -311,7 +311,8 @@ SHAPES = {"a": torch.Size([6, 5]), "b": torch.Size([7])}
 def contributions() -> Parser:
     codec = TensorCodec(SHAPES, lambda name, _: TopK(0.3) if name == "a" else BlockInt(4), 7, True)
     parts, _ = codec.encode([torch.randn(shape) for shape in SHAPES.values()])
-    return Parser([parts], lambda parts: contribution_of(1, 1.0, 2.0, codec, parts))
+    holds_to = Contributing(most_weight=lambda num_steps: 2.0)
+    return Parser([parts], lambda parts: holds_to.contribution(1, 1, 1, 1.0, codec, parts))
 
 
 SETTINGS = LocalUpdates(2, MEAN, late="skip", wait_s=5.0)
@@ -322,12 +323,10 @@ def hub() -> Parser:
 
     def take(parts: Parts) -> object:
         post = Post(2)
-        end = end_of(post.links(0), [nn.Parameter(torch.zeros(1))], SETTINGS, Diary())
-        assert isinstance(end, Hub)
-        end.ends.values.drop()
+        rounds = rounds_of(post.links(0), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
         key = MessageKey(Kind.AVERAGING, 0, 0)
         post.links(1).send(0, key, parts, ("",) * len(parts), 0)
-        return end.merge(2, 2.0)
+        return rounds.after_update(2, Work(2, 2.0))
 
     return Parser([(head, torch.ones(1)), (head,)], take)
 
@@ -335,12 +334,10 @@ def hub() -> Parser:
 def member() -> Parser:
     def take(parts: Parts) -> object:
         post = Post(2)
-        end = end_of(post.links(1), [nn.Parameter(torch.zeros(1))], SETTINGS, Diary(), Nothing)
-        assert isinstance(end, Member)
-        end.ends.values.drop()
+        rounds = rounds_of(post.links(1), nn.ParameterDict({"w": torch.zeros(1)}), SETTINGS, 9)
         key = MessageKey(Kind.AVERAGING, 0, 1)
         post.links(0).send(1, key, parts, ("",) * len(parts), 0)
-        return end.merge(2, 2.0)
+        return rounds.after_update(2, Work(2, 2.0))
 
     some = whole(2.0, 2.0, 1.0, 0.0, dtype=torch.float64)
     every = whole(2.0, 2.0, 0.0, 1.0, dtype=torch.float64)

@@ -21,13 +21,8 @@ from tests.gradient_texts import TEXTS, as_batch, causal, gradients, run
 from tests.understanding_models import build, model, question, where
 from xcloud.contracts.model import Stage
 from xcloud.models.lora import Lora
-from xcloud.security.gradient_attacks import (
-    attack_layers,
-    changed_rows,
-    f1_of_sets,
-    raised_words,
-    rouge,
-)
+from xcloud.security.attacks import f1_of_sets, rouge
+from xcloud.security.gradient_attacks import attack_layers, changed_rows, raised_words
 
 READ = {3, 9, 4, 20, 21}  # no later word of its text reads the last one, and no loss needs it
 EMBEDDINGS, HEAD = "network.model.embed_tokens.weight", "network.lm_head.weight"

@@ -5,35 +5,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.elastic_replicas import Diary, end_of
 from tests.in_process_link import InProcessLink
-from tests.local_replicas import MEAN, Post
-from tests.replicas import connected
+from tests.local_replicas import MEAN, Diary, Scalar
+from tests.replicas import Post, connected
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import Frame, Kind, MessageKey
 from xcloud.comm.chain import Chain
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll
+from xcloud.parallel.averaging import AllToAll, Contributing
 from xcloud.parallel.control import (
+    Director,
     Signal,
     StageSums,
-    answer_of,
     code_of,
     compare_facts,
     decode_facts,
     encode_facts,
+    reply_of,
 )
-from xcloud.parallel.hub import Hub
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import weighted_mean
 from xcloud.parallel.one_way.inbox import Inbox
 from xcloud.parallel.one_way.orders import NOBODY, OrderBook
 from xcloud.parallel.one_way.plan import Order, Source
+from xcloud.parallel.replica_links import Mailbox
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer, News
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.settings import Checkpoints
 
 SOURCE = Source(0, 0)
@@ -117,7 +118,7 @@ def sums_of(*parts: Tensor, leader: int = 1) -> float:
     there, back = InProcessLink("rank 1"), InProcessLink()
     there.send(MessageKey(Kind.NORM, 4), parts)
     sums = StageSums(0, (0, leader), {leader: back}, {leader: there}, 1.0)
-    return sums.sum_over_stages(4, {0: 1.0}, 2).total
+    return sums.sum_over_stages(4, {0: 1.0}, Director()).total
 
 
 def norms(*values: float) -> Tensor:
@@ -146,13 +147,13 @@ def test_norms_of_another_shape_or_below_0_are_refused(parts: tuple[Tensor, ...]
 
 def test_an_answer_is_a_sum_and_a_word() -> None:
     byte = torch.tensor([1], dtype=torch.uint8)
-    assert answer_of((norms(2.0),), 0) == (2.0, Signal.GO_ON, -1)
-    assert answer_of((norms(2.0), byte), 0) == (2.0, Signal.CHECKPOINT, -1)
+    assert reply_of((norms(2.0),), 0) == (2.0, Signal.GO_ON, -1)
+    assert reply_of((norms(2.0), byte), 0) == (2.0, Signal.CHECKPOINT, -1)
     bad = [(), (norms(1.0, 2.0),), (norms(1.0), byte + 8), (norms(1.0), byte[:0]),
            (norms(1.0), norms(1.0)), (norms(1.0), byte, byte), (byte,)]  # fmt: skip
     for parts in bad:
         with pytest.raises(FrameError, match="rank 0 sent"):
-            answer_of(parts, 0)
+            reply_of(parts, 0)
 
 
 def test_a_peer_that_tells_no_facts_of_the_data_is_refused() -> None:
@@ -179,7 +180,11 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
         with pytest.raises(FrameError, match="rank 3 must carry one code"):
             code_of(frame(Kind.CHECKPOINT, *parts), 3)
     rank_0 = Checkpointer(
-        Checkpoints(), CheckpointFolder(tmp_path), 0, None, {}, {}, Reporter(0, "a", print)
+        Timing(Checkpoints()),
+        CheckpointWriter(CheckpointFolder(tmp_path), 0, {}),
+        None,
+        {},
+        Reporter(0, "a", print),
     )
 
     with pytest.raises(FrameError, match="rank 3 tells of more than 16 open checkpoints"):
@@ -197,16 +202,15 @@ def hub_with(weights: list[float], every: int = 2) -> list[tuple[float, ...]]:
     """The weights of merges every 2 steps in which replica 1 claims these; replica 0 does a sample
     a step."""
     post, diary, settings = Post(2), Diary(), LocalUpdates(every, MEAN, late="skip", wait_s=5.0)
-    hub = end_of(post.links(0), [nn.Parameter(torch.zeros(1))], settings, diary)
-    assert isinstance(hub, Hub)
-    hub.ends.values.drop()
+    hub = Scalar(0, post, settings, 99, diary)
+    hub.end.holds_to = Contributing(most_weight=float)
     for number, weight in enumerate(weights):
         step, known = every * (number + 1), every * number
         head = torch.tensor([step, known, weight], dtype=torch.float64)
         key = MessageKey(Kind.AVERAGING, number, 0)
         post.links(1).send(0, key, (head, torch.ones(1)), ("head", "change"), 0)
-        hub.merge(step, float(every))
-    return [told.weights for told in diary.merges]
+        hub.run(step - every + 1, step)
+    return [record.weights for record in diary.merges]
 
 
 def test_a_replica_weighs_what_its_steps_allow() -> None:
@@ -220,7 +224,7 @@ def test_a_weight_that_would_decide_a_merge_is_refused(weight: float) -> None:
     shapes = {"w": torch.Size([3])}
     links = connected(2)
     one, other = (
-        AllToAll(own, TensorCodec(shapes, lambda *_: Chain(), 7, False), weighted_mean)
+        AllToAll(Mailbox(own), TensorCodec(shapes, lambda *_: Chain(), 7, False), weighted_mean)
         for own in links
     )
     one.start(2, [torch.zeros(3)])

@@ -86,7 +86,7 @@ def trained(of: list[Rank], first: int, last: int) -> list[float | None]:
     """Losses of these steps."""
     losses = []
     for step in range(first, last + 1):
-        reports: list[Any] = update([rank.trainer for rank in of], step)
+        reports: list[Any] = update(of, step)
         losses += [report.loss for report in reports if report.loss is not None]
     return losses
 
@@ -224,7 +224,7 @@ def test_what_would_be_wrong_is_refused(overrides: list[str], said: str) -> None
     with pytest.raises(ConfigError, match=said) as raised:
         found.check()
 
-    assert "training.activation_cache_mb is 10" in str(raised.value)
+    assert "training.activation_cache_mb=10 keeps" in str(raised.value)
 
 
 def test_a_model_without_a_bottom_to_freeze_is_not_told_to_freeze_it() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import FREE, LinkProfile
 
 
 def test_ranks_are_numbered_cloud_by_cloud() -> None:
@@ -46,7 +46,7 @@ def test_a_pair_of_clouds_may_have_its_own_link() -> None:
         {"a": Cloud(), "b": Cloud(), "c": Cloud()}, wan="free", links={"c-b": slow}
     )
 
-    assert layout.wan_between(0, 1) == "free"
+    assert layout.wan_between(0, 1) is FREE
     assert layout.wan_between(1, 2) is slow
     assert layout.wan_between(2, 1) is slow
 

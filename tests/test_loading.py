@@ -16,6 +16,8 @@ from xcloud.rank.loading import load
 class Line:
     """Both ends of what two ranks agree on, one after the other."""
 
+    tells_sizes = True
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.facts: list[Mapping[str, str]] = []

@@ -18,7 +18,7 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression
 from xcloud.comm.precision import BlockInt
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
 from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan
@@ -37,7 +37,7 @@ def train(job: list[Rank], last: int = 8, first: int = 1) -> list[list[float | N
     """The loss that each rank tells, by step. Ranks go their own pace."""
 
     def one(rank: Rank) -> list[float | None]:
-        return [rank.trainer.update(step).loss for step in range(first, last + 1)]
+        return [rank.update(step).loss for step in range(first, last + 1)]
 
     return in_threads([lambda r=rank: one(r) for rank in job])
 
@@ -72,7 +72,7 @@ def test_replicas_train_alone_and_end_equal(name: str) -> None:
     for stage in (0, 1):
         found = values(job, stage)
         assert all(torch.equal(found[0], other) for other in found)
-    reports = [r for r in update([rank.trainer for rank in job], 9) if not isinstance(r, str)]
+    reports = [r for r in update(job, 9) if not isinstance(r, str)]
     assert sum(report.loss is not None for report in reports) >= 2  # each replica has its own
 
 

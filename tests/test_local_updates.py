@@ -13,9 +13,7 @@ from tests.channels import stored
 from tests.local_replicas import (
     DILOCO,
     MEAN,
-    Post,
     Replica,
-    averagers,
     equal,
     furthest,
     groups,
@@ -23,27 +21,24 @@ from tests.local_replicas import (
     loss_of,
     model,
     reference,
+    replicas,
     run_together,
 )
+from tests.pipelines import in_threads
+from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.memory_transport import MemoryWorld
 from xcloud.comm.chain import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.parallel.fragments import contiguous, dealt, offsets
+from xcloud.parallel.exchange import Work
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.outer_optimizer import OuterOptimizer
-from xcloud.parallel.outer_parameters import OuterParameters
+from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.partition import by_tensor, contiguous
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.step_budget import StepBudget
 from xcloud.wire.ends import Ends
-from xcloud.wire.replicas import ReplicaEnds
-
-
-def replicas(settings: LocalUpdates, last_step: int, count: int = 2) -> list[Replica]:
-    post = Post(count)
-    return [Replica(r, post.links(r), settings, last_step) for r in range(count)]
+from xcloud.wire.replicas import replica_links
 
 
 def trained(
@@ -78,13 +73,11 @@ def test_plain_momentum_and_a_last_round_that_is_short() -> None:
 def test_fedavg_weighs_replicas_by_their_samples() -> None:
     """arXiv:1602.05629: w = sum n_k / n w_k."""
     settings = LocalUpdates(3, MEAN)
-    post, samples = Post(2), (1.0, 4.0)
-    job = [
-        Replica(r, post.links(r), settings, 6, work=lambda step, r=r: samples[r]) for r in range(2)
-    ]
+    job = replicas(settings, 6)
+    job[1].work = lambda step: Work(4, 1.0)
     run_together(job, 6)
 
-    expected = reference(2, [range(1, 4), range(4, 7)], (1.0, 0.0, False), samples)
+    expected = reference(2, [range(1, 4), range(4, 7)], (1.0, 0.0, False), (1.0, 4.0))
     assert furthest(job[0].values, expected) < 1e-6
     assert equal(job[0].values, job[1].values)
     equally = trained(LocalUpdates(3, MEAN, weigh="equal"), 6)
@@ -167,8 +160,8 @@ def test_fragments_are_sent_in_turn_and_never_twice_in_a_round() -> None:
     for replica in job:
         seen: list[int] = []
         sent.append(seen)
-        send = replica.rounds._start
-        replica.rounds._start = lambda f, step, seen=seen, send=send: (  # type: ignore[method-assign]
+        send = replica.exchange._start
+        replica.exchange._start = lambda f, step, seen=seen, send=send: (  # type: ignore[method-assign]
             seen.append(step),
             send(f, step),
         )
@@ -182,15 +175,8 @@ def test_four_bits_with_feedback_end_equal_and_near_the_exact_result() -> None:
     exact = trained(LocalUpdates(4, DILOCO), 24)
     coarse = {}
     for feedback in (True, False):
-        post = Post(2)
         int4 = Chain(int4=BlockInt(4, 64))
-        job = [
-            Replica(
-                r, post.links(r), LocalUpdates(4, DILOCO), 24,
-                make_averager=averagers(post.links(r), int4, feedback),
-            )
-            for r in range(2)
-        ]  # fmt: skip
+        job = replicas(LocalUpdates(4, DILOCO, feedback=feedback), 24, compressor=int4)
         run_together(job, 24)
         assert equal(job[0].values, job[1].values)
         coarse[feedback] = furthest(job[0].values, exact)
@@ -202,15 +188,22 @@ def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
     same bytes, but for a weight in each message. The third rank carries nothing."""
     settings = LocalUpdates(3, DILOCO, fragments=2)
     alone = replicas(settings, 6)
+    posts = [Post(2), Post(2), Post(2)]  # one for each rank of a cloud
+    job = in_threads(
+        [
+            lambda r=r, n=n, group=group: Replica(
+                r, posts[n].links(r, num_shares=2), settings, 6, group=group
+            )
+            for r in range(2)
+            for n, group in enumerate(groups(2 + r))
+        ]
+    )
+    for rank in [*alone, *job]:
+        rank.links.num_bytes = 0  # digests
+        if rank in job:
+            rank.exchange._inside = _Own()  # type: ignore[assignment]
+        rank.exchange.compare = lambda step: None  # type: ignore[method-assign]
     run_together(alone, 6)
-    posts = [Post(2), Post(2), Post(2)]  # one for each lane
-    job = [
-        Replica(replica, posts[lane].links(replica), settings, 6, inside=inside, num_shares=2)
-        for replica in range(2)
-        for lane, inside in enumerate(groups(2 + replica))
-    ]
-    for rank in job:
-        rank.exchange.inside = _Own()  # type: ignore[attr-defined]
     run_together(job, 6)
 
     assert all(equal(alone[0].values, other.values) for other in job)
@@ -222,17 +215,10 @@ def test_ranks_of_a_cloud_carry_their_own_shares_and_stay_equal() -> None:
 
 
 class _Own:
-    """Both ranks of a toy replica compute the same batch."""
+    """All ranks of a toy replica compute the same batch."""
 
-    def before_update(self, step: int, buffer: Any, loss: Tensor) -> Tensor:
-        return loss
-
-    def after_update(self, step: int, buffer: Any) -> None: ...
-
-    def state_dict(self) -> Any:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None: ...
+    def before_update(self, step: int, buffers: Any, losses: Any) -> Any:
+        return losses
 
 
 RESUMED = {
@@ -246,17 +232,7 @@ RESUMED = {
 def test_a_run_goes_on_from_its_state_bit_for_bit(settings: LocalUpdates, saved_at: int) -> None:
     int4 = Chain(int4=BlockInt(4, 16, stochastic=True))
 
-    def job() -> list[Replica]:
-        post = Post(2)
-        return [
-            Replica(
-                r, post.links(r), settings, 14,
-                make_averager=averagers(post.links(r), int4, feedback=True),
-            )
-            for r in range(2)
-        ]  # fmt: skip
-
-    whole, first, second = job(), job(), job()
+    whole, first, second = (replicas(settings, 14, compressor=int4) for _ in range(3))
     run_together(whole, 14)
     run_together(first, saved_at)
     for old, new in zip(first, second, strict=True):
@@ -289,17 +265,11 @@ class Seconds:
 def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
     """Replica 1 has time for two steps in four: it leaves out the rest, and merges what it has."""
     settings = LocalUpdates(4, MEAN, most_s=10.0)
-    post, clock = Post(2), Seconds()
-    made: dict[int, list[int]] = {0: [], 1: []}
-    job = []
-    for r in range(2):
-        pace = StepBudget(4, groups(1)[0], most_s=10.0, clock=clock if r else lambda: 0.0)
-        note = made[r].append
-        job.append(
-            Replica(
-                r, post.links(r), settings, 8, pace=pace, work=lambda s, note=note: note(s) or 1.0
-            )
-        )
+    clock, made = Seconds(), {0: list[int](), 1: list[int]()}
+    job = replicas(settings, 8)
+    for r, replica in enumerate(job):
+        replica.exchange.budget.clock = clock if r else lambda: 0.0
+        replica.work = lambda s, note=made[r].append: note(s) or Work(1, 1.0)
     slow = job[1].optimizer.step
 
     def slowly() -> None:
@@ -315,16 +285,12 @@ def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
 
 def test_tokens_end_a_round_too() -> None:
     settings = LocalUpdates(5, MEAN, most_tokens=30)
-    post, made = Post(2), []
-    paces = [
-        StepBudget(5, groups(1)[0], most_tokens=30, tokens=lambda s, r=r: 10.0 * (1 + r))
-        for r in (0, 1)
-    ]
-    job = [Replica(r, post.links(r), settings, 10, pace=paces[r]) for r in range(2)]
+    job = replicas(settings, 10)
+    for r, replica in enumerate(job):
+        replica.work = lambda step, r=r: Work(1, 10.0 * (1 + r))
     run_together(job, 10)
 
-    made = [replica.num_made for replica in job]
-    assert made == [6, 4]
+    assert [replica.num_made for replica in job] == [6, 4]
     assert equal(job[0].values, job[1].values)
 
 
@@ -334,13 +300,15 @@ def test_cuts_are_whole_balanced_and_in_order() -> None:
         runs = contiguous(sizes, count)
         assert [p for run in runs for p in run] == list(range(7))
         assert len(runs) == count and all(runs)
-        hands = dealt(sizes, count)
-        assert sorted(p for hand in hands for p in hand) == list(range(7))
+        shares = by_tensor({str(i): torch.Size([size]) for i, size in enumerate(sizes)}, count)
+        assert sorted(piece.index for share in shares for piece in share) == list(range(7))
+        if count == 3:
+            assert [sum(p.shape.numel() for p in share) for share in shares] == [100] * 3
     assert [sum(sizes[p] for p in run) for run in contiguous(sizes, 3)] == [100, 102, 98]
-    assert [sum(sizes[p] for p in hand) for hand in dealt(sizes, 3)] == [100, 100, 100]
-    assert offsets(6, 3) == [2, 4, 0] and offsets(5, 1) == [0] and offsets(2, 2) == [1, 0]
-    with pytest.raises(ConfigError, match=r"fragments is 8.* at most 7"):
-        contiguous(sizes, 8)
+    for every, count, offsets in ((6, 3, [2, 4, 0]), (5, 1, [0]), (2, 2, [1, 0])):
+        assert LocalUpdates(every, fragments=count).offsets == offsets
+    with pytest.raises(ConfigError, match=r"fragments is 7.* at most 6"):
+        replicas(LocalUpdates(8, fragments=7), 1)
 
 
 @pytest.mark.parametrize(
@@ -374,14 +342,14 @@ def test_no_more_fragments_are_under_way_than_links_have_room_for(
     job = replicas(settings, 19)
     most = 0
     for replica in job:
-        start = replica.rounds._start
+        start = replica.exchange._start
 
         def counted(fragment: Any, step: int, own: Replica = replica, start: Any = start) -> None:
             nonlocal most
             start(fragment, step)
-            most = max(most, len(own.rounds._under_way))
+            most = max(most, len(own.exchange._under_way))
 
-        replica.rounds._start = counted  # type: ignore[method-assign]
+        replica.exchange._start = counted  # type: ignore[method-assign]
     run_together(job, 19)
 
     assert most == settings.most_under_way
@@ -394,10 +362,8 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
     clouds = {"a": Cloud(1, (0,), replica=0), "b": Cloud(1, (0,), replica=1)}
     layout = ClusterLayout(clouds, "free", link_budget_bytes=1)
     world, part = MemoryWorld(), torch.zeros(100_000, dtype=torch.uint8)
-    links = [
-        ReplicaEnds(Ends(world.transport(rank), layout, tmp_path), layout, torch.device("cpu"))
-        for rank in range(2)
-    ]
+    ends = [Ends(world.transport(rank), layout, tmp_path) for rank in range(2)]
+    links = [replica_links(own, layout, torch.device("cpu")) for own in ends]
     for own in links:
         own.open(100_100, under_way=settings.most_under_way)
     room = links[1]._in[0]._settings.window.max_queued_bytes
@@ -408,9 +374,9 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
 
 def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> None:
     """The others' merge is as if it had done nothing, and it takes that."""
-    post, notes = Post(2), list[str]()
-    job = [Replica(r, post.links(r), LocalUpdates(3, MEAN), 6) for r in range(2)]
-    job[1].rounds._note = notes.append
+    notes = list[str]()
+    job = replicas(LocalUpdates(3, MEAN), 6)
+    job[1].exchange._replicas.reporter.note = notes.append  # type: ignore[method-assign]
     run_together(job, 2)
     with torch.no_grad():
         next(job[1].module.parameters()).view(-1)[0] = math.nan
@@ -428,8 +394,9 @@ def test_a_replica_whose_parameters_are_not_finite_is_left_out_and_heals() -> No
 def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
     """Of a sum that overflowed, or of a peer that sends nonsense."""
     parameter = nn.Parameter(torch.ones(2))
-    values = OuterParameters({"w": parameter}, [[0]], RankGroup.alone(), DILOCO)
-    values.drop()
+    shares = by_tensor({"w": parameter.shape}, 1)
+    values = OuterParameters({"w": parameter}, shares, RankGroup.alone(), DILOCO)
+    values.set()
     values.move([torch.tensor([1.0, math.inf])])
     values.take()
 

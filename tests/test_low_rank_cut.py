@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,9 +15,6 @@ from xcloud.models.low_rank_cut import (
     factors,
     make_bottom,
     make_top,
-    replaced_linear,
-    start_bottom,
-    start_top,
 )
 from xcloud.models.split_point import Split
 
@@ -36,11 +32,7 @@ def block() -> EncoderLayer:
 
 def halves(split: Split, basis: Basis | None = None) -> tuple[Any, Any]:
     lower, upper = block(), block()
-    linear = copy.deepcopy(replaced_linear(split, lower))
-    bottom, top = make_bottom(split, lower, 8), make_top(split, upper, 8)
-    start_bottom(bottom, split, linear, basis)
-    start_top(top, split, linear, basis)
-    return bottom, top
+    return make_bottom(split, lower, 8, basis), make_top(split, upper, 8, basis)
 
 
 def rows() -> torch.Tensor:
@@ -123,13 +115,13 @@ def test_orthonormal_projections_stay_so_while_they_are_trained() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"layer": -1}, "split.layer must be a whole number >= 0, got -1"),
+        ({"layer": -1}, "split.layer must be a whole number >= 0 or null, got -1"),
         ({"layer": "last"}, "split.layer must be"),
         ({"rank": 0}, "split.rank must be"),
         ({"head_rank": 0}, "split.head_rank must be"),
         ({"method": "lora"}, "split.method must be one of svd, identity, pca, orthogonal"),
         ({"linear": "query"}, "feed_forward_output, attention_output"),
-        ({"anchor": "token"}, "split.anchor must be one of None, none, mean, position"),
+        ({"anchor": "token"}, "split.anchor must be one of none, mean, position or null"),
         ({"freeze_bottom": "yes"}, "split.freeze_bottom must be one of True, False"),
         ({"anchor": "mean"}, "split.anchor applies only to the methods identity, pca, orthogonal"),
         ({"whiten": True}, "split.whiten applies only to the methods"),

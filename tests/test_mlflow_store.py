@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, append_step
-from xcloud.record.events import EVENTS_FILE
-from xcloud.record.mlflow_sender import TrackedRun
+from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import VIEW_KEY, Store, view_tag
-from xcloud.record.summary import RunStatistics
-from xcloud.record.tracking import MlflowTracker
-from xcloud.report.mlflow_view import places_of, prepared_view
+from xcloud.record.mlflow_tracker import MlflowTracker, Sender
+from xcloud.record.tracking import TrackedRun
 
 REPOSITORY = Path(__file__).parent.parent
 SUMMARY = {
@@ -36,22 +34,20 @@ def query(root: Path, text: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTracker]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sender]:
     """A finished run in a store made for it, in a folder whose name no URL can hold as it is."""
     os.environ["MLFLOW_RUN_ID"] = "of another tool"
     root = tmp_path_factory.mktemp("my runs") / "50%20 ü? #1" / "mlruns"
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "samples.txt").write_text("hola -> hello")
-    tracker = MlflowTracker(root=str(root), flush_s=0.05)
-    tracker.start(
+    tracker = MlflowTracker(root=str(root), flush_s=0.05).start(
         TrackedRun(
             "fp16_svd@0.6",
             {"compression": {"forward": {"rate": 0.6}}, "long": "x" * 10_000},
             {"sweep": "s1"},
             run_dir,
-            RunStatistics(1),
+            StepCollector(1),
             9,
-            prepared_view(),
         )
     )
     for number in range(1, 4):
@@ -61,12 +57,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowTrac
     tracker.artifact(run_dir / "samples.txt")
     tracker.artifact(run_dir)
     tracker.finish("finished", SUMMARY)
-    assert "MLflow lacks" not in places_of(tracker.recorded())
+    assert "MLflow lacks" not in tracker.places()
     return root, tracker
 
 
 def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
-    recorded: tuple[Path, MlflowTracker],
+    recorded: tuple[Path, Sender],
 ) -> None:
     root, tracker = recorded
     assert query(root, "SELECT run_uuid, name, status FROM runs") == [
@@ -83,7 +79,7 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
     assert query(root, "SELECT step, value FROM metrics WHERE key = 'dev/bleu'") == [(3, 40.0)]
 
 
-def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowTracker]) -> None:
+def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, Sender]) -> None:
     root, tracker = recorded
     folder = root / "artifacts" / str(tracker.run_id) / "artifacts"
     assert (folder / "samples.txt").read_text() == "hola -> hello"
@@ -91,11 +87,11 @@ def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowTr
 
 
 def test_table_is_told_the_run_and_the_command_to_see_it(
-    recorded: tuple[Path, MlflowTracker],
+    recorded: tuple[Path, Sender],
 ) -> None:
     root, tracker = recorded
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert places_of(tracker.recorded()) == {
+    assert tracker.places() == {
         "MLflow run": tracker.run_id,
         "see it with": f"python -m xcloud ui --root {root}",
         "compare at": f"{page}&viewStateShareKey=sweep-s1",
@@ -107,13 +103,13 @@ def test_environment_is_clean_and_telemetry_off(recorded: object) -> None:
     assert "MLFLOW_RUN_ID" not in os.environ
 
 
-def test_view_with_our_columns_is_prepared(recorded: tuple[Path, MlflowTracker]) -> None:
+def test_view_with_our_columns_is_prepared(recorded: tuple[Path, Sender]) -> None:
     tags = dict(query(recorded[0], "SELECT key, value FROM experiment_tags"))
     assert "metrics.`bleu`" in json.loads(tags[view_tag(VIEW_KEY)])["selectedColumns"]
 
 
 def test_artifacts_are_found_again_after_the_project_has_moved(
-    recorded: tuple[Path, MlflowTracker], tmp_path: Path
+    recorded: tuple[Path, Sender], tmp_path: Path
 ) -> None:
     old, tracker = recorded
     new = tmp_path / "moved"
@@ -134,19 +130,18 @@ START_A_RUN = """
 import sys
 from pathlib import Path
 from tests.event_lines import append_event
-from xcloud.record.summary import RunStatistics
-from xcloud.record.mlflow_sender import TrackedRun
-from xcloud.record.tracking import MlflowTracker
+from xcloud.record.events import StepCollector
+from xcloud.record.mlflow_tracker import MlflowTracker
+from xcloud.record.tracking import TrackedRun
 
 root, number = sys.argv[1:]
 run_dir = Path(root).parent / number
 run_dir.mkdir()
-tracker = MlflowTracker(root=root, finish_timeout_s=120)
-run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, RunStatistics(1), 9)
-tracker.start(run)
+run = TrackedRun(f"run {number}", {"number": number}, {"sweep": "s"}, run_dir, StepCollector(1), 9)
+tracker = MlflowTracker(root=root, finish_timeout_s=120).start(run)
 append_event(run_dir / "events.jsonl", "step", rank=0, cloud="c", step=1, loss=float(number))
 tracker.finish("finished", {"num_steps": 1})
-assert tracker.run_id and not tracker.recorded().missing, tracker.recorded()
+assert tracker.run_id and not tracker.missing, tracker.missing
 """
 
 

@@ -18,8 +18,8 @@ from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.rank_state import error_file
 from xcloud.record.summary import read_summary
+from xcloud.record.tracking import NullTracker
 from xcloud.security.wire_audit import audit_file
-from xcloud.watch import monitor as module
 from xcloud.watch.monitor import Monitor, main
 
 
@@ -41,7 +41,8 @@ def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) 
 def test_a_run_that_never_trained_has_no_links_to_compare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "places_of", lambda recorded: {"compare at": "http://"})
+    places = {"compare at": "http://"}
+    monkeypatch.setattr(NullTracker, "places", lambda recording: places)
     monitor_after([("start", 0)], tmp_path).finish("no column es")
     said = capsys.readouterr().out
     assert "cause: no column es" in said and "compare at" not in said

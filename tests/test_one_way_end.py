@@ -33,6 +33,7 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
+from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
@@ -77,7 +78,11 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
     run = ProducerRun(cast(OneWayRank, rank), part, "a")
     checkpoints = Checkpointer(
-        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
+        Timing(Checkpoints(0, 0)),
+        CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
+        None,
+        {},
+        reporter,
     )
     feed(run, ProducerLinks([], book), checkpoints)
     reporter.flush()
@@ -147,9 +152,7 @@ def test_the_live_line_shows_the_busiest_of_links_that_differ() -> None:
         "event": "step", "rank": 0, "cloud": "d", "t": 9.0, "step": 1, "step_s": 2.0,
         "taken": {"a": 1},        "line_s": {"a": 0.5, "b": 0.1}, "sent": {"forward": 600},
     }  # fmt: skip
-    line.show(event)
-    line.show(event | {"rank": 1, "line_s": {"b": 0.9}})
-    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1}}))
+    line.update(StepTotals.of(1, {0: event, 1: event | {"rank": 1, "line_s": {"b": 0.9}}}))
     line.close()
 
     assert "link 50 %" in stream.getvalue()

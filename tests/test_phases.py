@@ -83,7 +83,7 @@ def test_replicas_average_with_the_compressor_of_gradients_unless_there_is_anoth
 
     one, other = Phase(3, PAPER), Phase(None, Compression(backward=PAPER.backward))
     assert Phased(one=one, other=other).for_tensor("w", (3, 3)) is PAPER.backward
-    with pytest.raises(ConfigError, match=r"int8.*and.*bits=4.*the same `averaging`"):
+    with pytest.raises(ConfigError, match=r"int8.*, .*bits=4.*the same `averaging`"):
         Phased(one=one, other=Phase(None, compression)).for_tensor("w", (3, 3))
 
 
@@ -148,7 +148,10 @@ def test_phased_says_what_it_does() -> None:
         ),
         (lambda: Phased(a=PAPER), r"Phased.a must be a Phase, got Compression"),  # type: ignore[arg-type]
         (lambda: Phase("9", PAPER), r"Phase.until_step .* got '9'"),  # type: ignore[arg-type]
-        (lambda: Phase(-1, PAPER), r"Phase.until_step must be a whole number >= 0, got -1"),
+        (
+            lambda: Phase(-1, PAPER),
+            r"Phase.until_step must be a whole number >= 0 or null, got -1",
+        ),
         (
             lambda: Phase(None, Phased(a=Phase(None, PAPER))),  # type: ignore[arg-type]
             r"Phase.compression must be a Compression, got Phased",
@@ -157,8 +160,11 @@ def test_phased_says_what_it_does() -> None:
             lambda: Compression(forward="int8"),
             r"forward must be a Compressor, got 'int8'.*_target_",
         ),  # type: ignore[arg-type]
-        (lambda: Compression(averaging="int8"), r"averaging must be a .*PerTensor, got 'int8'"),  # type: ignore[arg-type]
-        (lambda: PerTensor("int8"), r"PerTensor.default must be a compressor, got 'int8'"),  # type: ignore[arg-type]
+        (
+            lambda: Compression(averaging="int8"),
+            r"averaging must be a .*PerTensor or null, got 'int8'",
+        ),  # type: ignore[arg-type]
+        (lambda: PerTensor("int8"), r"averaging.default must be a Compressor, got 'int8'"),  # type: ignore[arg-type]
         (lambda: PerTensor(Cast(), names={"(": Cast()}), r"'\(' is no regular expression"),
         (lambda: Compression(backward_memory="ef"), r"backward_memory must be a Memory"),  # type: ignore[arg-type]
     ],

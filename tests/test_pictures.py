@@ -15,11 +15,11 @@ from tests.import_walk import MODULES, imports, own_imports
 from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
 from xcloud.job import config as configs
-from xcloud.record.curves import RunCurves
-from xcloud.record.events import Event, StepCollector
+from xcloud.record.events import Event
+from xcloud.record.summary import RunStatistics
 from xcloud.record.timeline import Box, Lane, Timeline
-from xcloud.report.picture_style import COLOURS, ink_on, wrapped
-from xcloud.report.pictures import running_mean, short, write_loss, write_pictures, write_step_time
+from xcloud.report.figures import COLOURS, ink_on, running_mean, wrapped
+from xcloud.report.pictures import short, write_loss, write_pictures, write_step_time
 from xcloud.report.timeline_picture import KINDS, write_timeline
 from xcloud.watch.monitor import Monitor
 
@@ -43,11 +43,11 @@ def step_events(num_steps: int, loss: float | None = 2.0) -> list[Event]:
     return events
 
 
-def curves_of(events: list[Event]) -> RunCurves:
-    curves, collector = RunCurves(), StepCollector(2)
+def run_of(events: list[Event]) -> RunStatistics:
+    run = RunStatistics(2)
     for event in events:
-        curves.feed(event, collector.feed(event))
-    return curves
+        run.feed(event)
+    return run
 
 
 def num_pixels(path: Path, colour: str) -> int:
@@ -57,31 +57,31 @@ def num_pixels(path: Path, colour: str) -> int:
 
 
 def test_curves_hold_one_number_a_step_and_clouds_in_the_order_of_their_ranks() -> None:
-    curves = curves_of(step_events(5))
+    run = run_of(step_events(5))
 
-    assert list(curves.step) == [1, 2, 3, 4, 5]
-    assert curves.loss[1] == 2.5
-    assert curves.clouds == ["a", "b"]
-    assert list(curves.seconds["compute_s"]["b"]) == [0.6] * 5
-    assert list(curves.own_step["a"]) == [1, 2, 3, 4, 5]
+    assert list(run.steps.step) == [1, 2, 3, 4, 5]
+    assert run.steps["loss"][1] == 2.5
+    assert run.clouds == ["a", "b"]
+    assert list(run.steps["compute_s", "b"]) == [0.6] * 5
+    assert list(run.steps["step_s", "a"]) == [1.0] * 5
 
 
 @pytest.mark.parametrize("num_steps", [1, 5000])
 def test_a_run_of_any_length_has_its_pictures(num_steps: int, tmp_path: Path) -> None:
-    curves = curves_of(step_events(num_steps))
+    run = run_of(step_events(num_steps))
     quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
-    curves.feed({**quality, "values": {"bleu": 12.0, "chrf": 30.0}}, None)
+    run.feed({**quality, "values": {"bleu": 12.0, "chrf": 30.0}})
 
-    written = write_pictures(tmp_path, curves, timeline(), TITLE)
+    written = write_pictures(tmp_path, run, timeline(), TITLE)
 
     assert [path.name for path in written] == ["timeline.png", "loss.png", "step_time.png"]
     assert all(imread(path).shape[2] == 4 for path in written)
 
 
 def test_what_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
-    assert write_pictures(tmp_path, RunCurves(), None, TITLE) == []
-    assert not write_loss(tmp_path / "loss.png", curves_of(step_events(3, loss=None)), TITLE)
-    assert not write_loss(tmp_path / "loss.png", curves_of(step_events(3, loss=math.nan)), TITLE)
+    assert write_pictures(tmp_path, RunStatistics(2), None, TITLE) == []
+    assert not write_loss(tmp_path / "loss.png", run_of(step_events(3, loss=None)), TITLE)
+    assert not write_loss(tmp_path / "loss.png", run_of(step_events(3, loss=math.nan)), TITLE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +116,7 @@ def test_a_predicted_step_stands_above_the_measured_one_at_the_same_scale(tmp_pa
 
 
 def test_the_step_time_bars_are_as_long_as_the_times(tmp_path: Path) -> None:
-    write_step_time(tmp_path / "s.png", curves_of(step_events(40)), TITLE)
+    write_step_time(tmp_path / "s.png", run_of(step_events(40)), TITLE)
 
     computing = num_pixels(tmp_path / "s.png", COLOURS["forward"])
     waiting = num_pixels(tmp_path / "s.png", COLOURS["waiting"])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xcloud.parallel.pieces import dealt, joined
+from xcloud.parallel.partition import by_rows, joined
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6)
 
@@ -14,7 +14,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=
 def test_parts_are_about_equal_and_make_the_whole(shapes: list[list[int]], num_parts: int) -> None:
     named = {f"t{i}": torch.Size(shape) for i, shape in enumerate(shapes)}
     tensors = [torch.randn(shape) for shape in named.values()]
-    parts = dealt(named, num_parts)
+    parts = by_rows(named, num_parts)
     found = [(piece, piece.of(tensors)) for part in parts for piece in part]
 
     assert all(piece.shape == tensor.shape for piece, tensor in found)

@@ -108,8 +108,8 @@ def test_the_gradient_leaves_before_those_of_the_weights_are_computed() -> None:
             return sender.send(*message)
 
     rank.ports[0].backward_out[0] = Spy()
-    rank.on_backward = done.append
-    step([rank], ZeroBubble(4))
+    batches = {i: samples(ids) for i, ids in enumerate(cut(IDS, 4))}
+    rank.step(ZeroBubble(4), batches, 1, 12.0, after_micro_batch=done.append)
 
     assert seen[0] == (0, True)
     assert weight.grad is not None

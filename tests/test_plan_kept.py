@@ -8,7 +8,8 @@ import pytest
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.gradient_averaging import GradientAveraging
+from xcloud.parallel.strategy import Strategy
 from xcloud.plan.kept import Keeping, OverEpochs, over_epochs
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer

@@ -12,8 +12,9 @@ from tests.plan_pieces import COMPRESSORS, EIGHT, codec, piece
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.link_profile import LinkProfile
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.plan import formulas
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan
 from xcloud.plan.pricing import Pricer

@@ -383,9 +383,12 @@ def test_a_file_that_we_write_is_read_by_every_cloud(
     ("text", "said"),
     [
         ("constructor: [a.B]", "may have these keys: constructors, read, .* got {'constructor'"),
-        ("clouds: cloud_a", "clouds must be a list, got 'cloud_a'"),
-        ("holders: {source: a}", "holders must be lists of clouds, by name, got {'source': 'a'}"),
-        ("weights: [head]", "weights must be lists of clouds, by name, got"),
+        (
+            "clouds: cloud_a",
+            "clouds must be a list of which each is a text or null, got 'cloud_a'",
+        ),
+        ("holders: {source: a}", "holders.source must be a list of which each is a text, got 'a'"),
+        ("weights: [head]", "weights must be a mapping, got"),
         ("max_ranks: 0", "max_ranks must be a whole number >= 1, got 0"),
         ("- a", "may have these keys"),
         ("read: ['${oc.env:HOME}']", "an interpolation"),

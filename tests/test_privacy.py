@@ -17,12 +17,12 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.precision import Nothing
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import AllToAll
-from xcloud.parallel.averaging_guard import PrivateAverager
+from xcloud.parallel.averaging import AllToAll, Contributing, PrivateContribution
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.replica_links import ReplicaLinks
-from xcloud.parallel.strategy import GradientAveraging, Strategy
-from xcloud.rank.privacy_account import account
+from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.parallel.strategy import Strategy
+from xcloud.rank.privacy import account
 from xcloud.security.privacy import (
     CloudPrivacy,
     Privacy,
@@ -52,7 +52,7 @@ def job(name: str, privacy: Privacy | None) -> list[Rank]:
 
 def gradients(job: Sequence[Rank]) -> list[Tensor]:
     """By stage, that of the first update, the same in every rank."""
-    update([rank.trainer for rank in job], 1)
+    update(job, 1)
     found = [
         torch.cat([p.grad.reshape(-1) for p in stage.parameters() if p.grad is not None])
         for rank in job
@@ -98,7 +98,7 @@ def test_without_noise_and_bound_a_run_is_the_unprivate_one() -> None:
             private, plain = job(name, privacy), job(name, None)
             for step in range(1, 4):
                 for job_ in (private, plain):
-                    update([rank.trainer for rank in job_], step)
+                    update(job_, step)
             for one, other in zip(private, plain, strict=True):
                 for stage, module in one.trainer.pipeline.stages.items():
                     pairs = zip(
@@ -128,7 +128,7 @@ def test_one_rank_of_each_replica_adds_noise_of_the_promised_size() -> None:
 def test_replicas_tell_no_losses_of_private_samples() -> None:
     for privacy in (SamplePrivacy(1.0, 1.0), CloudPrivacy(1.0, 1.0)):
         private, plain = job("two clouds", privacy), job("two clouds", None)
-        told = [update([rank.trainer for rank in job_], 1) for job_ in (private, plain)]
+        told = [update(job_, 1) for job_ in (private, plain)]
         losses = [[report.loss for report in reports] for reports in told]
 
         assert losses[0][1] is losses[1][1] is None
@@ -144,10 +144,14 @@ def test_what_a_cloud_gives_is_clipped_as_a_whole_and_noised_before_it_is_sent()
 
     def take(links: ReplicaLinks, privacy: CloudPrivacy, tensors: list[Tensor]) -> None:
         codec = TensorCodec(names, lambda name, shape: Nothing(), 1, False)
-        inner = AllToAll(links, codec)
-        if links.replica == 1:
-            inner.watch = lambda step, replica, found: seen.update(found)
-        averager = PrivateAverager(inner, list(names), privacy, 4, silent={"(loss)"})
+        averager = AllToAll(
+            Mailbox(links),
+            codec,
+            holds_to=Contributing(
+                PrivateContribution(names, privacy, 4, silent={"(loss)"}),
+                (lambda step, replica, tensors: seen.update(tensors)) if links.replica else None,
+            ),
+        )
         averager.start(1, tensors)
         averager.finish(1)
 
@@ -200,9 +204,9 @@ def test_the_account_is_of_the_sample_that_is_used_most() -> None:
 
 def test_contributions_of_a_cloud_are_counted() -> None:
     def count(steps: int, **settings: int) -> int:
-        return Strategy("x", None, LocalUpdates(**settings)).most_contributions(steps)
+        return LocalUpdates(**settings).most_contributions(steps)
 
-    assert AVERAGED.most_contributions(7) == 7
+    assert GradientAveraging().most_contributions(7) == 7
     assert count(100, every=25) == 4 and count(101, every=25) == 5
     assert count(100, every=25, fragments=2) == 5  # one is merged in between, and at the end
 
@@ -214,7 +218,7 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"training\.batch_size is 16 and there are 4 micro"):
         build(*exp, "strategy=data_parallel", "security/privacy=sample")
     late = ("strategy=local_updates", "strategy.averaging.late=skip")
-    with pytest.raises(ConfigError, match="no bound holds"):
+    with pytest.raises(ConfigError, match="gives no bound if"):
         build(*exp, *late, "security/privacy=cloud")
     with pytest.raises(ConfigError, match="here is one replica"):
         build(*exp, "security/privacy=cloud")

@@ -18,8 +18,8 @@ from tests.resumable_jobs import CODECS, SHAPES, Shape, job
 from tests.trainers import Rank
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.state import State
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.schedule import GPipe
-from xcloud.training.trainer import StepReport
 
 SAVED_AT, LAST_STEP = 3, 6  # 16 samples: from step 3 on, memories have seen what comes
 
@@ -30,11 +30,11 @@ def train(made: Sequence[Rank], until_step: int) -> dict[tuple[int, int], Any]:
     def one(rank: Rank) -> dict[tuple[int, int], Any]:
         told, begun = {}, num_bytes(rank)
         for step in range(rank.trainer.num_updates + 1, until_step + 1):
-            report = rank.trainer.update(step)
+            report = rank.update(step)
             assert isinstance(report, StepReport)
             sent = [now - then for now, then in zip(num_bytes(rank), begun, strict=True)]
             begun = num_bytes(rank)
-            told[rank.trainer.rank, step] = (
+            told[rank.number, step] = (
                 report.loss, report.grad_norm, report.learning_rate, report.num_samples, sent
             )  # fmt: skip
         return told
@@ -49,7 +49,7 @@ def num_bytes(rank: Rank) -> list[int]:
 
 def evaluate(made: Sequence[Rank], step: int) -> Any:
     pieces = [torch.arange(10, 14), torch.arange(14, 20)]
-    first = [rank for rank in made if rank.trainer.replica == 0]
+    first = [rank for rank in made if rank.trainer.losses.replica == 0]
     return in_threads(
         [lambda r=rank: r.trainer.pipeline.predict(pieces, samples, step) for rank in first]
     )

@@ -4,8 +4,9 @@ with processes, in test_causal_run.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.causal_models import saved, where
 from tests.configs import composed
 from tests.peak_bytes import PeakBytes
-from tests.pipelines import CPU, D, ToyStage, samples
+from tests.pipelines import CPU, D, ToyStage, in_threads, samples
+from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.cluster.transport import GlooCollectives
+from xcloud.comm.precision import Nothing
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
 from xcloud.models.lora import Lora
-from xcloud.parallel.across import AcrossClouds
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer, Work
+from xcloud.parallel.gradient_averaging import GradientAveraging
+from xcloud.parallel.partition import local_part
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward
-from xcloud.parallel.sharded import local_part
 from xcloud.parallel.sharding import (
-    Sharded,
-    ShardedAcross,
     Sharder,
     check_in_step,
     is_sharded,
-    whole,
     whole_blocks,
 )
+from xcloud.parallel.strategy import Replicas
+from xcloud.rank.export import whole
+from xcloud.record.reporter import Reporter
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.trained_module import TrainedModule
 
@@ -150,13 +152,13 @@ def test_a_dealt_stage_makes_the_same_updates_and_is_restored_from_its_state(
     optimizers = [training.build(buffer.parameters) for buffer in buffers]
 
     def updated(number: int, step: int) -> float:
-        buffer, exchange = buffers[number], (Sharded if number else AllReduce)(alone)
+        buffer = buffers[number]
         buffer.zero()
         batches = [samples(torch.arange(4) + 4 * i) for i in range(3)]
         sent = [stages[number](None, batch).send["hidden"].square().sum() for batch in batches]
         for loss in sent:
             loss.backward()
-        total = exchange.before_update(step, buffer, sent[0].detach())
+        total = buffer.sum_over(alone, sent[0].detach())
         assert torch.equal(total, sent[0].detach()) and buffer.is_finite()
         norm = buffer.squared_norm()
         buffer.scale(0.5)
@@ -219,48 +221,40 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
     group = RankGroup(0, (0, 1), OfTwo(alone.group._group))
     for others in (16.0, math.nan, math.inf):
         buffer.parameters[0].grad.fill_(1.0)
-        assert float(Sharded(group).before_update(1, buffer, torch.tensor(2.0))) == 3.0
+        buffer.is_sharded = True
+        assert float(buffer.sum_over(group, torch.tensor(2.0))) == 3.0
         assert buffer.is_finite() is math.isfinite(others)
         assert buffer.squared_norm() == pytest.approx(19.0) or not math.isfinite(others)
 
 
-class WithAnother:
-    """An Averager: the other replica has the same loss and twice the gradients."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.shapes, self.max_bytes = shapes, 1
-
-    def start(self, step: int, tensors: Sequence[torch.Tensor], weight: float = 1.0) -> None:
-        assert [tensor.shape for tensor in tensors] == list(self.shapes.values())
-        self.sent = [tensor.clone() for tensor in tensors]
-
-    def finish(self, step: int) -> list[torch.Tensor]:
-        loss, *gradients = self.sent
-        return [2 * loss, *(3 * gradient for gradient in gradients)]
-
-
 @pytest.mark.parametrize("value", [1.0, math.nan])
-def test_a_dealt_stage_is_averaged_over_clouds_as_a_whole_one(
+def test_a_sharded_stage_is_averaged_over_clouds_as_a_whole_one(
     alone: RankGroup, value: float
 ) -> None:
-    stages = [ToyStage(0, 2) for _ in range(2)]
-    Sharder(alone, CPU).rest(stages[1])
     found = []
-    for number, stage in enumerate(stages):
-        parameters = {0: dict(stage.named_parameters())}
-        check = ReplicaCheck(None, RankGroup.alone(), {0: stage}, str, 1, 9)
-        others = 2, WithAnother, False, 0, check
-        across = (
-            ShardedAcross(parameters, alone, *others)
-            if number
-            else AcrossClouds(parameters, alone, 1, *others)
-        )
-        buffer = FlatBuffer(stage.parameters())
-        stage(None, samples(torch.arange(4))).send["hidden"].square().sum().backward()
-        buffer.gradients[3] *= value
-        loss = across.exchanges[0].before_update(1, buffer, torch.tensor(2.0))
-        across.exchanges[0].after_update(1, buffer)
-        found.append((loss, buffer.flat, buffer.is_finite(), buffer.squares_elsewhere))
+    for in_parts in (False, True):
+        post, stages = Post(2), [ToyStage(0, 2) for _ in range(2)]
+        if in_parts:
+            Sharder(alone, CPU).rest(stages[0])
+
+        def run(replica: int, post: Post = post, stages: Any = stages) -> Any:
+            stage, reporter = stages[replica], Reporter(replica, "c", lambda lines: None)
+            links, group = post.links(replica), RankGroup.alone()
+            links.recv = partial(links.recv, wait_s=20.0)  # type: ignore[method-assign]
+            replicas = Replicas(
+                links, alone if replica == 0 else group, {0: stage}, lambda *_: Nothing(), 7, 9,
+                Work(4, 4.0), reporter,
+            )  # fmt: skip
+            exchange = GradientAveraging(check_every=1).join(replicas)
+            buffer = FlatBuffer(stage.parameters())
+            stage(None, samples(torch.arange(4))).send["hidden"].square().sum().backward()
+            if replica == 0:
+                buffer.gradients[3] *= value
+            loss = exchange.before_update(1, {0: buffer}, {0: torch.tensor(2.0)})[0]
+            exchange.after_update(1, Work(4, 4.0))
+            return loss, buffer.flat, buffer.is_finite(), buffer.squares_elsewhere
+
+        found.append(in_threads([partial(run, 0), partial(run, 1)])[0])
 
     (loss, flat, is_finite, _), (own_loss, own_flat, own_is_finite, elsewhere) = found
     assert torch.equal(flat, own_flat) or not is_finite
@@ -275,7 +269,7 @@ def test_a_dealt_stage_is_averaged_over_clouds_as_a_whole_one(
         (["cluster.clouds.cloud_a.num_ranks=1"], "stage 0 is held by one rank"),
         (["schedule.num_micro_batches=3", "training.batch_size=15"], "a multiple of 2"),
         (["strategy=data_parallel"], r"stage 0 is held as .*cloud_b': \(False, 2\)"),
-        (["strategy=local_updates"], r"local_updates \(.*\) exchanges whole ones"),
+        (["strategy=local_updates"], r"strategy=local_updates brings whole replicas together"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
         (["security/privacy=sample"], "bounds gradients of whole stages"),
         (

@@ -61,7 +61,7 @@ def test_who_waits_for_whom_leads_to_the_rank_that_hangs(tmp_path: Path) -> None
         sleeper.wait()
 
     assert culprits(ranks_of(tmp_path)) == {2: [0, 1]}
-    assert "not well: rank 2 is stopped (SIGSTOP)" in said
+    assert "degraded: rank 2 is stopped (SIGSTOP)" in said
     assert "rank 0: training for 60 s, step 7 done 13 s ago; waits for gradient of" in said
     assert "step 8, micro-batch 1 from rank 1 for 12 s" in said
     assert "rank 2 is waited for by ranks 0, 1" in said
@@ -117,7 +117,7 @@ def test_a_rank_elsewhere_is_judged_by_its_last_sign_of_life(tmp_path: Path) -> 
 
 def test_of_an_ended_run_the_cause_is_shown(tmp_path: Path) -> None:
     write(tmp_path, 0, ended=True, phase="has failed: no data")
-    assert f"go on: python run.py resume={tmp_path}" in describe(tmp_path)
+    assert f"to resume: python run.py resume={tmp_path}" in describe(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "failed", "cause": "rank 0: no data"}')
     mark = tmp_path / "checkpoints" / "step-000012" / "AGREED"
     mark.parent.mkdir(parents=True)
@@ -181,7 +181,7 @@ def test_a_launcher_that_was_killed_starts_nothing_again(tmp_path: Path) -> None
     note_attempt(tmp_path, 3)
     path = tmp_path / LAUNCHER_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": dead.pid}))
-    assert "ended without a summary; go on: python run.py resume=" in describe(tmp_path)
+    assert "ended without a summary; to resume: python run.py resume=" in describe(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

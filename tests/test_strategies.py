@@ -16,11 +16,12 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, TopK
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.merging import Median, TrimmedMean
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.outer_parameters import OuterOptimizer
 from xcloud.parallel.schedule import GPipe
-from xcloud.parallel.strategy import GradientAveraging, Strategy
+from xcloud.parallel.strategy import Strategy
 from xcloud.training.batch_plan import BatchPlan
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -36,7 +37,7 @@ def train(job: Sequence[Rank], until_step: int = 4) -> list[list[float]]:
     """By update, the loss and the gradient's norm as the rank that tells the loss has them."""
     told = []
     for step in range(job[0].trainer.num_updates + 1, until_step + 1):
-        reports = update([rank.trainer for rank in job], step)
+        reports = update(job, step)
         assert all(not isinstance(report, str) for report in reports), reports
         (one,) = (r for r in reports if r.loss is not None)
         told.append([one.loss or 0.0, one.grad_norm or 0.0])
@@ -176,12 +177,12 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_replicas_and_spoils_no
     train(job, 1)
     before = values(job, 0)
     hook = spoil([job[1].trainer], 0, math.inf)
-    reports = update([rank.trainer for rank in job], 2)
+    reports = update(job, 2)
     hook.remove()
 
     assert all(not isinstance(r, str) and r.skipped is not None for r in reports)
     assert all(torch.equal(a, b) for a, b in zip(before, values(job, 0), strict=True))
-    told = [update([rank.trainer for rank in job], step) for step in range(3, 9)]
+    told = [update(job, step) for step in range(3, 9)]
     assert all(not isinstance(r, str) and r.skipped is None for reports in told for r in reports)
     assert torch.equal(*values(job, 0))
 
@@ -193,8 +194,8 @@ def test_one_local_step_with_plain_sgd_would_be_an_averaged_gradient() -> None:
         clouds(2), TRAINING, plan=ONE_BATCH, strategy=Strategy("local_updates", None,
         LocalUpdates(every=1, outer=outer)),
     )  # fmt: skip
-    told = update([rank.trainer for rank in job], 1)
-    (expected,) = update([rank.trainer for rank in ranks(LOCAL, TRAINING, plan=ONE_BATCH)], 1)
+    told = update(job, 1)
+    (expected,) = update(ranks(LOCAL, TRAINING, plan=ONE_BATCH), 1)
 
     losses = [r.loss for r in told if not isinstance(r, str) and r.loss is not None]
     assert not isinstance(expected, str) and expected.loss is not None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from xcloud.record.events import one_timeline
 from xcloud.record.summary import RunStatistics, Summary, write_summary
 
 REQUIRED = {
@@ -52,15 +51,15 @@ def summarise(statistics: RunStatistics, **fields: Any) -> Summary:
 
 
 def test_texts_that_were_cut_are_counted_by_field() -> None:
-    statistics = RunStatistics(num_ranks=2)
+    statistics = RunStatistics(2)
     for _ in range(2):  # loaded again after a resume
         statistics.feed({"event": "cut", "rank": 0, "cloud": "a", "field": "source", "num": 248})
     assert summarise(statistics)["num_cut"] == {"source": 248}
-    assert summarise(RunStatistics(num_ranks=2))["num_cut"] == {}
+    assert summarise(RunStatistics(2))["num_cut"] == {}
 
 
 def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors() -> None:
-    statistics = RunStatistics(num_ranks=2)
+    statistics = RunStatistics(2)
     sent = {"forward": 100, "averaging": 30, "votes": 2}
     feed_step(statistics, 1, sent=sent, raw={"forward": 400, "averaging": 240})
     summary = summarise(statistics)
@@ -73,13 +72,14 @@ def test_traffic_of_any_name_is_counted_and_has_a_ratio_where_it_carries_tensors
 
 
 def test_figures_of_two_equal_steps() -> None:
-    statistics = RunStatistics(num_ranks=2)
+    statistics = RunStatistics(2)
     feed_step(statistics, 1)
     feed_step(statistics, 2)
     statistics.feed(
         {
             "event": "quality",
             "t": 1010.0,
+            "rank": 0,
             "split": "test",
             "step": 2,
             "values": {"bleu": 41.9249, "accuracy": 92.2312},
@@ -143,7 +143,7 @@ def test_p90_is_the_nearest_rank() -> None:
 
 
 def test_run_that_failed_before_its_first_step_has_a_summary() -> None:
-    statistics = RunStatistics(num_ranks=2)
+    statistics = RunStatistics(2)
     statistics.feed({"event": "start", "rank": 0, "cloud": "source", "t": 5.0, "headline": ""})
     summary = summarise(statistics, status="failed", cause="no data")
 
@@ -155,13 +155,13 @@ def test_run_that_failed_before_its_first_step_has_a_summary() -> None:
 
 
 def test_steps_that_a_lost_rank_never_reported_do_not_count() -> None:
-    statistics = RunStatistics(num_ranks=3)
+    statistics = RunStatistics(3)
     feed_step(statistics, 1)
     assert summarise(statistics, status="failed")["num_steps"] == 0
 
 
 def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
-    statistics = RunStatistics(num_ranks=1)
+    statistics = RunStatistics(1)
     statistics.feed(
         {
             "event": "step",
@@ -180,7 +180,7 @@ def test_ratio_is_null_where_nothing_crosses_and_total_needs_tensors() -> None:
 
 def test_a_links_use_is_that_of_the_busiest_line() -> None:
     """Of three clouds in a row and a way back: lines do not add up, ranks and steps do."""
-    statistics = RunStatistics(num_ranks=2)
+    statistics = RunStatistics(2)
     for step in (1, 2):
         there = {"forward": {"target": 0.1 * step, "third": 0.05}, "backward": {"third": 0.01}}
         feed_step(statistics, step, line_busy_s=there)
@@ -189,7 +189,7 @@ def test_a_links_use_is_that_of_the_busiest_line() -> None:
 
 
 def test_one_way_returns_the_totals_of_a_completed_step() -> None:
-    statistics = RunStatistics(num_ranks=1)
+    statistics = RunStatistics(1)
     event = {"event": "step", "rank": 0, "cloud": "a", "t": 9.0, "step": 7, "step_s": 1.0}
     totals = statistics.feed(event)
     assert totals is not None and totals.step == 7
@@ -211,7 +211,7 @@ def test_summary_is_written_whole_and_readable_by_any_parser(tmp_path: Path) -> 
 def test_a_run_that_went_on_says_what_it_lost() -> None:
     statistics = RunStatistics(1)
     step = {"event": "step", "rank": 0, "cloud": "a", "step_s": 1.0, "loss": 1.0}
-    for event in one_timeline(
+    for event in (
         [
             *({**step, "step": number, "t": 10.0 * number} for number in (1, 2, 3)),
             {"event": "resume", "rank": 0, "cloud": "a", "t": 50.0, "step": 2},
@@ -233,16 +233,14 @@ def test_wall_time_leaves_out_what_lay_between_two_attempts_and_a_score_says_its
     step = {**rank_0, "event": "step", "step_s": 1.0, "loss": 1.0}
     loading = {**rank_0, "event": "phase", "name": "loading"}
     test = {**rank_0, "event": "quality", "split": "test", "step": 1, "values": {"bleu": 1.0}}
-    for event in one_timeline(
-        [
-            {**loading, "t": 1000.0},
-            {**step, "step": 1, "t": 1010.0},
-            {**test, "t": 1012.0},
-            {**loading, "t": 9000.0},
-            {**rank_0, "event": "resume", "t": 9001.0, "step": 1},
-            {**step, "step": 2, "t": 9005.0},
-        ]
-    ):
+    for event in [
+        {**loading, "t": 1000.0},
+        {**step, "step": 1, "t": 1010.0},
+        {**test, "t": 1012.0},
+        {**loading, "t": 9000.0},
+        {**rank_0, "event": "resume", "t": 9001.0, "step": 1},
+        {**step, "step": 2, "t": 9005.0},
+    ]:
         statistics.feed(event)
     found = statistics.summary(name="x", status="failed", commit="c")
 

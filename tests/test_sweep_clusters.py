@@ -16,11 +16,10 @@ from tests.event_lines import append_event
 from tests.split_runs import split_run
 from tests.sweep_runs import write_run
 from tests.toy import toy_config
-from xcloud.record.curves import read_curves
+from xcloud.record.summary import read_run
 from xcloud.sweep import report
-from xcloud.sweep.losses import LOSSES, curves_of, write_losses
-from xcloud.sweep.published import published_for
-from xcloud.sweep.results import Row, from_folder, rows_of
+from xcloud.sweep.pictures import LOSSES, curves_of, write_losses
+from xcloud.sweep.results import Row, from_folder, published_for, rows_of
 from xcloud.sweep.table import print_sweep, write_csv
 
 NUM_STEPS = 60
@@ -103,11 +102,11 @@ def test_csv_has_rates_and_shares(folder: Path, tmp_path: Path) -> None:
 
 
 def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
-    curves = read_curves(folder / "one1" / "events.jsonl")
+    steps = read_run(folder / "one1" / "events.jsonl").steps
 
-    assert list(curves.step) == list(range(1, NUM_STEPS + 1))
-    assert curves.loss[0] == pytest.approx(5.1)
-    assert len(read_curves(folder / "nowhere").step) == 0
+    assert list(steps.step) == list(range(1, NUM_STEPS + 1))
+    assert steps["loss"][0] == pytest.approx(5.1)
+    assert read_run(folder / "nowhere").num_steps == 0
 
 
 def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
@@ -169,4 +168,4 @@ def test_ranks_that_only_feed_others_are_not_waited_for_in_the_curves(tmp_path: 
     events = [{**step, "step": 1, "loss": 2.0}, fed, {**step, "step": 2, "loss": 1.0}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
-    assert list(read_curves(tmp_path / "events.jsonl").loss) == [2.0, 1.0]
+    assert list(read_run(tmp_path / "events.jsonl").steps["loss"]) == [2.0, 1.0]

@@ -15,14 +15,14 @@ from tests.sweep_runs import compose, write_run
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import flatten
 from xcloud.record.mlflow_store import Store, prepare_environment
-from xcloud.record.tracking import MlflowTracker, NullTracker
+from xcloud.record.mlflow_tracker import MlflowTracker
+from xcloud.record.tracking import NullTracker
 from xcloud.report import ui
 from xcloud.sweep import pictures, report
 from xcloud.sweep.pictures import front, write_pictures
-from xcloud.sweep.published import published_for
-from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, rows_of
+from xcloud.sweep.report import prepare, view_of
+from xcloud.sweep.results import Row, Spread, from_folder, open_sweep, published_for, rows_of
 from xcloud.sweep.table import print_sweep, write_csv
-from xcloud.sweep.view import prepare, view_of
 
 RUNS = [  # overrides, BLEU, step time, ratio
     ("compression=none seed=1", 40.0, 1.0, 0.99),

@@ -14,7 +14,7 @@ from xcloud.base.project import code_digests
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.sweep.children import OUTPUT_FILE, Children
 from xcloud.sweep.points import Point, name_points
-from xcloud.sweep.runner import check_settings
+from xcloud.sweep.runner import check_name
 from xcloud.sweep.state import Decision, SweepState, code_fingerprint
 
 GRID = ["seed=1", "seed=2", "seed=3"]
@@ -73,7 +73,7 @@ def test_an_interrupted_point_goes_on_in_its_folder_unless_something_changed(
     assert run_sweep(folder, GRID, runs) == 0
     said = capsys.readouterr().out
     assert runs.names == ["none s1", "none s2"]
-    assert "none s1 goes on; from step 40; failed" in said and "none s2 runs again; failed" in said
+    assert "none s1 resumes; from step 40; failed" in said and "none s2 runs again; failed" in said
     assert saved.agreed_steps() == [40]
     assert [path.name for path in (folder / "earlier").iterdir()] == [second.name]
 
@@ -327,7 +327,7 @@ def test_a_damaged_state_is_refused_and_named(
 @pytest.mark.parametrize("name", ["a/b", "../up", "", "with blank", ".hidden", "ü"])
 def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="sweep must be a name"):
-        check_settings(name, 1)
+        check_name(name)
 
 
 def test_an_unexpected_error_does_not_end_the_sweep(

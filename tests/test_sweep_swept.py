@@ -19,12 +19,10 @@ from xcloud.sweep.points import (
     varying,
     with_also,
 )
-from xcloud.sweep.published import entries, published_for
-from xcloud.sweep.results import Result, Spread, from_folder, rows_of
-from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept
-from xcloud.sweep.swept_picture import write_swept_picture
+from xcloud.sweep.report import view_of
+from xcloud.sweep.results import Result, Spread, entries, from_folder, published_for, rows_of
+from xcloud.sweep.swept import print_swept, swept_of, table_of, write_swept, write_swept_picture
 from xcloud.sweep.table import print_sweep
-from xcloud.sweep.view import view_of
 
 LAYER, RANK = "model.split.layer", "model.split.rank"
 

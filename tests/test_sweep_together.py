@@ -12,20 +12,21 @@ from rich.console import Console
 
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep, write_run
 from xcloud.base.errors import ConfigError
+from xcloud.parallel.part import Part
 from xcloud.rank.interleaved import (
     ADDRESS,
     STEPS_PER_TURN,
-    Interleaving,
+    InterleavedClient,
     check_takes_turns,
     join_turns,
 )
 from xcloud.record.summary import read_summary
 from xcloud.record.tracked_values import final_metrics
-from xcloud.sweep.conductor import InterleavingServer
+from xcloud.record.tracking import NullTracker
+from xcloud.sweep.interleaving import InterleavingServer, StepRatio, record, reference_of
 from xcloud.sweep.points import Point
 from xcloud.sweep.results import from_folder, rows_of
-from xcloud.sweep.runner import check_settings
-from xcloud.sweep.step_ratio import StepRatio, record, reference_of
+from xcloud.sweep.runner import LauncherSettings
 from xcloud.sweep.table import print_sweep
 
 NUM_STEPS = 32
@@ -68,24 +69,25 @@ def test_the_reference_is_the_uncompressed_point_of_the_seed_or_else_the_first()
     assert reference_of(slow, asked) is int8, "no uncompressed one has its link"
 
 
-def steps(turns: Interleaving, step_s: float, log: list[tuple[str, int]], who: str) -> None:
+def steps(turns: Part, step_s: float, log: list[tuple[str, int]], who: str) -> None:
     for step in range(NUM_STEPS):
-        turns.take()
+        turns.before_update(step)
         log.append((who, step))
         time.sleep(0.0005)
         log.append((who, step))
         own_s = step_s * (100 if step % STEPS_PER_TURN == 0 else 1)
-        turns.note(own_s, own_s)  # all ranks begin at once
-    turns.take()
-    turns.close()
+        if isinstance(turns, InterleavedClient):
+            turns.note(own_s, own_s)  # all ranks begin at once
+    turns.finish()
+    turns.close(is_finished=True)
 
 
 def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[tuple[str, int]] = []
-    with InterleavingServer() as conductor, ThreadPoolExecutor(4) as pool:
-        monkeypatch.setenv(ADDRESS, conductor.address)
+    with InterleavingServer() as server, ThreadPoolExecutor(4) as pool:
+        monkeypatch.setenv(ADDRESS, server.address)
         ranks = {
             name: [
                 pool.submit(steps, join_turns(tmp_path / name, rank, 2, None), step_s, log, name)
@@ -97,8 +99,8 @@ def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_coun
         for _ in range(NUM_STEPS // STEPS_PER_TURN):
             for name, seconds in made.items():
                 over = lambda name=name: all(rank.done() for rank in ranks[name])  # noqa: E731
-                seconds.append(conductor.turn(tmp_path / name, over))
-        conductor.close()  # ends need no turn
+                seconds.append(server.turn(tmp_path / name, over))
+        server.close()  # ends need no turn
 
     assert made["a"] == pytest.approx([3 * 0.3] * 8) and made["b"] == pytest.approx([3 * 0.2] * 8)
     # Two entries for a step of each of its two ranks, and then the other's.
@@ -110,20 +112,19 @@ def test_one_point_at_a_time_makes_its_steps_and_the_first_of_a_turn_is_not_coun
 def test_a_turn_in_which_ranks_were_started_again_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with InterleavingServer() as conductor, ThreadPoolExecutor(1) as pool:
-        monkeypatch.setenv(ADDRESS, conductor.address)
+    with InterleavingServer() as server, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setenv(ADDRESS, server.address)
 
         def lose_one() -> None:
             lost = join_turns(tmp_path, 0, 1, None)
-            lost.take()
-            lost.note(0.0, 0.1)
-            lost.close()
+            lost.before_update(0)
+            lost.close(is_finished=False)
             steps(join_turns(tmp_path, 0, 1, None), 0.1, [], "again")
 
         lone = pool.submit(lose_one)
-        assert conductor.turn(tmp_path, lone.done) is None
-        assert conductor.turn(tmp_path, lone.done) == pytest.approx(0.3)
-        conductor.close()
+        assert server.turn(tmp_path, lone.done) is None
+        assert server.turn(tmp_path, lone.done) == pytest.approx(0.3)
+        server.close()
 
 
 def test_without_a_sweep_that_times_together_no_rank_waits(
@@ -148,16 +149,17 @@ class TimedRuns:
         step_s = 0.2 if point.experiment.compression_in_force == "none" else 0.1
         turns = join_turns(run_dir, 0, 1, None)
         for step in range(NUM_STEPS):
-            turns.take()
+            turns.before_update(step)
             assert self.lock.acquire(blocking=False), "two points make steps at once"
             TimedRuns.moment = 1.0 + (TimedRuns.moment * 7.3) % 0.01
+            assert isinstance(turns, InterleavedClient)
             turns.note(0.0, step_s * TimedRuns.moment)
             self.lock.release()
             if point.experiment.seed == 2 and step == 9:
-                turns.close()
+                turns.close(is_finished=False)
                 return "asked to fail"
-        turns.take()
-        turns.close()
+        turns.finish()
+        turns.close(is_finished=True)
         write_run(run_dir, point.config)
         return None
 
@@ -204,8 +206,8 @@ def test_an_interrupted_sweep_lets_all_points_go_and_ends_them(
 
     def wait(self: TimedRuns, point: Point, run_dir: Path) -> str:
         turns = join_turns(run_dir, 0, 1, None)
-        turns.take()  # for ever, if nobody lets it go
-        turns.close()
+        turns.before_update(0)  # for ever, if nobody lets it go
+        turns.close(is_finished=False)
         return "interrupted"
 
     use_threads(monkeypatch)
@@ -236,7 +238,7 @@ def test_mlflow_that_refuses_a_ratio_is_a_line_and_the_summary_has_it(
     def refuse(tracker: object) -> object:
         raise RuntimeError("the store is down")
 
-    monkeypatch.setattr("xcloud.sweep.step_ratio.store_of", refuse)
+    monkeypatch.setattr(NullTracker, "store", property(refuse))
     (point,) = points("compression=none")
     write_run(tmp_path, point.config)
 
@@ -257,7 +259,7 @@ def test_settings_that_do_not_go_together_are_refused(
     settings: dict[str, object], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_settings(None, **{"parallel": 1, **settings})  # type: ignore[arg-type]
+        LauncherSettings(**settings)  # type: ignore[arg-type]
 
 
 def test_runs_whose_steps_have_no_turns_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from tests.peak_bytes import PeakBytes
 from xcloud.contracts.model import Head
 from xcloud.models.attention import Packing
-from xcloud.models.text_head import Bottleneck, SampleHead, SpanHead, Widening, make_head, pool
+from xcloud.models.low_rank_stages import (
+    Bottleneck,
+    SampleHead,
+    SpanHead,
+    Widening,
+    make_head,
+    pool,
+)
 
 COUNTS = torch.tensor([4, 1, 3])
 PACKING = Packing(COUNTS)

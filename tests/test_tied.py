@@ -20,6 +20,7 @@ from xcloud.comm.compression import Compression, PerTensor
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
+from xcloud.parallel.tied import TiedGradients
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 
@@ -40,7 +41,7 @@ def ends(job: list[Rank]) -> list[torch.Tensor]:
 def trained(layout: ClusterLayout, compression: Compression | None = None) -> list[Rank]:
     job = ranks(layout, CLIPPED, compression, toy=TiedToy)
     for step in range(1, 4):
-        update([rank.trainer for rank in job], step)
+        update(job, step)
     return job
 
 
@@ -54,8 +55,8 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
     norms = []
     for step in range(1, 4):
         optimizer.zero_grad()
-        ids = whole.plan.ids(step)
-        batch, message = whole.fetch(ids), None
+        ids = whole.feed.plan.ids(step)
+        batch, message = whole.feed.fetch(ids), None
         for number in range(3):
             output = stages[number](message, batch)
             message = output.send
@@ -68,7 +69,7 @@ def test_both_ends_stay_equal_and_are_trained_as_one_wherever_they_are() -> None
     found = {}
     for name, layout in LAYOUTS.items():
         job = ranks(layout, CLIPPED, toy=TiedToy)
-        reports = [update([rank.trainer for rank in job], step)[0] for step in range(1, 4)]
+        reports = [update(job, step)[0] for step in range(1, 4)]
         assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-5), name
         found[name] = ends(job)
         assert all(torch.equal(end, found[name][0]) for end in found[name]), name
@@ -91,7 +92,7 @@ def test_the_tied_matrix_gets_the_compressor_of_embeddings() -> None:
     chosen = PerTensor(TopK(0.5), embeddings=TopRows(0.2))
     job = ranks(LAYOUTS["three clouds"], CLIPPED, Compression(averaging=chosen), toy=TiedToy)
     codecs = [
-        rank.trainer.tied.averager._codecs["all"]  # type: ignore[union-attr]
+        rank.part(TiedGradients).averager._codecs["all"]  # type: ignore[union-attr]
         for rank in job
         if rank.wiring.tied is not None
     ]
@@ -107,11 +108,11 @@ def test_a_gradient_that_is_not_finite_at_one_end_is_skipped_at_both() -> None:
             r.trainer.pipeline.stages[bad] for r in job if bad in r.trainer.pipeline.stages
         )
         handle = hooked.tied().register_hook(lambda gradient: gradient * math.nan)
-        reports = update([rank.trainer for rank in job], 1)
+        reports = update(job, 1)
         assert all(report.skipped for report in reports)
         assert all(torch.equal(a, b) for a, b in zip(ends(job), before, strict=True))
         handle.remove()
-        update([rank.trainer for rank in job], 2)
+        update(job, 2)
         first, second = ends(job)
         assert torch.equal(first, second) and not torch.equal(first, before[0])
 
@@ -142,7 +143,9 @@ def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
     tied = ["+exp=lora_clm", "model.lora=null", "model.embeddings=tie", "model.own.tied=true"]
     job_from_config(composed(*tied))
     job_from_config(composed(*tied, "cluster=u_shape", "security=owner_keeps_text_and_labels"))
-    with pytest.raises(ConfigError, match=r"needs both ends in every update, and local_updates"):
+    with pytest.raises(
+        ConfigError, match=r"needs both ends in every update, but strategy=local_updates"
+    ):
         job_from_config(composed(*tied, "strategy=local_updates"))
     with pytest.raises(ConfigError, match=r"security\.privacy noises them apart"):
         job_from_config(composed(*tied, "security/privacy=sample"))

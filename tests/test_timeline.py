@@ -13,7 +13,7 @@ from tests.toy import toy_config
 from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import Timeline, chrome_trace, rows_of, timeline_of, write_trace
-from xcloud.watch.monitor import TRACE_FILE
+from xcloud.watch.ending import TRACE_FILE
 
 
 def test_ranks_of_one_machine_stand_on_one_clock_from_the_first_start_on() -> None:

@@ -15,13 +15,11 @@ import pytest
 from tests.event_lines import append_event, append_step
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError
-from xcloud.record.events import EVENTS_FILE
-from xcloud.record.mlflow_sender import TrackedRun
+from xcloud.record.events import EVENTS_FILE, StepCollector
 from xcloud.record.mlflow_store import Store
-from xcloud.record.summary import RunStatistics
+from xcloud.record.mlflow_tracker import MlflowTracker, Sender
 from xcloud.record.tracked_values import final_metrics
-from xcloud.record.tracking import MlflowTracker, NullTracker, Tracker
-from xcloud.report.mlflow_view import places_of
+from xcloud.record.tracking import NullTracker, TrackedRun, Tracker
 
 CONF = Path(__file__).parent.parent / "conf" / "tracker"
 SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
@@ -30,7 +28,7 @@ SUMMARY = {"commit": "1a2b3c4", "num_steps": 3, "quality": {"bleu": 41.92}}
 def tracked(run_dir: Path, **more: Any) -> TrackedRun:
     """A run of one rank."""
     told = {"params": {"rate": 0.6}, "tags": {"sweep": "s"}, "num_steps": 10, **more}
-    return TrackedRun("a", run_dir=run_dir, statistics=RunStatistics(1), **told)
+    return TrackedRun("a", run_dir=run_dir, steps=StepCollector(1), **told)
 
 
 class FakeClient:
@@ -85,7 +83,7 @@ class FakeClient:
 
 
 def open_with(client: FakeClient) -> Callable[..., tuple[FakeClient, str]]:
-    return lambda store, view: (client, "1")
+    return lambda store: (client, "1")
 
 
 def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
@@ -93,20 +91,19 @@ def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
 ) -> None:
     answered, gave_up = threading.Event(), threading.Event()
 
-    def hang(store: Store, view: object) -> Any:
+    def hang(store: Store) -> Any:
         if not answered.wait(60):
             gave_up.set()
         raise RuntimeError("too late to matter")
 
     monkeypatch.setattr(Store, "open", hang)
-    tracker = MlflowTracker(flush_s=0.01, finish_timeout_s=0.3)
-    tracker.start(tracked(tmp_path))
+    tracker = MlflowTracker(flush_s=0.01, finish_timeout_s=0.3).start(tracked(tmp_path))
     append_step(tmp_path, 1, 1.0)
     tracker.artifact(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
         tracker.finish("failed", SUMMARY)
     assert not gave_up.is_set(), "a call waited for the store"
-    said = places_of(tracker.recorded())
+    said = tracker.places()
     answered.set()
     for thread in threading.enumerate():  # else it goes on with the store of another test
         if thread.name == "tracking":
@@ -129,10 +126,9 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.mlflow_sender.RETRY_AFTER_S", 0.01)
-    tracker = MlflowTracker(flush_s=0.01)
+    monkeypatch.setattr("xcloud.record.mlflow_tracker.RETRY_AFTER_S", 0.01)
     with caplog.at_level(logging.WARNING):
-        tracker.start(tracked(tmp_path))
+        tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path))
         append_step(tmp_path, 1, 1.0)
         wait_for(lambda: client.curve("train/loss") == [(1, 1.0)])
         is_down.set()
@@ -148,8 +144,8 @@ def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
     assert client.curve("train/loss") == [(number, float(number)) for number in range(1, 6)]
     assert client.taken("params") == [[("rate", "0.6")]]
     assert client.calls[-1] == ("status", "FINISHED")
-    assert places_of(tracker.recorded())["MLflow run"] == "id-of-the-run"
-    assert "MLflow lacks" not in places_of(tracker.recorded())
+    assert tracker.places()["MLflow run"] == "id-of-the-run"
+    assert "MLflow lacks" not in tracker.places()
 
 
 def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
@@ -163,16 +159,15 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    monkeypatch.setattr("xcloud.record.mlflow_sender.FINISH_ATTEMPTS", 1)
-    tracker = MlflowTracker(flush_s=0.01)
-    tracker.start(tracked(tmp_path))
+    monkeypatch.setattr("xcloud.record.mlflow_tracker.FINISH_ATTEMPTS", 1)
+    tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path))
     append_step(tmp_path, 1, 1.0)
     wait_for(lambda: len(client.curve("train/loss")) == 1)
     is_down.set()
     append_step(tmp_path, 2, 2.0)
     tracker.finish("finished", SUMMARY)
 
-    said = places_of(tracker.recorded())
+    said = tracker.places()
     assert said["MLflow lacks"] == "all after step 1 (ConnectionError: down)"
     assert said["MLflow run"] == "id-of-the-run"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -192,15 +187,14 @@ def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
 
     client = FakeClient(refuse)
     monkeypatch.setattr(Store, "open", open_with(client))
-    tracker = MlflowTracker(flush_s=0.02)
-    tracker.start(tracked(tmp_path))
+    tracker = MlflowTracker(flush_s=0.02).start(tracked(tmp_path))
     tracker.artifact(tmp_path / "never written")
     append_step(tmp_path, 1, 1.0)
     with caplog.at_level(logging.WARNING):
         tracker.finish("stopped", SUMMARY)
 
     lacks = "parameters, which it refused; never written, which it refused"
-    assert places_of(tracker.recorded())["MLflow lacks"] == lacks
+    assert tracker.places()["MLflow lacks"] == lacks
     assert len(caplog.records) <= 1
     assert client.curve("train/loss") == [(1, 1.0)]
     assert client.calls[-1] == ("status", "KILLED")
@@ -211,8 +205,7 @@ def test_failed_run_has_its_cause_as_a_tag(
 ) -> None:
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
-    tracker = MlflowTracker(flush_s=0.02)
-    tracker.start(tracked(tmp_path, tags={}))
+    tracker = MlflowTracker(flush_s=0.02).start(tracked(tmp_path, tags={}))
     tracker.finish("failed", {"cause": "rank 1 died", "num_steps": 0})
 
     tags = dict(pair for batch in client.taken("tags") for pair in batch)
@@ -225,9 +218,8 @@ def test_many_steps_travel_in_few_calls_of_a_size_that_mlflow_takes(
 ) -> None:
     client = FakeClient()
     monkeypatch.setattr(Store, "open", open_with(client))
-    tracker = MlflowTracker(flush_s=0.2)
     params = {str(index): index for index in range(250)}
-    tracker.start(tracked(tmp_path, params=params))
+    tracker = MlflowTracker(flush_s=0.2).start(tracked(tmp_path, params=params))
     values = {str(index): 0.0 for index in range(7)}
     for number in range(500):
         append_step(tmp_path, number, None, values=values)
@@ -248,7 +240,6 @@ def test_config_file_is_one_constructor_call(name: str) -> None:
 
     tracker: Tracker = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     assert tracker == {"mlflow": MlflowTracker(), "none": NullTracker()}[name]
-    assert tracker.recorded() is None and places_of(None) == {}
     assert pickle.loads(pickle.dumps(tracker)) == tracker
 
 
@@ -269,10 +260,10 @@ def test_setting_that_makes_no_sense_is_refused_at_once(settings: dict[str, Any]
 
 def test_importing_the_readers_imports_neither_mlflow_nor_torch() -> None:
     modules = "record.events report.progress record.summary report.run_table record.tracking"
-    modules = [*modules.split(), "record.tracked_values", "report.ui", "base.project", "__main__"]
+    modules += " record.mlflow_tracker record.tracked_values report.ui base.project __main__"
     code = f"""
 import importlib, sys
-for name in {modules}:
+for name in {modules.split()}:
     importlib.import_module("xcloud." + name)
 heavy = {{"mlflow", "torch", "rich", "rich.table"}} & set(sys.modules)
 assert not heavy, heavy
@@ -286,9 +277,8 @@ def test_a_run_that_goes_on_does_so_in_its_own_mlflow_run_without_doubles(
     client = FakeClient()
     monkeypatch.setattr("xcloud.record.mlflow_store.Store.open", lambda *_: (client, "1"))
 
-    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> MlflowTracker:
-        tracker = MlflowTracker(flush_s=0.01)
-        tracker.start(tracked(tmp_path, params={"rate": rate}))
+    def attempt(*steps: int, resume: int | None = None, rate: float = 0.6) -> Sender:
+        tracker = MlflowTracker(flush_s=0.01).start(tracked(tmp_path, params={"rate": rate}))
         if resume is not None:
             append_event(tmp_path / EVENTS_FILE, "resume", rank=0, cloud="c", step=resume)
         for number in steps:
@@ -321,18 +311,16 @@ def test_a_long_run_has_few_points_the_same_ones_after_an_outage_and_a_resume(
 
     def attempt(client: FakeClient, folder: Path, steps: range, is_killed: bool) -> None:
         monkeypatch.setattr(Store, "open", open_with(client))
-        tracker = MlflowTracker(flush_s=0.01, points=500)
-        tracker.start(tracked(folder, num_steps=1500))
+        tracker = MlflowTracker(flush_s=0.01, points=500).start(tracked(folder, num_steps=1500))
         for step in steps:
             loss = 99.0 if step in (650, 1221) else 1.0 / step
             append_step(folder, step, loss, t=float(step))
         if is_killed:  # else MLflow would hear of an end
-            sender = tracker._started()
-            wait_for(lambda: is_down.is_set() or sender._read_step == steps[-1])
+            wait_for(lambda: is_down.is_set() or tracker._read_step == steps[-1])
             is_down.set()
         tracker.finish("finished", SUMMARY)
 
-    monkeypatch.setattr("xcloud.record.mlflow_sender.FINISH_ATTEMPTS", 1)
+    monkeypatch.setattr("xcloud.record.mlflow_tracker.FINISH_ATTEMPTS", 1)
     whole, broken = FakeClient(refuse), FakeClient(refuse)
     (tmp_path / "whole").mkdir()
     attempt(whole, tmp_path / "whole", range(1, 1501), is_killed=False)

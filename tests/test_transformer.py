@@ -122,7 +122,8 @@ def test_a_stage_is_saved_without_its_sinusoids_and_built_again(tmp_path: Path) 
         state = stage.state_dict()
         assert "embeddings.positions" not in state
         save_file(state, tmp_path / f"{number}.safetensors")
-        empty = MODEL.empty_stage(number, 2, {("source", "target")[number]: IDS}, 16)
+        where = context(tmp_path, vocabularies={("source", "target")[number]: IDS})
+        empty = MODEL.empty_stage(number, 2, where, {})
         empty.load_state_dict(load_file(tmp_path / f"{number}.safetensors"))
         again.append(empty)
     assert torch.equal(run_joined(again, BATCH), run_joined(stages, BATCH))
@@ -140,7 +141,10 @@ def test_a_text_longer_than_the_task_allows_is_refused(tmp_path: Path) -> None:
         ({"hidden": 17}, "Transformer.num_heads must divide the hidden size 17"),
         ({"num_decoder_layers": 0}, "Transformer.num_decoder_layers must be"),
         ({"dropout": "0.1"}, "Transformer.dropout must be a number"),
-        ({"encoder_layers_per_stage": 3}, "must be a list of layer counts or null, got 3"),
+        (
+            {"encoder_layers_per_stage": 3},
+            "must be a list of which each is a whole number >= 1 or null, got 3",
+        ),
         ({"decoding": None}, "Transformer.decoding must be a Greedy or a Beam"),
     ],
 )

@@ -75,10 +75,16 @@ def test_a_layout_that_breaks_the_rules_is_refused(cluster: str, security: str, 
     [
         ("+security.weights.head=[owner]", "stage 1 holds the weights of 'head' but is in"),
         ("+security.weights.heads=[other]", "no such part; its parts are embeddings, head, layer"),
-        ("+security.weights.head=owner", "security.weights.head must be a list of cloud names"),
+        (
+            "+security.weights.head=owner",
+            "security.weights.head must be a list of which each is a text, got",
+        ),
         ("+security.weights.head=[cloud_x]", "the clouds are owner, other"),
         ("+security.holders.label=[owner]", "stage 1 reads 'label' but is in cloud 'other'"),
-        ("security.defences.forward=3", "security.defences.forward must be a defence"),
+        (
+            "security.defences.forward=3",
+            "security.defences.forward must be a Defence or null",
+        ),
         ("security.meter=true", "security.meter must be a LeakMeter or null"),
         ("security/meter=attack security.meter.last_steps=0", "security.meter.last_steps"),
     ],
@@ -158,7 +164,7 @@ def test_a_defence_that_reads_labels_needs_them_in_the_rank_that_sends() -> None
     owner = config["cluster"]["clouds"]["label_owner"]
     owner |= {"num_ranks": 2, "stages": [1, 2], "one_stage_per_rank": True}
 
-    with pytest.raises(ConfigError, match="needs labels in rank 1 of cloud 'label_owner'"):
+    with pytest.raises(ConfigError, match="none in rank 1 of cloud 'label_owner'"):
         configs.job_from_config(OmegaConf.create(config))
     owner["one_stage_per_rank"] = False
     configs.job_from_config(OmegaConf.create(config))

@@ -6,21 +6,24 @@ from typing import Any
 from xcloud.cluster.frame import Kind
 from xcloud.cluster.link import LinkStats
 from xcloud.comm.step_clock import StepClock
+from xcloud.parallel.part import StepReport
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.rank.evaluation import gather_predictions
 from xcloud.rank.wan_meter import WanMeter
-from xcloud.training.trainer import StepReport
+from xcloud.record.reporter import Reporter
 
 
 def test_seconds_on_the_line_are_told_for_each_cloud_that_a_rank_sends_to() -> None:
     """The middle of three clouds sends activations on, and gradients back."""
     before, behind, control = LinkStats(), LinkStats(), LinkStats()
     wiring: Any = SimpleNamespace(
-        wan_records=[SimpleNamespace(to=cloud) for cloud in "aca"],
+        ends=SimpleNamespace(
+            records=[SimpleNamespace(to=cloud) for cloud in "aca"], is_emulated=True
+        ),
         wan_stats=[before, behind, control],
-        wan_sends=[], replicas=None, tied=None, is_emulated=True,
+        boundaries=SimpleNamespace(wan_sends=[]), replicas=None, tied=None,
     )  # fmt: skip
-    meter = WanMeter(wiring)
+    meter = WanMeter(wiring, Reporter(1, "b", lambda lines: None), False)
     for step in (1, 2):
         before.count_line(Kind.GRADIENT, 0.25 * step)
         behind.count_line(Kind.ACTIVATION, 0.5)

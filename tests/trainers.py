@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +14,22 @@ from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.comm.boundary import Boundary
 from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phased, Selectable
-from xcloud.comm.state import State, load_states, states_of
+from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.parallel.averaging_guard import AveragingGuard
+from xcloud.parallel.exchange import Work
+from xcloud.parallel.overlapped_sums import OverlappedSums
+from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.rank.exchanges import join_exchanges, join_tied
-from xcloud.rank.local_exchanges import LocalTraining
+from xcloud.rank.exchanges import join_exchange, join_tied
+from xcloud.rank.privacy import PrivateGradients
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import CloudPrivacy, Privacy
-from xcloud.training.batch_plan import BatchPlan
+from xcloud.security.privacy import Privacy, SamplePrivacy
+from xcloud.training.batch_plan import BatchPlan, Feed
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
-from xcloud.training.trainer import StepReport, Trainer, Work
+from xcloud.training.trainer import LossReport, Trainer
 from xcloud.wire.wiring import Wiring
 
 LAYOUTS = {
@@ -48,13 +49,29 @@ class Rank:
     wiring: Wiring
     reporter: Reporter
     told: list[bytes]
+    parts: list[Part]
     strategy: Strategy = field(default_factory=Strategy)
 
+    @property
+    def number(self) -> int:
+        return self.trainer.pipeline.rank
+
+    def update(self, step: int) -> StepReport:
+        return self.trainer.update(step, Parts(self.parts))
+
+    def part(self, kind: type[Any]) -> Any:
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        own = {"trainer": self.trainer, "channels": self.wiring}
+        return {**own, **{part.name: part for part in self.parts if part.name == "tied"}}
+
     def state_dict(self) -> State:
-        return states_of({"trainer": self.trainer, "channels": self.wiring})
+        return states_of(self.stateful)
 
     def load_state_dict(self, state: State) -> None:
-        load_states({"trainer": self.trainer, "channels": self.wiring}, state, "a rank")
+        load_states(self.stateful, state, "a rank")
 
 
 def ranks(
@@ -77,40 +94,38 @@ def ranks(
     layout = strategy.arrange(layout)
     boundaries = boundaries or dict.fromkeys(range(layout.num_stages - 1), BORDER)
     compression = compression or Compression(Chain(), Chain())
-    guard = AveragingGuard(privacy if isinstance(privacy, CloudPrivacy) else None)
 
     def made(wiring: Wiring, held: Pipeline) -> Rank:
         told: list[bytes] = []
-        cloud = layout.placement(held.rank).cloud
-        local = LocalTraining(
-            training.max_steps,
-            partial(layout.stage_cloud, 0),
-            layout.ranks_in,
-            Reporter(held.rank, cloud, told.append),
-            Work(training.batch_size, 1e6),
+        place = layout.placement(held.rank)
+        is_last = layout.num_stages - 1 in held.stages
+        feed = Feed(
+            plan or BatchPlan(40, training.batch_size, 1),
+            held.turns.values(),
+            samples,
+            (lambda ids: float(len(ids))) if is_last else None,
+            (place.replica, layout.num_replicas) if strategy.is_apart else (0, 1),
         )
+        reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
+        exchange = join_exchange(
+            wiring, held.stages, strategy, choose, 7, training.max_steps,
+            Work(training.batch_size, 1e6), reporter, privacy,
+        )  # fmt: skip
+        is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
-            rank=held.rank,
-            pipeline=held,
-            schedule=schedule,
-            training=training,
-            plan=plan or BatchPlan(40, training.batch_size, 1),
-            lanes={stage: wiring.lanes[stage] for stage in held.stages},
-            exchanges=join_exchanges(
-                wiring, held.stages, strategy, compression.for_tensor, 7, local, guard
-            ),
-            sums=wiring.sums,
-            fetch=samples,
-            weight=(lambda ids: float(len(ids))) if layout.num_stages - 1 in held.stages else None,
-            replica=layout.placement(held.rank).replica,
-            privacy=privacy,
-            early=held.stages if are_early else (),
-            apart=strategy.is_apart,
-            is_idle=lambda step: local.is_idle(step),
-            tied=join_tied(wiring, held.stages, compression.for_tensor, seed=7),
-        )
-        local.work = lambda: trainer.work
-        return Rank(trainer, wiring, local.reporter, told, strategy)
+            held, schedule, training, feed, wiring.lanes, exchange, wiring.sums,
+            LossReport(place.replica, strategy.is_apart, is_private),
+        )  # fmt: skip
+        buffers = {stage: own.buffer for stage, own in trainer.stages.items()}
+        parts: list[Part] = []
+        if isinstance(privacy, SamplePrivacy):
+            parts.append(PrivateGradients(privacy, trainer))
+        elif are_early:
+            groups = {stage: wiring.lanes[stage] for stage in held.stages}
+            parts.append(OverlappedSums(buffers, groups, lambda: trainer.num_backwards))
+        if (tied := join_tied(wiring, held.stages, choose, 7, buffers)) is not None:
+            parts.append(tied)
+        return Rank(trainer, wiring, reporter, told, parts, strategy)
 
     def stages() -> dict[int, Stage]:
         return {stage: toy(stage, layout.num_stages) for stage in range(layout.num_stages)}
@@ -127,10 +142,10 @@ def trainers(layout: ClusterLayout, training: Training) -> list[Trainer]:
     return [rank.trainer for rank in ranks(layout, training)]
 
 
-def update(job: Sequence[Trainer], step: int) -> list[StepReport | str]:
+def update(job: Sequence[Trainer | Rank], step: int) -> list[StepReport | str]:
     """All ranks at once; what each reports, or how it diverges."""
 
-    def one(trainer: Trainer) -> StepReport | str:
+    def one(trainer: Trainer | Rank) -> StepReport | str:
         try:
             return trainer.update(step)
         except TrainingDiverged as error:

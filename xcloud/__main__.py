@@ -68,7 +68,7 @@ COMMANDS = {
         'generate outputs/DATE/TIME "The doctor"',
     ),
     "export": Command(
-        "xcloud.use.causal",
+        "xcloud.use.export",
         "join the clouds' parts of a trained causal language model",
         "export outputs/DATE/TIME",
     ),

@@ -29,9 +29,10 @@ from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.contracts.model import NO_LABEL, Batch, BuildContext, Stage
 from xcloud.job.config import job_from_config
 from xcloud.job.experiment import Experiment
-from xcloud.models.causal_network import run as run_network
+from xcloud.models.causal_stage import run as run_network
 from xcloud.rank.loading import load
-from xcloud.security.gradient_attacks import attack_layers, changed_rows, f1_of_sets, rouge
+from xcloud.security.attacks import f1_of_sets, rouge
+from xcloud.security.gradient_attacks import attack_layers, changed_rows
 from xcloud.security.privacy import clip_factor
 
 CONF = Path(__file__).parents[2] / "conf"

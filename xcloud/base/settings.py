@@ -22,7 +22,7 @@ from typing import (
     get_type_hints,
 )
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -31,26 +31,33 @@ from xcloud.base.errors import ConfigError
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Seconds = Annotated[float, Field(ge=0.0)]
+Rate = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NotNegativeFloat = Annotated[float, Field(ge=0.0)]
+Seconds = NotNegativeFloat
 
 T = TypeVar("T")
+_NO_INSTANCE = ("is_instance_of", "dataclass_type", "dataclass_exact_type")
 _CONFIG = ConfigDict(
     strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, extra="forbid"
 )
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def settings(path: str = "", *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
+def settings(
+    path: str = "", *, kw_only: bool = False, frozen: bool = True
+) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass whose fields are held to their annotations, without
     conversions: "8" is no int, True no number; an int is a float.
 
     path: the key of these settings in a config, such as "training.checkpoint"; named in messages.
+    frozen: false for what also keeps a state of its own, such as a warm start.
     Bounds are given as Annotated[int, Field(ge=1, le=8)]. Building one raises ConfigError that
-    names the key, what came and what is allowed.
+    names the key, what came and what is allowed, and the `advice` of a class that is expected.
     """
 
     def make(cls: type[T]) -> type[T]:
-        made: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=_CONFIG)(cls)
+        made: Any = checked_dataclass(frozen=frozen, kw_only=kw_only, config=_CONFIG)(cls)
         build = made.__init__
 
         @functools.wraps(build)
@@ -85,13 +92,19 @@ def _worded(error: ValidationError, cls: type, path: str) -> Exception:
             annotation = inside
             key += f"[{part}]" if isinstance(part, int) else f".{part}"
     key = f"{path}.{key}" if path else key
-    return ConfigError(f"{key} must be {allowed(annotation)}, got {first['input']!r}")
+    words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
+    advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
+    if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
+        words += f"; {advice or 'in YAML give it a _target_'}"
+    return ConfigError(words)
 
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
     """What a list holds at an index, a mapping under a key; None if there is neither."""
     kind: type = Sequence if isinstance(part, int) else Mapping
     for member in _members(annotation):
+        if get_origin(member) is Annotated:
+            member = get_args(member)[0]
         origin = get_origin(member)
         if isinstance(origin, type) and issubclass(origin, kind):
             return get_args(member)[-1]
@@ -129,11 +142,18 @@ def _one(annotation: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list of which each is {allowed(get_args(annotation)[0])}"
+        return f"a list{_length(limits)} of which each is {allowed(get_args(annotation)[0])}"
     if annotation is str:
         return "a text"
     name = getattr(annotation, "__name__", str(annotation))
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _length(limits: Sequence[Any]) -> str:
+    least, most = _limit(limits, MinLen), _limit(limits, MaxLen)
+    if least is None and most is None:
+        return ""
+    return f" of {least if most == least else f'{least or 0}..{most}' if most else f'{least}+'},"
 
 
 def _whole(limits: Sequence[Any]) -> str:
@@ -152,5 +172,5 @@ def _number(limits: Sequence[Any]) -> str:
 
 
 def _limit(limits: Sequence[Any], kind: type[Any]) -> Any | None:
-    name = {Ge: "ge", Gt: "gt", Le: "le"}[kind]
+    name = {Ge: "ge", Gt: "gt", Le: "le", MinLen: "min_length", MaxLen: "max_length"}[kind]
     return next((getattr(limit, name) for limit in limits if isinstance(limit, kind)), None)

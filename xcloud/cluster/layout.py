@@ -1,27 +1,183 @@
-"""Which cloud holds which stages of a pipeline. Pure arithmetic: no torch, no network.
+"""Which cloud holds which stages of a pipeline, and what every layout has: clouds by name, their
+ranks numbered through, and what joins them. Pure arithmetic: no torch, no network.
 
-A stage is a part of the model; a rank is a process; a lane is a rank's position among the ranks
-that hold the same stage. Micro-batch i of a stage with n ranks belongs to lane i mod n, so clouds
-of unequal size (8 ranks feeding 64) need no special case.
+A stage is a part of the model; a rank is a process. Micro-batch i of a stage with n ranks belongs
+to its rank i mod n, so clouds of unequal size (8 ranks feeding 64) need no special case.
 
 The whole pipeline may stand several times, in other clouds each time. Of R such replicas,
-micro-batch i belongs to replica i mod R, and there to lane (i // R) mod n.
+micro-batch i belongs to replica i mod R, and there to rank (i // R) mod n of the stage.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from xcloud.base.checks import check_choice, check_int, check_number
+from pydantic import Field
+
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.clouds import Layout, num_ranks_in_words
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.cluster.link_profile import BUDGET_BYTES, FREE, REAL, Wan
+from xcloud.cluster.liveness import Liveness
+
+_NAMED: Mapping[str, Wan] = {"real": REAL, "free": FREE}
 
 
-@dataclass(frozen=True)
+@runtime_checkable
+class AnyCloud(Protocol):
+    """device: "auto", "cpu" or "cuda"."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+
+class AnyPlacement(Protocol):
+    """Where one rank stands."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def cloud(self) -> str: ...
+
+
+CloudT = TypeVar("CloudT", bound=AnyCloud, covariant=True)
+
+
+@settings("cluster")
+class Layout(Generic[CloudT]):
+    """All clouds of a run, and what joins them.
+
+    wan: LinkProfile = an emulated link between every pair of clouds; "real" = leave the network
+        alone; "free" = no limit (messages are still framed, compressed and counted).
+    links: a LinkProfile for a pair of clouds that differs, by the name "a-b" or "b-a".
+    liveness: when a rank that is silent outside a training step counts as lost.
+    link_budget_bytes: what the posted receives of one direction between two ranks may fill, and
+        the queue at each of its ends. Three receives, and room in the queues for all micro-batches
+        that the schedule has in flight, there always are.
+    """
+
+    clouds: Mapping[str, CloudT]
+    wan: Wan | Literal["real", "free"] = "real"
+    links: Mapping[str, Wan | Literal["real", "free"]] = field(default_factory=dict)
+    name: str = "cluster"
+    liveness: Liveness = field(default_factory=Liveness)
+    link_budget_bytes: Positive = BUDGET_BYTES
+
+    def _check_clouds(self) -> None:
+        if not self.clouds:
+            raise ConfigError("cluster.clouds must name at least one cloud")
+        for name in self.clouds:
+            if "/" in name or not name.isprintable():
+                raise ConfigError(
+                    f"cluster.clouds: files are named after a cloud, and {name!r} cannot be in "
+                    "their names; leave out '/' and control characters"
+                )
+
+    def _check_links(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """pairs: of clouds between which there is a link."""
+        named = {frozenset((f"{a}-{b}", f"{b}-{a}")): f"{a}-{b}" for a, b in pairs}
+        for key in self.links:
+            if not any(key in names for names in named):
+                raise ConfigError(
+                    f"cluster.links.{key}: name a pair of clouds, one of "
+                    f"{', '.join(sorted(named.values())) or 'none here'}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(cloud.num_ranks for cloud in self.clouds.values())
+
+    @property
+    def num_processes(self) -> int:
+        """That hold the ranks: one each, or one for all of them."""
+        return self.num_ranks
+
+    @cached_property
+    def _ranks_in(self) -> dict[str, tuple[int, ...]]:
+        found, first = dict[str, tuple[int, ...]](), 0
+        for name, cloud in self.clouds.items():
+            found[name] = tuple(range(first, first + cloud.num_ranks))
+            first += cloud.num_ranks
+        return found
+
+    @cached_property
+    def _cloud_of(self) -> list[str]:
+        return [name for name, ranks in self._ranks_in.items() for _ in ranks]
+
+    @property
+    def ranks_meet_in_the_end(self) -> bool:
+        """No rank may be lost on the way, so that all take part in what the end asks for."""
+        return True
+
+    @property
+    def crosses_clouds(self) -> bool:
+        return len(self.clouds) > 1
+
+    def ranks_in(self, cloud: str) -> tuple[int, ...]:
+        if cloud not in self._ranks_in:
+            raise ConfigError(f"there is no cloud {cloud!r} among {', '.join(self.clouds)}")
+        return self._ranks_in[cloud]
+
+    def cloud_of(self, rank: int) -> str:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {rank} is not in this layout of {self.num_ranks} ranks")
+        return self._cloud_of[rank]
+
+    def placement(self, rank: int) -> AnyPlacement:
+        raise NotImplementedError
+
+    def wan_of(self, here: str, there: str) -> Wan:
+        """What joins two clouds."""
+        wan = self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
+        return _NAMED[wan] if isinstance(wan, str) else wan
+
+    def wan_between(self, rank: int, peer: int) -> Wan | None:
+        """What joins two ranks; None if they are in one cloud."""
+        here, there = self.cloud_of(rank), self.cloud_of(peer)
+        return None if here == there or not self.crosses_clouds else self.wan_of(here, there)
+
+    def overdue_s(self, rank: int, peer: int, num_bytes: int) -> float:
+        """How long `rank` waits for `num_bytes` from `peer` before calling it silent."""
+        wan = self.wan_between(rank, peer)
+        limit_s = wan.overdue_s(num_bytes) if wan is not None else None
+        return self.liveness.overdue_after_s if limit_s is None else limit_s
+
+    def overdue_advice(self, rank: int, peer: int) -> str:
+        """Which setting makes `rank` wait longer for `peer`."""
+        wan = self.wan_between(rank, peer) or REAL
+        return f"To wait longer raise {wan.patience_settings}."
+
+    def describe(self) -> str:
+        if not self.crosses_clouds:
+            return f"one cloud ({self._described}), no link between clouds"
+        return f"{len(self.clouds)} clouds ({self._described}), link: {self.describe_link()}"
+
+    @property
+    def _described(self) -> str:
+        """The clouds and what each does."""
+        raise NotImplementedError
+
+    def describe_link(self) -> str:
+        if not self.crosses_clouds:
+            return "none"
+        named = {"": self.wan, **self.links}
+        wans = {pair: _NAMED[wan] if isinstance(wan, str) else wan for pair, wan in named.items()}
+        return "; ".join(f"{pair} {wan.describe()}".lstrip() for pair, wan in wans.items())
+
+
+def num_ranks_in_words(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+@settings("cloud")
 class Cloud:
     """One cloud. Every rank holds all of the cloud's stages, or, with one_stage_per_rank, the
     ranks are dealt to the stages in order (first the ranks of the first stage).
@@ -35,28 +191,16 @@ class Cloud:
     replica: number of the copy of the pipeline that this cloud is a part of.
     """
 
-    num_ranks: int = 1
-    stages: Sequence[int] | None = None
+    num_ranks: Positive = 1
+    stages: Annotated[Sequence[NotNegative], Field(min_length=1)] | None = None
     one_stage_per_rank: bool = False
-    device: str = "auto"
-    slowdown: float = 1.0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    slowdown: Annotated[float, Field(ge=1.0, le=1000.0)] = 1.0
     shard: bool = False
-    replica: int = 0
+    replica: NotNegative = 0
 
     def __post_init__(self) -> None:
-        check_int("cloud.num_ranks", self.num_ranks, 1)
-        check_choice("cloud.device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("cloud.one_stage_per_rank", self.one_stage_per_rank, (True, False))
-        check_number("cloud.slowdown", self.slowdown, 1, 1000)
-        check_choice("cloud.shard", self.shard, (True, False))
-        check_int("cloud.replica", self.replica, 0)
         if self.stages is not None:
-            if not isinstance(self.stages, list | tuple) or not self.stages:
-                raise ConfigError(
-                    f"cloud.stages must be a list of stage numbers, got {self.stages!r}"
-                )
-            for stage in self.stages:
-                check_int("cloud.stages", stage, 0)
             object.__setattr__(self, "stages", tuple(self.stages))
 
 
@@ -70,12 +214,14 @@ class Placement:
     replica: int = 0
 
 
-@dataclass(frozen=True)
+@settings("cluster")
 class ClusterLayout(Layout[Cloud]):
     """Clouds that hold the stages of a pipeline, each stage once in every replica."""
 
+    clouds: Mapping[str, Cloud]
+
     def __post_init__(self) -> None:
-        self._check_clouds(Cloud)
+        self._check_clouds()
         self._check_links((a, b) for a in self.clouds for b in self.clouds if a < b)
         resolved: dict[str, Cloud] = {}
         held: dict[int, list[int]] = {}  # stages, by replica
@@ -87,7 +233,7 @@ class ClusterLayout(Layout[Cloud]):
                     f"cluster.clouds.{name}: {cloud.num_ranks} ranks cannot be dealt evenly to "
                     f"{len(stages)} stages; make num_ranks a multiple of {len(stages)}"
                 )
-            resolved[str(name)] = replace(cloud, stages=stages)
+            resolved[name] = replace(cloud, stages=stages)
             held.setdefault(cloud.replica, []).extend(stages)
         object.__setattr__(self, "clouds", resolved)
         if sorted(held) != list(range(len(held))):

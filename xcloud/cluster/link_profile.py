@@ -10,11 +10,14 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, ClassVar
 
-from xcloud.base.checks import check_int, check_number
+from pydantic import Field
+
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, settings
 
 # TCP over IPv4 and Ethernet: of 1514 bytes on the line, 1448 are payload (20 IP, 32 TCP with
 # timestamps, 14 Ethernet). A kernel shaper (tbf) counts the same bytes.
@@ -27,8 +30,55 @@ def line_bytes(num_bytes: int) -> int:
     return num_bytes + PACKET_HEADER_BYTES * math.ceil(num_bytes / PACKET_PAYLOAD_BYTES)
 
 
-@dataclass(frozen=True)
-class LinkProfile:
+class Wan:
+    """What joins two clouds: here the network as it is (cluster/wan=real), whose bandwidth nobody
+    tells. Another carrier is a subclass, named by its YAML in conf/cluster/wan."""
+
+    advice: ClassVar[str] = (
+        "a profile of conf/cluster/wan is chosen with a slash, such as cluster/wan=oregon_tokyo"
+    )
+    emulated: ClassVar[bool] = False
+    """Whether the sender's clock says when a message arrives."""
+    is_metered: ClassVar[bool] = True
+    """Whether the receiving end measures how long messages keep the line busy."""
+    has_numbers: ClassVar[bool] = False
+    """Whether `profile` says what the line can do."""
+    patience_settings: ClassVar[str] = "cluster.liveness.overdue_after_s or lost_after_s"
+    """Which settings make a rank wait longer for a message."""
+
+    @property
+    def profile(self) -> LinkProfile | None:
+        """The line in numbers; None where there is no limit, or nobody says one."""
+        return None
+
+    def overdue_s(self, num_bytes: int) -> float | None:
+        """Seconds to wait for a message of this size before the peer counts as silent; None: as
+        cluster.liveness says."""
+        return None
+
+    def describe(self) -> str:
+        return "the network as it is"
+
+
+class FreeWan(Wan):
+    """No limit; messages are still framed, compressed and counted (cluster/wan=free)."""
+
+    is_metered = False
+    has_numbers = True
+
+    def describe(self) -> str:
+        return "no limit"
+
+
+REAL, FREE = Wan(), FreeWan()
+
+
+_Pair = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=2)]
+_PairOrThree = Annotated[Sequence[NotNegativeFloat], Field(min_length=2, max_length=3)]
+
+
+@settings("wan")
+class LinkProfile(Wan):
     """One direction of the link between two clouds; the other is identical and independent.
 
     bandwidth_bits_per_s: shared by all ranks of the pair of clouds.
@@ -43,28 +93,31 @@ class LinkProfile:
         transfer time.
     """
 
-    bandwidth_bits_per_s: float
-    latency_s: float = 0.0
-    jitter_s: float = 0.0
-    trace: Sequence[Sequence[float]] = field(default_factory=tuple)
-    trace_period_s: float = 0.0
-    outages: Sequence[Sequence[float]] = field(default_factory=tuple)
-    outage_every_s: float = 0.0
-    outage_lasting_s: float = 0.0
-    seed: int = 0
-    timeout_s: float = 300.0
-    timeout_factor: float = 10.0
+    bandwidth_bits_per_s: PositiveFloat
+    latency_s: NotNegativeFloat = 0.0
+    jitter_s: NotNegativeFloat = 0.0
+    trace: Sequence[_PairOrThree] = ()
+    trace_period_s: NotNegativeFloat = 0.0
+    outages: Sequence[_Pair] = ()
+    outage_every_s: NotNegativeFloat = 0.0
+    outage_lasting_s: NotNegativeFloat = 0.0
+    seed: NotNegative = 0
+    timeout_s: PositiveFloat = 300.0
+    timeout_factor: Annotated[float, Field(ge=1.0)] = 10.0
+
+    emulated: ClassVar[bool] = True
+    is_metered: ClassVar[bool] = False
+    has_numbers: ClassVar[bool] = True
+    patience_settings: ClassVar[str] = "cluster.wan.timeout_s or cluster.wan.timeout_factor"
 
     def __post_init__(self) -> None:
-        check_number("wan.bandwidth_bits_per_s", self.bandwidth_bits_per_s, 0.0, above=True)
-        for name in ("latency_s", "jitter_s", "trace_period_s", "outage_every_s"):
-            check_number(f"wan.{name}", getattr(self, name), 0.0)
-        check_number("wan.outage_lasting_s", self.outage_lasting_s, 0.0)
-        check_number("wan.timeout_s", self.timeout_s, 0.0, above=True)
-        check_number("wan.timeout_factor", self.timeout_factor, 1.0)
-        check_int("wan.seed", self.seed, 0)
-        object.__setattr__(self, "trace", _trace(self.trace))
-        object.__setattr__(self, "outages", _pairs("wan.outages", self.outages))
+        for name in ("trace", "outages"):
+            entries = tuple(map(tuple, getattr(self, name)))
+            object.__setattr__(self, name, entries)
+            if list(entries) != sorted(entries):
+                raise ConfigError(f"wan.{name} must be in order of time, got {list(entries)}")
+        if any(not duration for _, duration in self.outages):
+            raise ConfigError(f"wan.outages must last longer than 0 s, got {list(self.outages)}")
         if self.trace_period_s and self.trace and self.trace[-1][0] >= self.trace_period_s:
             raise ConfigError(
                 f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
@@ -81,6 +134,10 @@ class LinkProfile:
                 "wan.outage_every_s and wan.outage_lasting_s go together; got "
                 f"{self.outage_every_s} and {self.outage_lasting_s}"
             )
+
+    @property
+    def profile(self) -> LinkProfile:
+        return self
 
     def transfer_s(self, num_bytes: int) -> float:
         """Seconds until the last byte arrives on an idle link at its nominal bandwidth."""
@@ -103,7 +160,7 @@ class LinkProfile:
             *([f"trace of {len(self.trace)} rates"] if self.trace else []),
             *(["outages"] if self.outages or self.outage_every_s else []),
         ]
-        return f"{unit}, {', '.join(extras)}"
+        return f"emulated {unit}, {', '.join(extras)}"
 
     def sent_at(self, start_s: float, num_bytes: int) -> float:
         """When the last byte is sent if the first is sent at start_s (seconds since the start)."""
@@ -177,49 +234,6 @@ class LinkProfile:
             drawn.append((end + gap, self.outage_lasting_s))
         following = bisect_right(drawn, (now_s, math.inf))
         return drawn[max(0, following - 1) : following + 1]
-
-
-def _trace(value: object) -> tuple[tuple[float, ...], ...]:
-    """Entries of two numbers, or of three."""
-    if not isinstance(value, Sequence) or not any(_has_latency(entry) for entry in value):
-        return _pairs("wan.trace", value, second_may_be_zero=True)
-    pairs = _pairs(
-        "wan.trace",
-        [entry[:2] if _has_latency(entry) else entry for entry in value],
-        second_may_be_zero=True,
-    )
-    for entry in filter(_has_latency, value):
-        check_number(f"wan.trace: the latency of {list(entry)}", entry[2], 0.0)
-    both = zip(pairs, value, strict=True)
-    return tuple((*pair, *map(float, entry[2:])) for pair, entry in both)
-
-
-def _has_latency(entry: object) -> bool:
-    return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 3
-
-
-def _pairs(
-    name: str, value: object, second_may_be_zero: bool = False
-) -> tuple[tuple[float, float], ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ConfigError(f"{name} must be a list of pairs of numbers, got {value!r}")
-    pairs = []
-    for entry in value:
-        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2:
-            raise ConfigError(
-                f"{name} must be a list of pairs of numbers, got the entry {entry!r}"
-            )
-        check_number(f"{name}: the time of {list(entry)}", entry[0], 0.0)
-        check_number(
-            f"{name}: the second number of {list(entry)}",
-            entry[1],
-            0.0,
-            above=not second_may_be_zero,
-        )
-        pairs.append((float(entry[0]), float(entry[1])))
-    if pairs != sorted(pairs):
-        raise ConfigError(f"{name} must be in order of time, got {value!r}")
-    return tuple(pairs)
 
 
 BUDGET_BYTES = 64_000_000

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 
-from xcloud.base.checks import check_number
 from xcloud.base.errors import ConfigError, LinkError
+from xcloud.base.settings import PositiveFloat, settings
 
 
-@dataclass(frozen=True)
+@settings("cluster.liveness")
 class Liveness:
     """When a silent rank counts as lost.
 
@@ -29,16 +28,12 @@ class Liveness:
     join_within_s: how long ranks that torchrun has not started yet are waited for.
     """
 
-    interval_s: float = 5.0
-    lost_after_s: float = 20.0
-    overdue_after_s: float = 300.0
-    join_within_s: float = 43_200.0
+    interval_s: PositiveFloat = 5.0
+    lost_after_s: PositiveFloat = 20.0
+    overdue_after_s: PositiveFloat = 300.0
+    join_within_s: PositiveFloat = 43_200.0
 
     def __post_init__(self) -> None:
-        check_number("cluster.liveness.interval_s", self.interval_s, 0.0, above=True)
-        check_number("cluster.liveness.lost_after_s", self.lost_after_s, 0.0, above=True)
-        check_number("cluster.liveness.overdue_after_s", self.overdue_after_s, 0.0, above=True)
-        check_number("cluster.liveness.join_within_s", self.join_within_s, 0.0, above=True)
         if self.lost_after_s < 3 * self.interval_s:
             raise ConfigError(
                 f"cluster.liveness.lost_after_s ({self.lost_after_s:g}) must be at least three "

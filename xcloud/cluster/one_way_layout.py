@@ -7,18 +7,16 @@ end may take it away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from xcloud.base.checks import check_choice
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
-from xcloud.cluster.clouds import Layout, num_ranks_in_words
+from xcloud.base.settings import Positive, PositiveFloat, settings
+from xcloud.cluster.layout import Layout, num_ranks_in_words
 
 
-@settings("cluster.clouds")
+@settings("cloud")
 class OneWayCloud:
     """share: how much of the consumer's batches comes from here, in proportion to the shares of
     the other producers; None makes this cloud the consumer. device: "auto" takes a GPU where
@@ -26,7 +24,7 @@ class OneWayCloud:
     """
 
     num_ranks: Positive = 1
-    share: Annotated[float, Field(gt=0.0)] | None = None
+    share: PositiveFloat | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -42,7 +40,7 @@ class OneWayPlacement:
     group_size: int
 
 
-@dataclass(frozen=True)
+@settings("cluster")
 class OneWayLayout(Layout[OneWayCloud]):
     """Clouds of which one is fed by all others.
 
@@ -50,12 +48,12 @@ class OneWayLayout(Layout[OneWayCloud]):
         work on a free link; local = the same ranks in turn, in one process (one for each cloud).
     """
 
+    clouds: Mapping[str, OneWayCloud]
     name: str = "one_way"
     form: Literal["clouds", "one_cloud", "local"] = "clouds"
 
     def __post_init__(self) -> None:
-        self._check_clouds(OneWayCloud)
-        check_choice("cluster.form", self.form, ("clouds", "one_cloud", "local"))
+        self._check_clouds()
         consumers = [name for name, cloud in self.clouds.items() if cloud.share is None]
         if len(consumers) != 1:
             raise ConfigError(

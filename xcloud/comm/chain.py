@@ -3,6 +3,7 @@ compressors themselves are elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from torch import Tensor
@@ -11,13 +12,13 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Compressor, Family, Feedback, Parts, Randomized, seed_from
 from xcloud.comm.precision import Nothing
-from xcloud.comm.state import State, Stateful, join_states, split_state
+from xcloud.comm.state import Stateful, StatefulParts, stateful
 
 _ORDER: tuple[Family, ...] = ("low_rank", "sparse", "precision")
 _STRONGEST_FIRST: tuple[Feedback, ...] = ("harmful", "needed", "useful")
 
 
-class Chain:
+class Chain(StatefulParts):
     """Named compressors; each compresses the floating-point parts of the previous one's output.
 
     Integer parts pass unchanged: members send what must not be compressed again (positions,
@@ -63,9 +64,9 @@ class Chain:
 
     @property
     def feedback(self) -> Feedback:
-        """The strongest word of a member."""
-        said = {member.feedback for member in self._members}
-        return next((word for word in _STRONGEST_FIRST if word in said), "needless")
+        """The strongest of its members'."""
+        kinds = {member.feedback for member in self._members}
+        return next((kind for kind in _STRONGEST_FIRST if kind in kinds), "needless")
 
     @property
     def label(self) -> str:
@@ -102,22 +103,14 @@ class Chain:
             parts = tuple(decoded)
         return parts[0]
 
-    def state_dict(self) -> State:
-        return join_states({name: member.state_dict() for name, member in self._stateful.items()})
-
-    def load_state_dict(self, state: State) -> None:
-        for name, part in split_state(state, self._stateful, self.label).items():
-            self._stateful[name].load_state_dict(part)
+    def parts(self) -> Mapping[str, Stateful]:
+        return stateful(self.members)
 
     def use_stream(self, stream: int) -> None:
         """Give every member a random stream of its own."""
         for name, member in self.members.items():
             if isinstance(member, Randomized):
                 member.use_stream(seed_from(stream, name))
-
-    @property
-    def _stateful(self) -> dict[str, Stateful]:
-        return {n: member for n, member in self.members.items() if isinstance(member, Stateful)}
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(f'{name}={member}' for name, member in self.members.items())})"

@@ -11,7 +11,7 @@ trace: it passes by the memories, and what a compressor learns or counts from it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,14 +26,14 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Selection
 from xcloud.comm.compressor import ChannelId, Compressor, Parts, Randomized, seed_from
 from xcloud.comm.memory import Memory, NoMemory
-from xcloud.comm.state import State, Stateful, join_states, split_state
+from xcloud.comm.state import Stateful, StatefulParts, stateful
 from xcloud.comm.step_clock import StepClock
 
 NOTHING_KNOWN: Message = {}
 
 
 @dataclass
-class Codec:
+class Codec(StatefulParts):
     """Compressor and memory of one direction. Every channel has its own copy: both have state."""
 
     compressor: Compressor
@@ -55,24 +55,18 @@ class Codec:
             compressor.use_stream(stream)
         return compressor.compress(tensor)
 
-    def state_dict(self) -> State:
-        return join_states({name: part.state_dict() for name, part in self._stateful.items()})
-
-    def load_state_dict(self, state: State) -> None:
-        split = split_state(state, self._stateful, f"a codec of {self.compressor.label}")
-        for name, part in split.items():
-            self._stateful[name].load_state_dict(part)
+    def parts(self) -> Mapping[str, Stateful]:
+        return stateful({"compressor": self.compressor, "memory": self.memory})
 
     @property
-    def _stateful(self) -> dict[str, Stateful]:
-        both = {"compressor": self.compressor, "memory": self.memory}
-        return {name: part for name, part in both.items() if isinstance(part, Stateful)}
+    def state_owner(self) -> str:
+        return f"a codec of {self.compressor.label}"
 
 
 PLAIN = Codec(Chain(), NoMemory())
 
 
-class Codecs:
+class Codecs(StatefulParts):
     """The codec of one direction over the phases of training: `at(step)` is the one in force.
 
     phases: (last step it serves, or None for ever; codec), in order.
@@ -99,16 +93,12 @@ class Codecs:
         for number, (_, codec) in enumerate(self._phases):
             codec.use_stream(seed_from(stream, number))
 
-    def state_dict(self) -> State:
-        """Of all phases, by their number. Which one is in force follows from the step."""
-        return join_states({name: codec.state_dict() for name, codec in self._by_number.items()})
-
-    def load_state_dict(self, state: State) -> None:
-        for name, part in split_state(state, self._by_number, "the phases of a boundary").items():
-            self._by_number[name].load_state_dict(part)
-
     @property
-    def _by_number(self) -> dict[str, Codec]:
+    def state_owner(self) -> str:
+        return "the phases of a boundary"
+
+    def parts(self) -> Mapping[str, Stateful]:
+        """All phases, by their number. Which one is in force follows from the step."""
         return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
 
 
@@ -124,7 +114,7 @@ class SelectableCodecs(Codecs):
         return self._phases[self._switches.at(step)][1]
 
 
-class _FieldCodecs:
+class _FieldCodecs(StatefulParts):
     """The codecs of one end, one for each floating field: what they remember must not mix."""
 
     def __init__(
@@ -138,14 +128,13 @@ class _FieldCodecs:
         for name, codecs in self.codecs.items():
             codecs.use_stream(identity.stream(name))
 
-    def state_dict(self) -> State:
-        """Of compressors and memories, by field and phase. Bytes counted are not part of it."""
-        return join_states({name: codecs.state_dict() for name, codecs in self.codecs.items()})
+    def parts(self) -> Mapping[str, Stateful]:
+        """Compressors and memories, by field and phase. Bytes counted are no state."""
+        return self.codecs
 
-    def load_state_dict(self, state: State) -> None:
-        """The state of an end of the same channel and the same settings; ValueError otherwise."""
-        for name, part in split_state(state, self.codecs, str(self.identity)).items():
-            self.codecs[name].load_state_dict(part)
+    @property
+    def state_owner(self) -> str:
+        return str(self.identity)
 
 
 class Sender(Protocol):

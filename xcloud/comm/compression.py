@@ -5,23 +5,25 @@ an average; and which of them a run may choose between (rank/autopilot.py choose
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import UnionType
+from dataclasses import field
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.compressor import Compressor
 from xcloud.comm.memory import Memory, NoMemory
 from xcloud.comm.precision import Nothing
-from xcloud.comm.state import State, whole_number
+from xcloud.comm.state import State, StatefulParts, whole_number
 
 _EMBEDDING = re.compile(
     r"(^|\.)(embed\w*|\w+_embed(ding)?s?|wte|wpe|words|positions|types|lm_head)(\.|$)"
 )
+_NAME = re.compile(r"boundary_(\d+)")
 _ROWS = re.compile(r"\[\d+:\d+\]$")
 
 
+@settings("compression.averaging")
 class PerTensor:
     """`default`, except for some.
 
@@ -32,27 +34,18 @@ class PerTensor:
         before vectors and embeddings. What is None counts as the rest.
     """
 
-    def __init__(
-        self,
-        default: Compressor,
-        vectors: Compressor | None = None,
-        embeddings: Compressor | None = None,
-        names: Mapping[str, Compressor] | None = None,
-    ) -> None:
-        self.default, self.vectors, self.embeddings = default, vectors, embeddings
-        self.names = dict(names or {})
-        for name, compressor in self._named.items():
-            if not isinstance(compressor, Compressor):
-                raise ConfigError(
-                    f"PerTensor.{name} must be a compressor, got {compressor!r}; in YAML give it "
-                    "a _target_, such as xcloud.comm.chain.Chain"
-                )
+    default: Compressor
+    vectors: Compressor | None = None
+    embeddings: Compressor | None = None
+    names: Mapping[str, Compressor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         for pattern in self.names:
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"PerTensor.names: {pattern!r} is no regular expression: {error}"
+                    f"compression.averaging.names: {pattern!r} is no regular expression: {error}"
                 ) from error
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
@@ -71,24 +64,76 @@ class PerTensor:
     @property
     def label(self) -> str:
         """Such as "powersgd(4), vectors: fp16"."""
-        (_, default), *others = self._named.items()
-        return ", ".join((default.label, *(f"{name}: {c.label}" for name, c in others)))
+        others = (f"{name}: {compressor.label}" for name, compressor in self._special.items())
+        return ", ".join((self.default.label, *others))
 
     @property
     def is_identity(self) -> bool:
-        return all(compressor.family == "none" for compressor in self._named.values())
+        return all(c.family == "none" for c in (self.default, *self._special.values()))
 
     @property
-    def _named(self) -> dict[str, Compressor]:
+    def _special(self) -> dict[str, Compressor]:
         some = {"vectors": self.vectors, "embeddings": self.embeddings, **self.names}
-        return {"default": self.default} | {n: c for n, c in some.items() if c is not None}
-
-    def __repr__(self) -> str:
-        return f"PerTensor({', '.join(f'{name}={c}' for name, c in self._named.items())})"
+        return {name: compressor for name, compressor in some.items() if compressor is not None}
 
 
-@dataclass(frozen=True)
-class Compression:
+class CompressionPlan(ABC):
+    """What every setting of `compression` answers: which compressors act at a boundary, from which
+    step on, and on what replicas average."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Short name for run names and tables."""
+
+    @property
+    @abstractmethod
+    def _all(self) -> Sequence[CompressionPlan]:
+        """Those it is made of."""
+
+    @abstractmethod
+    def at(self, step: int) -> Compression:
+        """Raises ConfigError where settings do not say it."""
+
+    @abstractmethod
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor of a tensor that replicas average, or that both ends of the pipeline
+        hold. Raises ConfigError unless it is one for the whole run."""
+
+    @property
+    @abstractmethod
+    def averaging_label(self) -> str:
+        """Raises ConfigError as for_tensor."""
+
+    def at_boundary(self, stage: int) -> CompressionPlan:
+        """Of the boundary after `stage`."""
+        return self
+
+    @property
+    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
+        """Those that may be in force at one boundary, each with the last step it serves, or None
+        for ever."""
+        return [(None, one) for one in self._all if isinstance(one, Compression)]
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Boundaries with a compression of their own."""
+        return ()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether anything is kept per sample between visits, at any time: a sample must meet the
+        same ranks throughout."""
+        return any(one.has_memory for one in self._all)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every tensor arrives unchanged."""
+        return all(one.is_identity for one in self._all)
+
+
+@settings("compression")
+class Compression(CompressionPlan):
     """forward: for activations. backward: for their gradients. averaging: for what replicas tell
     each other of their gradients or weight changes; None for that of backward. A channel works on
     copies."""
@@ -99,17 +144,14 @@ class Compression:
     backward_memory: Memory = field(default_factory=NoMemory)
     averaging: Compressor | PerTensor | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            _check(name, getattr(self, name), Compressor, "xcloud.comm.chain.Chain")
-            memory = f"{name}_memory"
-            _check(memory, getattr(self, memory), Memory, "xcloud.comm.memory.NoMemory")
-        if self.averaging is not None:
-            kinds = Compressor | PerTensor
-            _check("averaging", self.averaging, kinds, "xcloud.comm.compression.PerTensor")
+    @property
+    def _all(self) -> Sequence[CompressionPlan]:
+        return (self,)
+
+    def at(self, step: int) -> Compression:
+        return self
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that replicas average."""
         if isinstance(self.averaging, PerTensor):
             return self.averaging.for_tensor(name, shape)
         return self.averaging or self.backward
@@ -118,53 +160,36 @@ class Compression:
     def averaging_label(self) -> str:
         return (self.backward if self.averaging is None else self.averaging).label
 
-    def at(self, step: int) -> Compression:
-        return self
-
-    def at_boundary(self, stage: int) -> Compression:
-        return self
-
     @property
     def has_memory(self) -> bool:
-        """Whether anything is kept per sample between visits."""
-        return not (
-            isinstance(self.forward_memory, NoMemory)
-            and isinstance(self.backward_memory, NoMemory)
-        )
+        memories = (self.forward_memory, self.backward_memory)
+        return not all(isinstance(memory, NoMemory) for memory in memories)
 
     @property
     def label(self) -> str:
         """Forward + backward, a memory around its compressor: "fp16(svd(0.6))+ef(int8)"; behind
         them that of averaging, if it has its own."""
-        forward = _with_memory(self.forward, self.forward_memory)
-        boundaries = f"{forward}+{_with_memory(self.backward, self.backward_memory)}"
-        if self.averaging is None:
-            return boundaries
-        return f"{boundaries}, averaging {self.averaging.label}"
+        both = ((self.forward, self.forward_memory), (self.backward, self.backward_memory))
+        label = "+".join(f"{m.label}({c.label})" if m.label else c.label for c, m in both)
+        return label if self.averaging is None else f"{label}, averaging {self.averaging.label}"
 
     @property
     def is_identity(self) -> bool:
-        """Whether every tensor arrives unchanged."""
         if isinstance(self.averaging, PerTensor) and not self.averaging.is_identity:
             return False
         boundaries = self.forward.family == self.backward.family == "none" and not self.has_memory
         return boundaries and (self.averaging is None or self.for_tensor("", ()).family == "none")
 
 
-@dataclass(frozen=True)
+@settings("Phase")
 class Phase:
     """until_step: the last step of this phase; None for the last phase."""
 
-    until_step: int | None
+    until_step: NotNegative | None
     compression: Compression
 
-    def __post_init__(self) -> None:
-        if self.until_step is not None:
-            check_int("Phase.until_step", self.until_step, 0)
-        _check("Phase.compression", self.compression, Compression, f"{__name__}.Compression")
 
-
-class Phased:
+class Phased(CompressionPlan):
     """Different compression in successive phases of training, in the order given.
 
     Every phase has its own memories, empty at its first step.
@@ -172,7 +197,7 @@ class Phased:
 
     def __init__(self, **phases: Phase) -> None:
         for name, phase in phases.items():
-            _check(f"Phased.{name}", phase, Phase, f"{__name__}.Phase")
+            _check(f"Phased.{name}", phase, Phase)
         names, steps = list(phases), [phase.until_step for phase in phases.values()]
         if not steps or steps[-1] is not None:
             raise ConfigError(
@@ -194,30 +219,13 @@ class Phased:
             previous = until
         self.phases = dict(phases)
 
-    def at_boundary(self, stage: int) -> Phased:
-        return self
-
-    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """Raises ConfigError unless it is the same in all phases."""
-        first, *others = (p.compression.for_tensor(name, shape) for p in self.phases.values())
-        for other in others:
-            if repr(other) != repr(first):
-                raise ConfigError(
-                    "Phased: replicas average with one compressor for the whole run, but its "
-                    f"phases have {first} and {other}; give every phase the same `averaging`"
-                )
-        return first
+    @property
+    def by_step(self) -> Sequence[tuple[int | None, Compression]]:
+        return [(phase.until_step, phase.compression) for phase in self.phases.values()]
 
     @property
-    def averaging_label(self) -> str:
-        """Raises ConfigError if it changes with the phase."""
-        labels = dict.fromkeys(p.compression.averaging_label for p in self.phases.values())
-        if len(labels) > 1:
-            raise ConfigError(
-                f"what replicas average cannot change its compressor during a run, but the phases "
-                f"of compression have {', '.join(labels)}; give every phase the same `averaging`"
-            )
-        return next(iter(labels))
+    def _all(self) -> Sequence[Compression]:
+        return [phase.compression for phase in self.phases.values()]
 
     def at(self, step: int) -> Compression:
         for phase in self.phases.values():
@@ -225,10 +233,19 @@ class Phased:
                 return phase.compression
         raise AssertionError("the last phase has no end")
 
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
+        first, *others = (phase.for_tensor(name, shape) for phase in self._all)
+        for other in others:
+            if repr(other) != repr(first):
+                raise _changing(str(first), str(other))
+        return first
+
     @property
-    def has_memory(self) -> bool:
-        """In any phase, since a sample's lane must be the same in all of them."""
-        return any(phase.compression.has_memory for phase in self.phases.values())
+    def averaging_label(self) -> str:
+        labels = dict.fromkeys(phase.averaging_label for phase in self._all)
+        if len(labels) > 1:
+            raise _changing(*labels)
+        return next(iter(labels))
 
     @property
     def label(self) -> str:
@@ -239,30 +256,18 @@ class Phased:
             for phase in self.phases.values()
         )
 
-    @property
-    def is_identity(self) -> bool:
-        return all(phase.compression.is_identity for phase in self.phases.values())
-
     def __repr__(self) -> str:
         return f"Phased({', '.join(f'{name}={phase}' for name, phase in self.phases.items())})"
 
 
-def _with_memory(compressor: Compressor, memory: Memory) -> str:
-    return f"{memory.label}({compressor.label})" if memory.label else compressor.label
+def _changing(*compressors: str) -> ConfigError:
+    return ConfigError(
+        "what replicas average cannot change its compressor during a run, but the phases of "
+        f"compression have {', '.join(compressors)}; give every phase the same `averaging`"
+    )
 
 
-def _check(name: str, value: object, kind: type | UnionType, example: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(
-            f"{name} must be a {getattr(kind, '__name__', kind)}, got {value!r}; in YAML give it "
-            f"a _target_, such as {example}"
-        )
-
-
-_NAME = re.compile(r"boundary_(\d+)")
-
-
-class PerBoundary:
+class PerBoundary(CompressionPlan):
     """`default` at every boundary except those named: boundary_1=... is the one after stage 1.
 
     For models whose boundaries carry different things: sending 15 % of a gradient's rows suits a
@@ -270,33 +275,32 @@ class PerBoundary:
     """
 
     def __init__(self, default: Compression | Phased, **boundaries: Compression | Phased) -> None:
+        _check("PerBoundary.default", default, Compression, Phased)
+        self.default = default
         self._boundaries: dict[int, Compression | Phased] = {}
-        for name, compression in {"default": default, **boundaries}.items():
-            if not isinstance(compression, Compression | Phased):
-                raise ConfigError(
-                    f"PerBoundary.{name} must be a Compression or Phased, got {compression!r}; in "
-                    "YAML give it a _target_, such as xcloud.comm.compression.Compression"
-                )
-            if name == "default":
-                continue
+        for name, compression in boundaries.items():
+            _check(f"PerBoundary.{name}", compression, Compression, Phased)
             if (match := _NAME.fullmatch(name)) is None:
                 raise ConfigError(
                     f"PerBoundary.{name}: name a boundary boundary_N, with N the stage before it"
                 )
             self._boundaries[int(match[1])] = compression
-        self.default = default
+
+    @property
+    def _all(self) -> Sequence[CompressionPlan]:
+        return (self.default, *self._boundaries.values())
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Boundaries with their own compression."""
         return tuple(sorted(self._boundaries))
 
-    def at_boundary(self, stage: int) -> Compression | Phased:
-        """Compression at the boundary after `stage`."""
+    def at_boundary(self, stage: int) -> CompressionPlan:
         return self._boundaries.get(stage, self.default)
 
+    def at(self, step: int) -> Compression:
+        raise ConfigError("compression differs by boundary: ask at_boundary(stage) first")
+
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor of a tensor that replicas average: that of `default`."""
         return self.default.for_tensor(name, shape)
 
     @property
@@ -306,22 +310,27 @@ class PerBoundary:
     @property
     def label(self) -> str:
         """Such as "int4+int2, boundary 1: int8+int8"."""
-        others = (
-            f"boundary {stage}: {self._boundaries[stage].label}" for stage in self.boundaries
-        )
+        others = (f"boundary {s}: {self._boundaries[s].label}" for s in self.boundaries)
         return ", ".join((self.default.label, *others))
-
-    @property
-    def is_identity(self) -> bool:
-        return all(c.is_identity for c in (self.default, *self._boundaries.values()))
 
     def __repr__(self) -> str:
         others = (f", boundary_{stage}={self._boundaries[stage]}" for stage in self.boundaries)
         return f"PerBoundary(default={self.default}{''.join(others)})"
 
 
-class Selection:
+def _check(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(
+            f"{name} must be a {wanted}, got {value!r}; in YAML give it a _target_, such as "
+            "xcloud.comm.compression.Compression"
+        )
+
+
+class Selection(StatefulParts):
     """Which choice is in force from which step, in one rank. All its channels look here."""
+
+    own_names = ("choice", "before", "since_step")
 
     def __init__(self) -> None:
         self.choice, self.before, self.since_step = 0, 0, 0
@@ -333,16 +342,21 @@ class Selection:
         """The number of the choice at this step; of none before the last switch but one."""
         return self.choice if step >= self.since_step else self.before
 
-    def state_dict(self) -> State:
+    def own(self) -> State:
         return {"choice": self.choice, "before": self.before, "since_step": self.since_step}
 
-    def load_state_dict(self, state: State) -> None:
-        for name in ("choice", "before", "since_step"):
-            setattr(self, name, whole_number(state, name))
+    def take(self, own: State) -> None:
+        for name in self.own_names:
+            setattr(self, name, whole_number(own, name))
 
 
-class Selectable:
-    """The choices by name; the run begins with the first. Replicas are not averaged with it."""
+class Selectable(CompressionPlan):
+    """The choices by name; the run begins with the first, and replicas are averaged with it.
+
+    Every choice has compressors and memories of its own at both ends of a channel. While another
+    is in force they rest: a delta cache stays equal at both ends, and what error feedback has not
+    sent yet is added to the first message of its sample after the choice has come back.
+    """
 
     def __init__(self, choices: Mapping[str, Compression]) -> None:
         self.choices = dict(choices)
@@ -351,8 +365,9 @@ class Selectable:
     def names(self) -> list[str]:
         return list(self.choices)
 
-    def at_boundary(self, stage: int) -> Selectable:
-        return self
+    @property
+    def _all(self) -> Sequence[Compression]:
+        return list(self.choices.values())
 
     def at(self, step: int) -> Compression:
         raise ConfigError(
@@ -361,21 +376,12 @@ class Selectable:
         )
 
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
-        """Of a matrix that both ends of the pipeline hold: that of the first choice."""
-        return next(iter(self.choices.values())).for_tensor(name, shape)
+        return self._all[0].for_tensor(name, shape)
 
     @property
     def averaging_label(self) -> str:
-        return next(iter(self.choices.values())).averaging_label
-
-    @property
-    def has_memory(self) -> bool:
-        return any(choice.has_memory for choice in self.choices.values())
+        return self._all[0].averaging_label
 
     @property
     def label(self) -> str:
-        return f"autopilot({', '.join(choice.label for choice in self.choices.values())})"
-
-    @property
-    def is_identity(self) -> bool:
-        return all(choice.is_identity for choice in self.choices.values())
+        return f"autopilot({', '.join(choice.label for choice in self._all)})"

@@ -8,7 +8,7 @@ back. `family` fixes where in a chain it may stand: low_rank, then sparse, then 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -103,15 +103,14 @@ class Randomized(Protocol):
         numbers."""
 
 
-@dataclass
 class Draws:
     """Base class of random compressors: one seed per call, from the stream, the compressor's own
     `seed` and the call's number. The stream depends on where the compressor is used, so the only
     state is the number of calls.
     """
 
-    _stream: int = field(default=0, init=False, repr=False, compare=False)
-    _num_calls: int = field(default=0, init=False, repr=False, compare=False)
+    _stream = 0
+    _num_calls = 0
 
     def use_stream(self, stream: int) -> None:
         self._stream, self._num_calls = stream, 0

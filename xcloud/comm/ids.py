@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import FrameError
+from xcloud.base.settings import settings
 from xcloud.comm.bits import Ints, bits_bytes, pack, packed_bytes, read_bits, unpack, write_bits
 
 VERSION = 1
@@ -57,7 +57,7 @@ class CorruptedTexts(NamedTuple):
     replaced_R: Tensor
 
 
-@dataclass(frozen=True)
+@settings("IdPacking")
 class IdPacking:
     """The codec; both ends need the same settings.
 
@@ -66,18 +66,11 @@ class IdPacking:
     coding: "fixed" never uses ranked ids (a third more bytes, three times as fast).
     """
 
-    vocab_size: int
-    max_samples: int
-    max_length: int
-    digest: int = 0
+    vocab_size: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_samples: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_length: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    digest: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     coding: Literal["smallest", "fixed"] = "smallest"
-
-    def __post_init__(self) -> None:
-        check_int("IdPacking.vocab_size", self.vocab_size, 1, 2**31 - 1)
-        check_int("IdPacking.max_samples", self.max_samples, 1, 2**31 - 1)
-        check_int("IdPacking.max_length", self.max_length, 1, 2**31 - 1)
-        check_int("IdPacking.digest", self.digest, 0, 2**32 - 1)
-        check_choice("IdPacking.coding", self.coding, ("smallest", "fixed"))
 
     @property
     def bits(self) -> int:

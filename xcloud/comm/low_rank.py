@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int, check_number
+from xcloud.base.settings import Positive, Rate, settings
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compressor import Family, Feedback, Parts, refuse_integers, wide
 from xcloud.comm.state import State
@@ -31,6 +30,7 @@ class WarmFactors(ABC):
     family: ClassVar[Family] = "low_rank"
     feedback: ClassVar[Feedback] = "needed"
     _basis_Dl: Tensor | None = None
+    _noise_Dl: Tensor | None = None
 
     @property
     @abstractmethod
@@ -105,12 +105,11 @@ def scaled_factors(
     )
 
 
-_METHODS = ("subspace", "exact")
 _EXTRA_COLUMNS = 16
 _FRESH_SHARE = 1e-3
 
 
-@dataclass
+@settings("Svd", frozen=False)
 class Svd(WarmFactors):
     """The tensor as a product of two factors of rank r = max(1, round(rate * min(R, D))).
 
@@ -134,15 +133,9 @@ class Svd(WarmFactors):
     2048 x 768. That is not checked; the reported ratio is counted, so it shows.
     """
 
-    rate: float
-    method: str = "subspace"
-    iterations: int = 1  # of method "subspace"
-    _noise_Dl: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_number("Svd.rate", self.rate, 0, 1, above=True)
-        check_choice("Svd.method", self.method, _METHODS)
-        check_int("Svd.iterations", self.iterations, 1)
+    rate: Rate
+    method: Literal["subspace", "exact"] = "subspace"
+    iterations: Positive = 1  # of method "subspace"
 
     @property
     def label(self) -> str:
@@ -207,7 +200,7 @@ _CHUNK = 1 << 16
 """Values per pass of `outer_sum`: they fit into the processor's cache."""
 
 
-@dataclass
+@settings("PowerSgd", frozen=False)
 class PowerSgd(WarmFactors):
     """x_hat = P Q^T with P = orth(x Q_before), Q = x^T P; the next call begins at this Q.
 
@@ -227,10 +220,7 @@ class PowerSgd(WarmFactors):
     Wire, for [R, D]: P [R, r] and Q^T [r, D] in the tensor's dtype, r = min(rank, R, D).
     """
 
-    rank: int = 4
-
-    def __post_init__(self) -> None:
-        check_int("PowerSgd.rank", self.rank, 1)
+    rank: Positive = 4
 
     @property
     def label(self) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_number
-from xcloud.comm.state import State, Stateful, copy_of
+from xcloud.base.settings import Fraction, settings
+from xcloud.comm.state import State, Stateful, StatefulParts, copy_of
 
-_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+Dtype = Literal["float32", "bfloat16"] | None
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Memory(Stateful, Protocol):
         """Reconstruct the tensor from the decoded message."""
 
 
-class NoMemory:
+class NoMemory(StatefulParts):
     """Keep nothing between messages."""
 
     needs_seen = False
@@ -83,16 +84,6 @@ class NoMemory:
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
 
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        if state:
-            raise ValueError(
-                f"there is no memory here to take over {', '.join(state)}; it was saved with "
-                "other settings"
-            )
-
     def __repr__(self) -> str:
         return "NoMemory()"
 
@@ -100,9 +91,8 @@ class NoMemory:
 class _SampleStore:
     """Tensors [rows, *features] by sample id, all with the same features."""
 
-    def __init__(self, name: str, dtype: str | None) -> None:
-        check_choice(f"{name}.dtype", dtype, _DTYPES)
-        self._dtype = _DTYPES[dtype]
+    def __init__(self, dtype: str | None) -> None:
+        self._dtype = None if dtype is None else _DTYPES[dtype]
         self._tensors: dict[int, Tensor] = {}
 
     @property
@@ -161,10 +151,10 @@ class _PerSample:
     """Base class of memories that keep rows by sample id, in `dtype` (None: unchanged)."""
 
     needs_seen = True
+    dtype: Dtype
 
-    def __init__(self, dtype: str | None) -> None:
-        self.dtype = dtype
-        self._kept = _SampleStore(type(self).__name__, dtype)
+    def __post_init__(self) -> None:
+        self._kept = _SampleStore(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +167,7 @@ class _PerSample:
         self._kept.load_state_dict(state)
 
 
+@settings("ErrorFeedback", frozen=False)
 class ErrorFeedback(_PerSample):
     """Error feedback: what compression lost of a sample is added to its next message.
 
@@ -194,10 +185,8 @@ class ErrorFeedback(_PerSample):
 
     label = "ef"
 
-    def __init__(self, decay: float = 1.0, dtype: str | None = None) -> None:
-        super().__init__(dtype)
-        check_number("ErrorFeedback.decay", decay, 0, 1)
-        self.decay = decay
+    decay: Fraction = 1.0
+    dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         sent = tensor.clone()
@@ -216,10 +205,8 @@ class ErrorFeedback(_PerSample):
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         return seen
 
-    def __repr__(self) -> str:
-        return f"ErrorFeedback(decay={self.decay}, dtype={self.dtype!r})"
 
-
+@settings("DeltaCache", frozen=False)
 class DeltaCache(_PerSample):
     """Delta cache: send how a sample changed since its last visit; both ends keep the last value.
 
@@ -240,8 +227,7 @@ class DeltaCache(_PerSample):
 
     label = "delta"
 
-    def __init__(self, dtype: str | None = None) -> None:
-        super().__init__(dtype)
+    dtype: Dtype = None
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         change = tensor.clone()
@@ -263,6 +249,3 @@ class DeltaCache(_PerSample):
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
             self._kept.put(sample, value[span])
         return value
-
-    def __repr__(self) -> str:
-        return f"DeltaCache(dtype={self.dtype!r})"

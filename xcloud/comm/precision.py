@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xcloud.base.checks import check_choice, check_int
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers, wide
@@ -44,7 +45,7 @@ class Nothing:
         return parts[0]
 
 
-@dataclass(frozen=True)
+@settings("Cast")
 class Cast:
     """float16 or bfloat16 on the wire.
 
@@ -60,10 +61,7 @@ class Cast:
 
     family: ClassVar[Family] = "precision"
     feedback: ClassVar[Feedback] = "useful"
-    dtype: str = "float16"
-
-    def __post_init__(self) -> None:
-        check_choice("Cast.dtype", self.dtype, _LABELS)
+    dtype: Literal["float16", "bfloat16"] = "float16"
 
     @property
     def label(self) -> str:
@@ -108,7 +106,7 @@ _CHUNK = 1 << 17
 """Values per pass: with what is made of them they fit into the processor's cache."""
 
 
-@dataclass
+@settings("BlockInt", frozen=False)
 class BlockInt(Draws):
     """Integers of `bits` bits and one scale for each block of `block` neighbouring values.
 
@@ -139,16 +137,12 @@ class BlockInt(Draws):
     """
 
     family: ClassVar[Family] = "precision"
-    bits: int = 8
-    block: int = 64
+    bits: Annotated[int, Field(ge=1, le=8)] = 8
+    block: Positive = 64
     stochastic: bool = False
-    seed: int = 0  # of stochastic rounding, combined with the channel's; not needed for decoding
-
-    def __post_init__(self) -> None:
-        check_int("BlockInt.bits", self.bits, 1, 8)
-        check_int("BlockInt.block", self.block, 1)
-        check_choice("BlockInt.stochastic", self.stochastic, (True, False))
-        check_int("BlockInt.seed", self.seed, 0, 2**31 - 1)
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = (
+        0  # of stochastic rounding, combined with the channel's; not needed for decoding
+    )
 
     @property
     def feedback(self) -> Feedback:

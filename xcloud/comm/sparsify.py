@@ -5,15 +5,15 @@ Shapes: N values of the tensor in any shape, k of them sent; R rows of D values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import FrameError
+from xcloud.base.settings import Rate, settings
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.bits import pack, packed_bytes, unpack
 from xcloud.comm.compressor import Draws, Family, Feedback, Parts, refuse_integers
@@ -22,7 +22,7 @@ _SAMPLE = 1 << 16
 """Values that tell roughly where the largest begin."""
 
 
-@dataclass(frozen=True)
+@settings("TopK")
 class TopK:
     """The k = max(1, round(rate * N)) values of largest magnitude of the whole tensor.
 
@@ -35,10 +35,7 @@ class TopK:
 
     family: ClassVar[Family] = "sparse"
     feedback: ClassVar[Feedback] = "needed"
-    rate: float
-
-    def __post_init__(self) -> None:
-        check_number("TopK.rate", self.rate, 0, 1, above=True)
+    rate: Rate
 
     @property
     def label(self) -> str:
@@ -63,7 +60,7 @@ class TopK:
         return _spread(values, positions, spec)
 
 
-@dataclass(frozen=True)
+@settings("TopRows")
 class TopRows:
     """The k = max(1, round(rate * R)) rows of largest norm, sent whole. Ours.
 
@@ -77,10 +74,7 @@ class TopRows:
 
     family: ClassVar[Family] = "sparse"
     feedback: ClassVar[Feedback] = "needed"
-    rate: float
-
-    def __post_init__(self) -> None:
-        check_number("TopRows.rate", self.rate, 0, 1, above=True)
+    rate: Rate
 
     @property
     def label(self) -> str:
@@ -113,7 +107,7 @@ class TopRows:
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
 
 
-@dataclass
+@settings("RandomK", frozen=False)
 class RandomK(Draws):
     """k = max(1, round(rate * N)) values, one from each of k equal strips of the tensor.
 
@@ -130,14 +124,9 @@ class RandomK(Draws):
     """
 
     family: ClassVar[Family] = "sparse"
-    rate: float
-    seed: int = 0  # combined with the channel's
+    rate: Rate
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0  # combined with the channel's
     unbiased: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("RandomK.rate", self.rate, 0, 1, above=True)
-        check_int("RandomK.seed", self.seed, 0, 2**31 - 1)
-        check_choice("RandomK.unbiased", self.unbiased, (True, False))
 
     @property
     def feedback(self) -> Feedback:
@@ -170,7 +159,7 @@ class RandomK(Draws):
         return _spread(values, positions, spec)
 
 
-@dataclass
+@settings("RandomTopK", frozen=False)
 class RandomTopK(Draws):
     """The k = max(1, round(top * m)) values of largest magnitude among
     m = max(1, round(random * N)) that are drawn as `RandomK` draws them.
@@ -187,14 +176,9 @@ class RandomTopK(Draws):
 
     family: ClassVar[Family] = "sparse"
     feedback: ClassVar[Feedback] = "needed"
-    random: float
-    top: float
-    seed: int = 0  # combined with the channel's
-
-    def __post_init__(self) -> None:
-        check_number("RandomTopK.random", self.random, 0, 1, above=True)
-        check_number("RandomTopK.top", self.top, 0, 1, above=True)
-        check_int("RandomTopK.seed", self.seed, 0, 2**31 - 1)
+    random: Rate
+    top: Rate
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0  # combined with the channel's
 
     @property
     def label(self) -> str:

@@ -19,15 +19,17 @@ from xcloud.base.errors import ConfigError, FrameError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.chain import Chain
 from xcloud.comm.compressor import Compressor, Parts, Randomized, seed_from
-from xcloud.comm.state import MEMORY, State, Stateful, copy_of, join_states, split_state
+from xcloud.comm.state import MEMORY, Marked, State, Stateful, StatefulParts, copy_of, stateful
 
 Choose = Callable[[str, torch.Size], Compressor]
 """The compressor of a tensor, by its name and shape."""
 
 
 @dataclass
-class _Coded:
-    """One tensor: its compressor (a copy of its own) and what messages have not told so far."""
+class _Coded(StatefulParts):
+    """One tensor: its compressor (a copy of its own), and what messages have left out so far."""
+
+    own_names = ("residual",)
 
     name: str
     shape: torch.Size
@@ -49,17 +51,18 @@ class _Coded:
             self.residual = meant.sub_(seen)
         return parts, seen.view(self.shape)
 
-    def state_dict(self) -> State:
-        state: State = {}
-        if isinstance(self.compressor, Stateful):
-            state |= join_states({"compressor": self.compressor.state_dict()})
-        if self.residual is not None:
-            state["residual"] = copy_of(self.residual)
-        return state
+    def parts(self) -> Mapping[str, Stateful]:
+        return stateful({"compressor": self.compressor})
 
-    def load_state_dict(self, state: State) -> None:
-        rest = dict(state)
-        residual = rest.pop("residual", None)
+    @property
+    def state_owner(self) -> str:
+        return f"the tensor {self.name!r}"
+
+    def own(self) -> State:
+        return {} if self.residual is None else {"residual": copy_of(self.residual)}
+
+    def take(self, own: State) -> None:
+        residual = own.get("residual")
         fits = isinstance(residual, Tensor) and residual.shape == self.spec.shape
         if (residual is not None or self.residual is not None) and not (
             fits and self.residual is not None
@@ -70,13 +73,9 @@ class _Coded:
             )
         if isinstance(residual, Tensor) and self.residual is not None:
             self.residual = residual.to(self.residual, copy=True)
-        parts = {"compressor"} if isinstance(self.compressor, Stateful) else set[str]()
-        split = split_state(rest, parts, f"the tensor {self.name!r}")
-        if isinstance(self.compressor, Stateful):
-            self.compressor.load_state_dict(split["compressor"])
 
 
-class TensorCodec:
+class TensorCodec(StatefulParts):
     """Encodes this replica's tensors and decodes those of any other with the same settings.
 
     shapes: every tensor by name, in the order in which they are handed over.
@@ -221,15 +220,10 @@ class TensorCodec:
     def _named(self, name: str) -> _Coded:
         return next(coded for coded in self._coded if coded.name == name)
 
-    def state_dict(self) -> State:
+    def parts(self) -> Mapping[str, Stateful]:
         """Residuals and what compressors carry on, by the number of the tensor."""
-        return join_states({f"{MEMORY}.{i}": c.state_dict() for i, c in enumerate(self._coded)})
-
-    def load_state_dict(self, state: State) -> None:
-        numbered = {str(i): coded for i, coded in enumerate(self._coded)}
-        own = split_state(state, (MEMORY,), "tensors to average")[MEMORY]
-        for number, part in split_state(own, numbered, "tensors to average").items():
-            numbered[number].load_state_dict(part)
+        numbered = {str(number): coded for number, coded in enumerate(self._coded)}
+        return {MEMORY: Marked(numbered, "tensors to average")}
 
 
 def _is_bounded(tensor: Tensor) -> bool:

@@ -45,7 +45,13 @@ class StageOutput(NamedTuple):
 
 
 class Stage(nn.Module):
-    """One part of a split model."""
+    """One part of a split model.
+
+    architecture: JSON values from which it can be built again without its weights; None: the
+    model's settings say all.
+    """
+
+    architecture: Mapping[str, Any] | None = None
 
     def hand_over(self) -> tuple[Tensor, ...]:
         """What the next stage must have before the first step, as its boundary's `start` says."""
@@ -159,12 +165,7 @@ class SplitModel(Protocol):
         """The stage with its initial weights, which depend on the seed but not on the cluster."""
 
     def empty_stage(
-        self,
-        stage: int,
-        num_stages: int,
-        vocabularies: Mapping[str, TokenIds],
-        max_length: int,
-        architecture: Mapping[str, Any] | None = None,
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
     ) -> Stage:
         """The stage with arbitrary weights, to be filled from an exported file.
 

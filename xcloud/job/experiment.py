@@ -2,61 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.layout import ClusterLayout
-from xcloud.comm.boundary import Boundary
-from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
-from xcloud.contracts.model import SplitModel
-from xcloud.contracts.task import Task
-from xcloud.job.experiment_checks import (
-    check_autopilot,
-    check_choices,
-    check_defences,
-    check_feedback,
-    check_keeping,
-    check_privacy,
-    check_sharded,
-    check_tied,
-    check_visibility,
-)
-from xcloud.job.job import Job
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.schedule import Schedule
-from xcloud.parallel.strategy import Strategy
-from xcloud.security.defences import Defence
+from xcloud.base.settings import settings
+from xcloud.job.needs import CHECKED_LAST, FEATURES, check_choices
+from xcloud.job.pipeline_job import PipelineJob
 from xcloud.security.observer import LeakMeter
-from xcloud.security.visibility import Visibility
-from xcloud.training.batch_plan import BatchPlan, PinnedBatchPlan
-from xcloud.training.settings import Training
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment(Job):
+@settings(kw_only=True)
+class Experiment(PipelineJob):
     """What runs where, how it trains and what is written down. Raises ConfigError for settings
-    that do not fit together. cluster: once built, with the replicas that the strategy makes."""
-
-    task: Task
-    model: SplitModel
-    cluster: ClusterLayout
-    schedule: Schedule
-    compression: Compression | Phased | PerBoundary | Selectable
-    training: Training
-    security: Visibility = field(default_factory=Visibility)
-    strategy: Strategy = field(default_factory=Strategy)
+    that do not fit together."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
         if self.autopilot is not None:
-            check_autopilot(self)
             object.__setattr__(self, "compression", self.autopilot.around(self.compression))
-            check_choices(self)
         micro_batches = self.schedule.num_micro_batches
         fewest = self.cluster.min_micro_batches()
         if micro_batches < fewest:
@@ -74,37 +38,36 @@ class Experiment(Job):
         layout = self.cluster
         if layout.num_replicas > 1:
             _ = self.compression.averaging_label  # raises for one that cannot be
-            check_feedback(self)
-        if isinstance(self.compression, PerBoundary):
-            for boundary in self.compression.boundaries:
-                if boundary >= layout.num_stages - 1:
-                    raise ConfigError(
-                        f"compression.boundary_{boundary}: there is no such boundary; this "
-                        "cluster has "
-                        f"{layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
-                    )
+        for boundary in self.compression.boundaries:
+            if boundary >= layout.num_stages - 1:
+                raise ConfigError(
+                    f"compression.boundary_{boundary}: there is no such boundary; this cluster "
+                    f"has {layout.num_stages} stages, so boundaries 0 to {layout.num_stages - 2}"
+                )
         stages = range(layout.num_stages)
         fields = {stage: self.model.fields(stage, layout.num_stages) for stage in stages}
         for replica in range(layout.num_replicas):
-            check_visibility(self, replica, fields)
-        if self.ties_ends:
-            check_tied(self)
-        check_sharded(self)
+            self._check_visibility(replica, fields)
         self.security.defences.check(fields[layout.num_stages - 1])
-        for replica in range(layout.num_replicas):
-            check_defences(self, replica)
-        check_privacy(self)
+        for feature in FEATURES:
+            feature.check(self)
+        if self.autopilot is not None:
+            check_choices(self)
 
-    @property
-    def ties_ends(self) -> bool:
-        """Whether the first and the last stage train a matrix in common (tied embeddings)."""
-        ties = getattr(self.model, "ties_ends", None)
-        return ties is not None and bool(ties(self.cluster.num_stages))
-
-    def defences_at(self, stage: int, replica: int) -> dict[str, Defence]:
-        """By direction, of the boundary behind `stage`."""
-        cloud_of = partial(self.cluster.stage_cloud, replica=replica)
-        return self.security.defences.at(stage, cloud_of, self.cluster.num_stages - 1)
+    def _check_visibility(self, replica: int, fields: dict[int, frozenset[str]]) -> None:
+        layout, clouds = self.cluster, tuple(self.cluster.clouds)
+        stage_cloud = {stage: layout.stage_cloud(stage, replica) for stage in fields}
+        try:
+            self.security.check(clouds, fields, stage_cloud)
+            if self.security.weights:
+                parts = {stage: self.model.parts(stage, layout.num_stages) for stage in fields}
+                self.security.check_weights(clouds, parts, stage_cloud)
+        except ConfigError as error:
+            if replica == 0:
+                raise
+            raise ConfigError(
+                f"{error} strategy={self.strategy.name} puts stages {sorted(fields)} there too."
+            ) from error
 
     @property
     def compression_in_force(self) -> str:
@@ -174,11 +137,20 @@ class Experiment(Job):
         return getattr(self.model, "is_pretrained", False) and not self.is_elastic
 
     @property
+    def why_not_in_turns(self) -> str:
+        if not self.strategy.is_apart:
+            return ""
+        return (
+            f"strategy={self.strategy.name} averages between some steps and sends beside others, "
+            "which turns would miss or hide (compare samples_per_s)"
+        )
+
+    @property
     def essential_ranks(self) -> frozenset[int]:
-        local = self.strategy.averaging
-        if not self.is_elastic or not isinstance(local, LocalUpdates) or local.leave == "fail":
-            return super().essential_ranks
-        return self.saving_ranks
+        averaging = self.strategy.averaging
+        if self.is_elastic and averaging is not None and averaging.may_leave:
+            return self.saving_ranks
+        return super().essential_ranks
 
     @property
     def may_report(self) -> Mapping[str, frozenset[int]]:
@@ -196,8 +168,8 @@ class Experiment(Job):
 
     @property
     def restart_s(self) -> float | None:
-        local = self.strategy.averaging
-        return local.restart_s if isinstance(local, LocalUpdates) else None
+        averaging = self.strategy.averaging
+        return None if averaging is None else averaging.restart_s
 
     @property
     def schedule_label(self) -> str:
@@ -212,74 +184,11 @@ class Experiment(Job):
                 f"{self.task.describe()} needs model.output={asked}, and it is {given}"
             )
         self.task.check()
-        check_keeping(self, self.boundaries)
-
-    @property
-    def boundaries(self) -> dict[int, Boundary]:
-        """What crosses from each stage to the next."""
-        return {
-            stage: self.model.boundary(stage, self.cluster.num_stages, self.task.max_length)
-            for stage in range(self.cluster.num_stages - 1)
-        }
-
-    @property
-    def cached_boundaries(self) -> list[int]:
-        """Boundaries behind which clouds keep rows of frozen parts."""
-        if not self.training.activation_cache_mb:
-            return []
-        leaves = self.cluster.leaves_cloud
-        return [s for s, boundary in self.boundaries.items() if boundary.is_constant and leaves(s)]
-
-    @property
-    def schedules(self) -> Sequence[Schedule]:
-        """All that the run may use, its own first."""
-        if self.autopilot is None:
-            return [self.schedule]
-        return self.autopilot.schedules(self.schedule, self.cluster.num_stages)
-
-    @property
-    def max_micro_batch(self) -> int:
-        """Samples of the largest micro-batch, in training or evaluation."""
-        fewest = min(s.num_micro_batches for s in self.schedules) * self.training.accumulate_steps
-        return max(-(-self.training.batch_size // fewest), self.training.eval_batch_size)
-
-    @property
-    def num_pieces(self) -> int:
-        """Micro-batches of an update, over all passes."""
-        return self.schedule.num_micro_batches * self.training.accumulate_steps
-
-    def batch_plan(self, num_samples: int) -> BatchPlan:
-        """The batches of training. A sample keeps its lanes where a memory is kept for it: both
-        ends of a channel must meet it again."""
-        layout, size = self.cluster, self.training.batch_size
-        periods = [
-            layout.lane_period(stage)
-            for stage in range(layout.num_stages - 1)
-            if layout.leaves_cloud(stage)
-            and (self.compression.at_boundary(stage).has_memory or stage in self.cached_boundaries)
-        ]
-        period, num_micro_batches = math.lcm(*periods), self.schedule.num_micro_batches
-        if period == 1:
-            return BatchPlan(num_samples, size, self.seed)
-        lanes = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
-        return PinnedBatchPlan(num_samples, size, self.seed, lanes)
-
-    def fields_of_cloud(self, cloud: str) -> frozenset[str]:
-        """Batch fields that any rank of the cloud reads."""
-        stages = self.cluster.clouds[cloud].stages or ()
-        return frozenset[str]().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )
+        for feature in CHECKED_LAST:
+            feature.check(self)
 
     def held_by(self, cloud: str, what: str) -> frozenset[str]:
         if what == "holders":
             return self.fields_of_cloud(cloud)
         stages, num_stages = self.cluster.clouds[cloud].stages or (), self.cluster.num_stages
         return frozenset[str]().union(*(self.model.parts(s, num_stages) for s in stages))
-
-    def fields_of(self, rank: int) -> frozenset[str]:
-        """Batch fields that this rank reads, and so loads."""
-        stages = self.cluster.placement(rank).stages
-        return frozenset().union(
-            *(self.model.fields(stage, self.cluster.num_stages) for stage in stages)
-        )

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Protocol
 
-from xcloud.base.checks import check_int
+from pydantic import SkipValidation
+
 from xcloud.base.project import project_root
-from xcloud.cluster.clouds import Layout
+from xcloud.base.settings import NotNegative, settings
+from xcloud.cluster.layout import Layout
 from xcloud.plan.autopilot import Autopilot
 from xcloud.plan.settings import Planning
 from xcloud.record.summary import RunStatistics
@@ -21,17 +23,14 @@ from xcloud.security.observer import LeakMeter
 from xcloud.training.settings import Checkpoints
 
 
-@dataclass(frozen=True)
+@settings("launch")
 class Launch:
     """How run.py starts the ranks of a run on this machine.
 
     max_restarts: how often, if some die, all are started again from the last checkpoint.
     """
 
-    max_restarts: int = 3
-
-    def __post_init__(self) -> None:
-        check_int("launch.max_restarts", self.max_restarts, 0)
+    max_restarts: NotNegative = 3
 
 
 class AnyTraining(Protocol):
@@ -44,7 +43,7 @@ class AnyTraining(Protocol):
     def checkpoint(self) -> Checkpoints: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Job(ABC):
     """One frozen object that describes a run. Experiment is one, OneWayExperiment another.
 
@@ -57,10 +56,10 @@ class Job(ABC):
     """
 
     name: str
-    cluster: Layout[Any]
-    training: AnyTraining
-    tracker: Tracker
-    seed: int = 1
+    cluster: SkipValidation[Layout[Any]]
+    training: SkipValidation[AnyTraining]
+    tracker: SkipValidation[Tracker]
+    seed: NotNegative = 1
     profile: str = "demo"
     sweep: str | None = None
     label: str | None = None
@@ -68,9 +67,6 @@ class Job(ABC):
     launch: Launch = field(default_factory=Launch)
     plan: Planning | None = None
     autopilot: Autopilot | None = None
-
-    def __post_init__(self) -> None:
-        check_int("seed", self.seed, 0)
 
     @property
     def run_name(self) -> str:
@@ -136,8 +132,13 @@ class Job(ABC):
             **({"strategy": self.strategy_in_force} if self.strategy_in_force else {}),
         }
 
+    @property
+    def why_not_in_turns(self) -> str:
+        """Why its steps cannot be timed in turns with those of other jobs; "" if they can."""
+        return ""
+
     def statistics(self) -> RunStatistics:
-        """That sum up the events of its run."""
+        """A fresh one, to be fed this run's events."""
         return RunStatistics(self.cluster.num_ranks)
 
     @property

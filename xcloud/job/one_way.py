@@ -5,8 +5,10 @@ feed one with integers. Its file is read and checked like any experiment's (conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
+
+from pydantic import SkipValidation
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
@@ -34,7 +36,7 @@ class OneWayTraining:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class OneWayExperiment(Job):
     """Who feeds whom, how it trains and what is written down. Raises ConfigError for settings that
     do not fit together.
@@ -43,40 +45,18 @@ class OneWayExperiment(Job):
     its run folder; none if empty. Points of a sweep have none.
     """
 
-    model: OneWayModel
+    model: SkipValidation[OneWayModel]
     cluster: OneWayLayout
     training: OneWayTraining
     feed: Feed = field(default_factory=Feed)
     follow_up: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.autopilot is not None:
             raise ConfigError(
                 "autopilot chooses the compression of a pipeline's boundaries, and a one-way "
-                "job has "
-                "none; set autopilot=off"
+                "job has none; set autopilot=off"
             )
-        if (
-            not isinstance(self.follow_up, Sequence)
-            or isinstance(self.follow_up, str)
-            or not all(isinstance(word, str) for word in self.follow_up)
-        ):
-            raise ConfigError(
-                "follow_up must be a list of overrides such as ['+exp=xnli_zero_shot'], or [] for "
-                f"none, got {self.follow_up!r}"
-            )
-        for name, kind in (
-            ("cluster", OneWayLayout),
-            ("training", OneWayTraining),
-            ("feed", Feed),
-        ):
-            found = getattr(self, name)
-            if not isinstance(found, kind):
-                raise ConfigError(
-                    f"{name} of a one-way job must be a {kind.__name__}, got a "
-                    f"{type(found).__name__}"
-                )
         if not hasattr(self.model, "max_payload_bytes"):
             raise ConfigError(
                 f"model: a {type(self.model).__name__} cannot feed; a one-way job needs a "
@@ -87,6 +67,16 @@ class OneWayExperiment(Job):
             usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
         self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
+
+    @property
+    def why_not_in_turns(self) -> str:
+        return "the producers of a one-way job run ahead of their consumer while others are timed"
+
+    def statistics(self) -> OneWayStatistics:
+        layout = self.cluster
+        shares = dict(zip(layout.producers, layout.shares, strict=True))
+        sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
+        return OneWayStatistics(layout.num_consumers, shares, sizes)
 
     @property
     def compression_in_force(self) -> str:
@@ -111,12 +101,6 @@ class OneWayExperiment(Job):
     @property
     def next_experiment(self) -> Sequence[str]:
         return self.follow_up
-
-    def statistics(self) -> OneWayStatistics:
-        layout = self.cluster
-        shares = dict(zip(layout.producers, layout.shares, strict=True))
-        group_sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
-        return OneWayStatistics(layout.num_consumers, shares, group_sizes)
 
     @property
     def essential_ranks(self) -> frozenset[int]:

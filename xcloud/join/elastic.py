@@ -1,4 +1,4 @@
-"""A run that goes on where a cloud is late or lost: how its ranks meet, and what its hub tells.
+"""How the ranks of a run meet in which a cloud may be late or lost.
 
 A rank may begin at any time, also again. It compares what it is about to run with what rank 0 has
 put into the store where they meet, and leaves if that differs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,9 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from xcloud.base.errors import ConfigError, LinkTimeout
-from xcloud.cluster.clouds import Layout
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.pair_transport import PairTransport, meeting_store
-from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.job.job import Job
 from xcloud.join.agreement import (
     Agreed,
@@ -37,16 +36,9 @@ from xcloud.join.agreement import (
     judge,
 )
 from xcloud.join.failure_detector import FailureDetector
-from xcloud.parallel.averaging import Watch
 from xcloud.parallel.control import NOTHING, compare_facts, decode_facts, encode_facts
-from xcloud.parallel.hub import HUB, KEPT, Absence, Ends, Hub, Member, Told
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import weighted_mean
-from xcloud.parallel.outer_parameters import OuterParameters
-from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.hub import HUB
 from xcloud.parallel.replica_check import digest
-from xcloud.parallel.replica_links import ReplicaLinks
-from xcloud.record.reporter import Reporter
 from xcloud.survive.compared import make_table
 from xcloud.survive.resume import HELD
 
@@ -137,9 +129,17 @@ def _name(layout: Layout[Any], rank: int) -> str:
 class StoreFacts:
     """What each rank compares before its first step: rank 0 leaves its own in the store."""
 
+    tells_sizes = False
+
     def __init__(self, transport: PairTransport) -> None:
         self._transport = transport
         self._number = 0
+
+    def tell_sizes(self, sizes: Sequence[int], peers: Iterable[int]) -> None:
+        raise AssertionError("ranks that begin at any time read their own data")
+
+    def hear_sizes(self, num_splits: int) -> list[int]:
+        raise AssertionError("ranks that begin at any time read their own data")
 
     def agree(
         self, facts: Mapping[str, str], left_out: Mapping[int, Collection[str]] = NOTHING
@@ -168,62 +168,3 @@ def _text(data: Tensor) -> str:
 
 def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def make_end(
-    settings: LocalUpdates,
-    parameters: Mapping[str, nn.Parameter],
-    new_codec: Callable[[Mapping[str, torch.Size], str], TensorCodec],
-    links: ReplicaLinks,
-    tell: Teller,
-    watch: Watch | None,
-    most_weight: Callable[[int], float],
-) -> tuple[Hub | Member, int]:
-    """Of a cloud's first rank, and the bytes of its longest message."""
-    shapes = {name: p.shape for name, p in parameters.items()}
-    values = OuterParameters(parameters, [range(len(shapes))], RankGroup.alone(), settings.outer)
-    ends = Ends(values, new_codec(shapes, "change"), new_codec(shapes, "merged"), links)
-    num_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-    longest = max(2 * num_bytes, KEPT * ends.merged.max_bytes, ends.codec.max_bytes)
-    if links.replica != HUB:
-        return Member(ends), longest
-    hub = Hub(
-        ends, settings.merge or weighted_mean, settings.late, settings.leave, settings.wait_s,
-        tell.merge, tell.absence, watch, list(shapes), most_weight,
-    )  # fmt: skip
-    return hub, longest
-
-
-class Teller:
-    """Writes down what the hub says. cloud_of: of a replica; ranks_in: of a cloud."""
-
-    def __init__(
-        self,
-        reporter: Reporter,
-        cloud_of: Callable[[int], str],
-        ranks_in: Callable[[str], Sequence[int]],
-    ) -> None:
-        self._reporter, self._cloud_of, self._ranks_in = reporter, cloud_of, ranks_in
-        self._left_out = False  # the last merge
-
-    def merge(self, told: Told) -> None:
-        weights = {self._cloud_of(r): weight for r, weight in enumerate(told.weights)}
-        kind = "partial_merge" if told.is_partial else "merge"
-        self._reporter.event(kind, step=told.step, weights=weights)
-        left_out = not any(told.weights)
-        if left_out and not self._left_out:
-            self._reporter.note(
-                f"the merge of step {told.step} is left out, and those after it until enough "
-                "clouds with finite changes are there; each goes on by itself"
-            )
-        self._left_out = left_out
-
-    def absence(self, absence: Absence) -> None:
-        cloud, step = self._cloud_of(absence.replica), absence.step
-        ranks = list(self._ranks_in(cloud))
-        self._reporter.event(
-            "absence", now=True, absent=cloud, ranks=ranks, what=absence.what, step=step
-        )
-        said = {"late": "is late", "left": "is gone", "back": "is back"}[absence.what]
-        why = f": {absence.why}" if absence.why else ""
-        self._reporter.note(f"cloud {cloud} {said} (step {step}){why}")

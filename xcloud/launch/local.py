@@ -79,7 +79,7 @@ def run(
         if monitor.trains and ranks.experiment_file != file:  # they have taken the state over
             configs.write(config, file)
             ranks.experiment_file = file
-            experiment.tracker.artifact(file)
+            monitor.keep(file)
         return met
 
     cause: str | None = "the run was ended from outside"

@@ -11,19 +11,19 @@ A adapter features, N rows of a decoding step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, field, replace
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int, check_number
-from xcloud.base.errors import ConfigError
-from xcloud.contracts.model import BuildContext, Stage, TokenIds
+from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.attention import CrossAttention, FixedCache, Packing
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone, Weights
-from xcloud.models.decoding import Greedy, Search, check_search
+from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, check_heads
 from xcloud.models.encoder_decoder import (
     SOURCE,
@@ -35,8 +35,6 @@ from xcloud.models.encoder_decoder import (
     TargetLayer,
     TargetSettings,
     TargetStage,
-    check_layers_per_stage,
-    layers_of,
 )
 from xcloud.models.seeding import seeded
 
@@ -138,7 +136,7 @@ def _start_small(last: nn.Linear) -> None:
     nn.init.zeros_(last.bias)
 
 
-@dataclass(frozen=True)
+@settings("AbNet")
 class AbNet(EncoderDecoder):
     """Encoder with adapters | decoder with cross-attention adapters; a SplitModel.
 
@@ -156,32 +154,22 @@ class AbNet(EncoderDecoder):
 
     encoder: OwnBackbone | PretrainedBackbone
     decoder: OwnBackbone | PretrainedBackbone
-    adapter_size: int = 512
-    cross_attention_heads: int = 8
-    dropout: float = 0.1
-    backbone_dropout: float = 0.0
-    label_smoothing: float = 0.1
+    adapter_size: Positive = 512
+    cross_attention_heads: Positive = 8
+    dropout: Fraction = 0.1
+    backbone_dropout: Fraction = 0.0
+    label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
     train_head: bool = True
     word_adapters: bool = False
-    encoder_layers_per_stage: Sequence[int] | None = None
+    encoder_layers_per_stage: Sequence[Positive] | None = None
     decoding: Search = field(default_factory=Greedy)
 
     def __post_init__(self) -> None:
-        check_int("AbNet.adapter_size", self.adapter_size, 1)
-        check_int("AbNet.cross_attention_heads", self.cross_attention_heads, 1)
-        if isinstance(self.decoder, OwnBackbone):  # others are checked when loaded
-            check_heads(
-                "AbNet.cross_attention_heads", self.cross_attention_heads, self.decoder.hidden
-            )
-        check_number("AbNet.dropout", self.dropout, 0, 1)
-        check_number("AbNet.backbone_dropout", self.backbone_dropout, 0, 1)
-        check_number("AbNet.label_smoothing", self.label_smoothing, 0, 0.99)
-        for name in ("train_head", "word_adapters"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"AbNet.{name} must be true or false, got {value!r}")
-        check_layers_per_stage("AbNet.encoder_layers_per_stage", self.encoder_layers_per_stage)
-        check_search("AbNet.decoding", self.decoding)
+        if self.decoder.hidden is not None:  # else it is checked when loaded
+            self._check_heads(self.decoder.hidden)
+
+    def _check_heads(self, hidden: int) -> None:
+        check_heads("AbNet.cross_attention_heads", self.cross_attention_heads, hidden)
 
     def describe(self) -> str:
         return (
@@ -200,61 +188,34 @@ class AbNet(EncoderDecoder):
     def source_width(self) -> int:
         return self.encoder.width()
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        self.check_stage(stage, num_stages)
-        if stage < num_stages - 1:
-            weights = self.encoder.weights(SOURCE, replace(context, setting="model.encoder"))
-            ids = context.vocabularies.get(SOURCE)
-            built: Stage = self._source_stage(weights, stage, num_stages, ids, context.seed)
-        else:
-            weights = self.decoder.weights(TARGET, replace(context, setting="model.decoder"))
-            if context.lane == 0 and not weights.have_head:
-                context.report("the decoder's checkpoint has no tied output head: training one")
-            ids = context.vocabularies[TARGET]
-            built = self._target_stage(
-                weights, self.encoder.width(), ids, context.max_length, context.seed
-            )
-        return built.to(context.device)
-
-    def empty_stage(
+    def _stage(
         self,
         stage: int,
         num_stages: int,
-        vocabularies: Mapping[str, TokenIds],
-        max_length: int,
-        architecture: Mapping[str, Any] | None = None,
+        context: BuildContext,
+        architecture: Mapping[str, Any] | None,
     ) -> Stage:
-        """The stage with arbitrary weights on the CPU, to be filled by load_state_dict.
-
-        architecture: the trained stage's `architecture`. None: taken from the backbone, so a
-        PretrainedBackbone's config.json must be available.
-        """
-        self.check_stage(stage, num_stages)
         is_last = stage == num_stages - 1
-        backbone, name = (self.decoder, TARGET) if is_last else (self.encoder, SOURCE)
+        side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
         if architecture is None:
-            config = backbone.config(name, vocabularies, max_length)
+            where = replace(context, setting=f"model.{side}")
+            weights = backbone.weights(TARGET if is_last else SOURCE, where)
+            if is_last and context.lane == 0 and not weights.have_head:
+                context.report("the decoder's checkpoint has no tied output head: training one")
         else:
-            config = EncoderConfig(**architecture["backbone"])
-        weights = Weights(config, None)
+            weights = Weights(EncoderConfig(**architecture["backbone"]), None)
+        frozen = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
         if not is_last:
-            return self._source_stage(weights, stage, num_stages, vocabularies.get(name), 0)
-        source_hidden = architecture["source_hidden"] if architecture else self.encoder.width()
-        return self._target_stage(weights, source_hidden, vocabularies[name], max_length, 0)
+            parts = self.encoder_layers(frozen.num_layers, stage, num_stages)
+            return self._source_stage(weights, frozen, parts, context)
+        width = architecture["source_hidden"] if architecture else self.encoder.width()
+        return self._target_stage(weights, frozen, width, context)
 
     def _source_stage(
-        self, weights: Weights, stage: int, num_stages: int, ids: TokenIds | None, seed: int
+        self, weights: Weights, config: EncoderConfig, parts: range, context: BuildContext
     ) -> SourceStage:
-        config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
-        parts = layers_of(
-            config.num_layers,
-            stage,
-            num_stages,
-            self.encoder_layers_per_stage,
-            "AbNet.encoder_layers_per_stage",
-        )
-        with seeded(seed, "encoder"):
-            encoder = Encoder(config, parts, embeddings=stage == 0, head=False)
+        with seeded(context.seed, "encoder"):
+            encoder = Encoder(config, parts, embeddings=0 in parts, head=False)
         if weights.tensors is not None:
             encoder.load_part(weights.tensors)
         encoder.requires_grad_(False)
@@ -263,23 +224,18 @@ class AbNet(EncoderDecoder):
         layers = {}
         for i in parts:
             # One random stream per layer: initial weights do not depend on the layout.
-            with seeded(seed, "encoder adapter", i):
+            with seeded(context.seed, "encoder adapter", i):
                 adapter = EncoderAdapter(config.hidden, self.adapter_size, self.dropout)
             layers[str(i)] = AdaptedLayer(encoder.layer(i), adapter)
-        return SourceStage(
-            encoder.embeddings,
-            layers,
-            None,
-            ids.pad if ids is not None else None,
-            {"backbone": asdict(weights.config)},
-        )
+        about = {"backbone": asdict(weights.config)}
+        ids = context.vocabularies.get(SOURCE)
+        return SourceStage(encoder.embeddings, layers, None, ids, about)
 
     def _target_stage(
-        self, weights: Weights, source_hidden: int, ids: TokenIds, max_length: int, seed: int
+        self, weights: Weights, config: EncoderConfig, source_hidden: int, context: BuildContext
     ) -> TargetStage:
-        config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
-        check_heads("AbNet.cross_attention_heads", self.cross_attention_heads, config.hidden)
-        with seeded(seed, "decoder"):
+        self._check_heads(config.hidden)
+        with seeded(context.seed, "decoder"):
             decoder = Encoder(config)
         assert decoder.embeddings is not None and decoder.head is not None
         if weights.tensors is not None:
@@ -292,7 +248,7 @@ class AbNet(EncoderDecoder):
             head = AdaptedHead(head, decoder.embeddings.words.weight)
         layers = {}
         for i in range(config.num_layers):
-            with seeded(seed, "decoder adapter", i):
+            with seeded(context.seed, "decoder adapter", i):
                 adapter = DecoderAdapter(
                     config.hidden,
                     source_hidden,
@@ -301,10 +257,7 @@ class AbNet(EncoderDecoder):
                     self.dropout,
                 )
             layers[str(i)] = AdaptedTargetLayer(decoder.layer(i), adapter)
-        return TargetStage(
-            decoder.embeddings,
-            layers,
-            head,
-            TargetSettings(ids, max_length, self.label_smoothing, self.decoding),
-            {"backbone": asdict(weights.config), "source_hidden": source_hidden},
-        )
+        ids = context.vocabularies[TARGET]
+        settings = TargetSettings(ids, context.max_length, self.label_smoothing, self.decoding)
+        about = {"backbone": asdict(weights.config), "source_hidden": source_hidden}
+        return TargetStage(decoder.embeddings, layers, head, settings, about)

@@ -7,7 +7,7 @@ Shapes: R rows (tokens that are not padding), H features, K = rank features, P a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +23,10 @@ from xcloud.models.attention import Packing
 from xcloud.models.backbone import Weights
 from xcloud.models.encoder import Encoder
 from xcloud.models.low_rank_cut import Basis, largest_entry_sign
+from xcloud.models.low_rank_stages import orthonormal_rows
 from xcloud.models.made_once import PublicTexts
 from xcloud.models.seeding import seeded
-from xcloud.models.split_point import Split, num_places
-from xcloud.models.text_head import orthonormal_rows
+from xcloud.models.split_point import Split
 
 CODE_VERSION = 3  # part of the cache key: increase it when equal settings would give another basis
 BATCH_TEXTS = 32
@@ -77,26 +77,40 @@ class EncoderBlock(CutBlock):
         return rows, packing.positions
 
 
-def random_basis(split: Split, hidden: int, seed: int) -> Basis:
-    """E of random orthonormal rows, D = E', no anchor: split.method=identity."""
-    assert split.rank is not None
-    encode = orthonormal_rows(split.rank, hidden, seed, "cut", split.block)
-    nothing = encode.new_zeros(0, hidden)
-    return Basis(encode, encode.T.contiguous(), nothing, nothing @ encode.T)
+def basis_of(
+    split: Split,
+    stage: int,
+    hidden: int,
+    block: Callable[[], CutBlock],
+    public: PublicTexts | None,
+    context: BuildContext,
+) -> Basis | None:
+    """What the projections on both sides of the cut behind stage 0 start from, equal in both
+    clouds; None in other stages, and where no features are reduced.
+
+    block: the cut block, built only where it is measured. public: where a basis is estimated on
+    public text. In stage 1 a basis of the owner's text is zero: it comes before the first step.
+    Raises ConfigError or DataError if the text does not fit the network.
+    """
+    if stage > 1 or not split.is_low_rank:
+        return None
+    if not split.is_measured:
+        # E of random orthonormal rows, D = E', no anchor: split.method=identity.
+        return _around(_random_rows(split, hidden, context.seed), torch.zeros(0, hidden))
+    if stage and split.hands_over:
+        assert split.rank is not None
+        anchor = torch.zeros(split.num_places(context.max_length), hidden)
+        return _around(torch.zeros(split.rank, hidden), anchor)
+    return measured_basis(split, block(), public if split.needs_public_text else None, context)
 
 
 def measured_basis(
-    split: Split,
-    cut: CutBlock,
-    public: PublicTexts | None,
-    context: BuildContext,
+    split: Split, cut: CutBlock, public: PublicTexts | None, context: BuildContext
 ) -> Basis:
     """Basis and anchor, estimated on public text or (public None) on this cloud's training text.
 
     Cached as cache_dir/cuts/<hash>.safetensors. The hash covers settings, weights and text, and
     the run's seed if the basis starts at random.
-
-    Raises ConfigError or DataError if the text does not fit the network.
     """
     cache_dir, max_length = context.cache_dir, context.max_length
     ids = public.token_ids(cache_dir) if public is not None else context.vocabularies["text"]
@@ -108,16 +122,16 @@ def measured_basis(
     if public is not None:
         wanted = split.calibration_texts * (1 + split.calibration_pairs)
         sentences = public.sentences(wanted, cache_dir)
-        said, texts = public.describe(), _Texts.of(split, sentences, ids, max_length)
+        whose, texts = public.describe(), _Texts.of(split, sentences, ids, max_length)
     else:
         batch = context.samples(split.calibration_texts)
-        said, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
+        whose, texts = "the owner's", _Texts.of_batch(batch, ids.pad)
     drawn = context.seed if split.method == "identity" else None
     path = cache_dir / "cuts" / f"{_key(split, cut, texts, max_length, drawn)}.safetensors"
 
     def make(part: Path) -> None:
         context.report(
-            f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({said})"
+            f"cut in block {split.block}: measuring a basis on {len(texts.ids)} texts ({whose})"
         )
         save_file(asdict(_measure(split, cut, texts, context)), part)
 
@@ -125,13 +139,14 @@ def measured_basis(
     return Basis(**load_file(path))
 
 
-def blank_basis(split: Split, hidden: int, max_length: int) -> Basis:
-    """A zero basis for the cloud that receives its half before the first step."""
+def _random_rows(split: Split, hidden: int, seed: int) -> Tensor:
     assert split.rank is not None
-    places = num_places(split.anchor_kind, max_length)
-    anchor = torch.zeros(places, hidden)
-    encode = torch.zeros(split.rank, hidden)
-    return Basis(encode, torch.zeros(hidden, split.rank), anchor, anchor @ encode.T)
+    return orthonormal_rows(split.rank, hidden, seed, "cut", split.block)
+
+
+def _around(encode: Tensor, anchor: Tensor) -> Basis:
+    """With the transpose of E for D."""
+    return Basis(encode, encode.T.contiguous(), anchor, anchor @ encode.T)
 
 
 @dataclass(frozen=True)
@@ -188,7 +203,7 @@ def _key(split: Split, cut: CutBlock, texts: _Texts, max_length: int, seed: int 
     described = {
         "code": CODE_VERSION,
         "settings": settings | {"anchor": split.anchor_kind},
-        "places": num_places(split.anchor_kind, max_length),
+        "places": split.num_places(max_length),
         "config": cut.described,
         "seed": seed,
     }
@@ -199,26 +214,17 @@ def _key(split: Split, cut: CutBlock, texts: _Texts, max_length: int, seed: int 
     return key_of(described, weights, bytes_of(texts.ids), bytes_of(texts.types))
 
 
-def _measure(
-    split: Split,
-    cut: CutBlock,
-    texts: _Texts,
-    context: BuildContext,
-) -> Basis:
-    max_length = context.max_length
-    assert split.rank is not None
-    places = num_places(split.anchor_kind, max_length)
-    moments = _Moments(cut, texts, max_length, context.device)
-    anchor = moments.anchor(places)
+def _measure(split: Split, cut: CutBlock, texts: _Texts, context: BuildContext) -> Basis:
+    moments = _Moments(cut, texts, context.max_length, context.device)
+    anchor = moments.anchor(split.num_places(context.max_length))
     if split.method == "identity":
-        encode = orthonormal_rows(split.rank, cut.hidden, context.seed, "cut", split.block)
-        decode = encode.T.contiguous()
-    else:
-        encode, decode, share = moments.components(anchor, split.rank, split.whiten)
-        context.report(
-            f"cut in block {split.block}: {split.rank} features keep {100 * share:.1f} % of the "
-            "variance"
-        )
+        return _around(_random_rows(split, cut.hidden, context.seed), anchor)
+    assert split.rank is not None
+    encode, decode, share = moments.components(anchor, split.rank, split.whiten)
+    context.report(
+        f"cut in block {split.block}: {split.rank} features keep {100 * share:.1f} % of the "
+        "variance"
+    )
     return Basis(encode, decode, anchor, anchor @ encode.T)
 
 
@@ -236,8 +242,8 @@ class _Moments:
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
         for ids, types, packing in texts.batches(range(len(texts.ids))):
             there = Packing(packing.counts.to(device))
-            found, places = cut.rows(ids.to(device), types.to(device), there)
-            rows, places = found.double().cpu(), places.cpu()
+            rows, places = cut.rows(ids.to(device), types.to(device), there)
+            rows, places = rows.double().cpu(), places.cpu()
             self.count_P += torch.bincount(places, minlength=max_length)
             self.sum_PH.index_add_(0, places, rows)
             self.product_HH += rows.T @ rows

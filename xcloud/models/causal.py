@@ -12,19 +12,23 @@ hidden rows [R, H]; back come their gradients, where something below them is tra
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_choice, check_int
-from xcloud.base.errors import ConfigError
-from xcloud.cluster.frame import TensorSpec
-from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage, TokenIds
+from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.contracts.model import Boundary, BoundaryField, BuildContext, Stage
+from xcloud.models.calibration import basis_of
 from xcloud.models.causal_base import OwnCausal
-from xcloud.models.causal_narrow import Cut, basis_of, check_fits, check_settings, make_cut
+from xcloud.models.causal_narrow import CausalBlock, check_fits, check_settings, make_cut
 from xcloud.models.causal_network import (
     HEAD,
     KINDS,
@@ -33,24 +37,25 @@ from xcloud.models.causal_network import (
     config_of,
     depth,
     laid_out,
+    load_weights,
     network_of,
     read_config,
-    same_attention,
     ties_words,
+    write_checkpoint,
 )
-from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
-from xcloud.models.causal_weights import load_weights
+from xcloud.models.causal_stage import CausalStage, Cut, same_attention
 from xcloud.models.lora import Lora
 from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Split, num_places
+from xcloud.models.split_point import Split
+from xcloud.models.stages import TEXT, TextModel, rows_boundary
 
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_LENGTH = 2**15 - 1  # places cross as int16
 WHOLE = Split(None)  # all features cross
 
 
-@dataclass(frozen=True)
-class CausalLM:
+@settings("model")
+class CausalLM(TextModel):
     """checkpoint: folder or hub id of a causal model of a type in causal_network.KINDS; the task
         must use its tokenizer. own: a small one made on the spot. Exactly one of them is given.
     lora: adapters beside a frozen model; None: all weights are trained.
@@ -73,56 +78,35 @@ class CausalLM:
     own: OwnCausal | None = None
     lora: Lora | None = None
     embeddings: Literal["freeze", "tie", "untie"] | None = None
-    blocks_per_stage: Sequence[int] | None = None
+    blocks_per_stage: Sequence[NotNegative] | None = None
     split: Split | None = None
     public_text: PublicTexts | None = None
-    vocabulary_chunk: int = 8192
+    vocabulary_chunk: Positive = 8192
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.own is None):
+        if bool(self.checkpoint) == (self.own is not None):
             raise ConfigError(
                 "a CausalLM needs model.checkpoint (a folder or hub id) or model.own, not both; "
                 "set the other to null"
             )
-        if self.checkpoint is not None and not (
-            isinstance(self.checkpoint, str) and self.checkpoint
-        ):
-            raise ConfigError(f"model.checkpoint must name a model, got {self.checkpoint!r}")
-        for name, kind in (("own", OwnCausal), ("lora", Lora), ("split", Split)):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"model.{name} must be a {kind.__name__}, got {given!r}")
-        check_choice("model.embeddings", self.embeddings, (None, "freeze", "tie", "untie"))
         if self.lora is not None and self.embeddings is not None:
             raise ConfigError(
                 "model.embeddings is for training without LoRA; beside model.lora they are "
                 "frozen: leave it out"
             )
-        if self.blocks_per_stage is not None:
-            if not isinstance(self.blocks_per_stage, Sequence):
-                raise ConfigError(
-                    "model.blocks_per_stage must be a list of counts or null, got "
-                    f"{self.blocks_per_stage!r}"
-                )
-            for count in self.blocks_per_stage:
-                check_int("model.blocks_per_stage", count, 0)
-        if self.split is not None:
-            check_settings(self.split, self.blocks_per_stage)
-            if self.split.needs_public_text and self._public_text is None:
-                raise ConfigError(
-                    "model.split.calibration=public needs model.public_text, in the tokens of "
-                    "model.checkpoint; or take the owner's text (calibration=own)"
-                )
-        check_int("model.vocabulary_chunk", self.vocabulary_chunk, 1)
-        check_choice(
-            "model.activation_checkpointing", self.activation_checkpointing, (True, False)
-        )
+        check_settings(self._cut, self.blocks_per_stage)
+        if self._cut.needs_public_text and self._public_text is None:
+            raise ConfigError(
+                "model.split.calibration=public needs model.public_text, in the tokens of "
+                "model.checkpoint; or take the owner's text (calibration=own)"
+            )
 
     def describe(self) -> str:
         name = self.checkpoint if self.own is None else self.own.describe()
-        said = f"{name}, {'all weights' if self.lora is None else self.lora.describe()}"
-        return said if self._cut.layer is None else f"{said}, {self._cut.describe()}"
+        trained = "all weights" if self.lora is None else self.lora.describe()
+        cut = "" if self._cut.layer is None else f", {self._cut.describe()}"
+        return f"{name}, {trained}{cut}"
 
     @property
     def _cut(self) -> Split:
@@ -131,19 +115,6 @@ class CausalLM:
     @property
     def _public_text(self) -> PublicTexts | None:
         return self.own.text if self.public_text is None and self.own else self.public_text
-
-    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
-        """The first stage reads the text, prompts and answers; the last what is to be guessed."""
-        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
-        return read | {LABEL} if stage == num_stages - 1 else read
-
-    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
-        held = {"layers"}
-        if stage == 0:
-            held.add("embeddings")
-        if stage == num_stages - 1:
-            held.add("head")
-        return frozenset(held)
 
     def ties_ends(self, num_stages: int) -> bool:
         """Whether the first and the last stage train a matrix in common."""
@@ -154,31 +125,74 @@ class CausalLM:
         config = self._config(max_length)
         part = self._part(config, stage, num_stages)
         cut, whole = self._cut, int(config.hidden_size)
-        is_narrow = cut.is_low_rank and stage == 0
-        width = cut.rank if is_narrow else whole
-        assert width is not None
-        fields = (
-            BoundaryField("counts", (), torch.int16),
-            BoundaryField("places", (), torch.int16, "counted", most=max_length - 1),
-            BoundaryField("hidden", (width,), torch.float32, "counted", whole),
-        )
-        start: tuple[TensorSpec, ...] = ()
-        if is_narrow and cut.hands_over:
-            shapes = ((whole, width), (num_places(cut.anchor_kind, max_length), whole))
-            start = tuple(TensorSpec(shape, torch.float32) for shape in shapes)
         trains = self._trains_up_to(config, part.blocks.stop, stage)
         draws = not self._freezes(stage) and _has_dropout(config)
-        return Boundary(fields, max_length, trains, start, is_constant=not (trains or draws))
+        return rows_boundary(
+            (cut.rank if cut.is_low_rank and stage == 0 else None) or whole,
+            max_length,
+            BoundaryField("places", (), torch.int16, "counted", most=max_length - 1),
+            whole=whole,
+            gradient_returns=trains,
+            start=cut.start_specs(whole, max_length) if stage == 0 else (),
+            is_constant=not (trains or draws),
+        )
 
-    def build_stage(
-        self, stage: int, num_stages: int, context: BuildContext, measures: bool = True
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        return self._built(stage, num_stages, context, measures=True)
+
+    def empty_stage(
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+    ) -> Stage:
+        """Beside LoRA the file holds the adapters only, so the rest is read from the base."""
+        context = replace(context, max_length=int(architecture["max_length"]))
+        if self.lora is not None:
+            return self._built(stage, num_stages, context, measures=False)
+        config = config_of(architecture["config"])
+        part = self._part(config, stage, num_stages)
+        cut = make_cut(self._cut, stage, config, context.max_length, None)
+        return self._stage(network_of(config, part), part, context, cut)
+
+    def join(
+        self,
+        tensors: dict[str, Tensor],
+        architecture: Mapping[str, Any],
+        context: BuildContext,
+        out: Path,
+    ) -> list[Path]:
+        """Write all stages' exported tensors into `out`: adapters as peft loads them, with the
+        base in out/base if it is our own; or all weights as transformers loads them. Returns the
+        folders that want the tokenizer, too. architecture: of any stage."""
+        if self._cut.is_low_rank:
+            raise ConfigError(
+                "model.split has put projections into this model that transformers and peft do "
+                "not know; try it with python -m xcloud generate"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        config = config_of(architecture["config"])
+        if self.lora is None:
+            network = network_of(config, Part(range(depth(config)), True, True))
+            if missing := set(network.state_dict()) - set(tensors):
+                raise DataError(f"no part of the model holds {sorted(missing)[0]}")
+            network.load_state_dict(tensors)
+            network.config.use_cache = True
+            write_checkpoint(network, out)
+            return [out]
+        save_file(tensors, out / "adapter_model.safetensors", {"format": "pt"})
+        folders, base = [out], self.checkpoint
+        if self.own is not None:
+            folders.append((out / "base").resolve())
+            shutil.copytree(self.own.folder(context), folders[-1], dirs_exist_ok=True)
+            base = str(folders[-1])
+        self.lora.adapter_config(config, str(base)).save_pretrained(out)
+        return folders
+
+    def _built(
+        self, stage: int, num_stages: int, context: BuildContext, *, measures: bool
     ) -> Stage:
         """measures: False leaves the projections of a split at zero, for whoever fills them."""
-        config = self._config(context.max_length)  # is checked before anything is made
-        self._part(config, stage, num_stages)
-        name = self.checkpoint
-        if self.own is not None:
-            name = str(self.own.folder(context))
+        # Checked before anything is made.
+        self._part(self._config(context.max_length), stage, num_stages)
+        name = self.checkpoint if self.own is None else str(self.own.folder(context))
         assert name is not None
         if context.lane == 0:
             context.report(f"stage {stage}: reading its part of {name}")
@@ -192,13 +206,15 @@ class CausalLM:
         part = self._part(config, stage, num_stages)
         basis = None
         if measures:
-            basis = basis_of(self._cut, stage, name, config, self._public_text, context)
+            block = partial(CausalBlock, name, config, self._cut.block)
+            hidden = int(config.hidden_size)
+            basis = basis_of(self._cut, stage, hidden, block, self._public_text, context)
         cut = make_cut(self._cut, stage, config, context.max_length, basis)
         handed: tuple[Tensor, ...] = ()
         if basis is not None and stage == 0 and self._cut.hands_over:
             handed = (basis.decode, basis.anchor)
         network = laid_out(config, part)
-        built = self._stage(network, part, {"max_length": context.max_length}, cut, handed)
+        built = self._stage(network, part, context, cut, handed)
 
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
@@ -208,36 +224,11 @@ class CausalLM:
         load_weights(network, name, end_block)
         return built.to(context.device)
 
-    def empty_stage(
-        self,
-        stage: int,
-        num_stages: int,
-        vocabularies: Mapping[str, TokenIds],
-        max_length: int,
-        architecture: Mapping[str, Any] | None = None,
-    ) -> Stage:
-        """The stage with zeros, to be filled from an exported file; which, beside LoRA, holds the
-        adapters only. architecture: what the exported stage said; ConfigError without it."""
-        if architecture is None:
-            raise ConfigError(
-                "a CausalLM stage is rebuilt from what its exported file says of its "
-                "architecture, and this file says nothing"
-            )
-        config = config_of(architecture["config"])
-        part = self._part(config, stage, num_stages)
-        network = network_of(config, part)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.zero_()
-        about = {"max_length": architecture.get("max_length", max_length)}
-        cut = make_cut(self._cut, stage, config, about["max_length"], None)
-        return self._stage(network, part, about, cut)
-
     def _stage(
         self,
         network: Any,
         part: Part,
-        about: dict[str, Any],
+        context: BuildContext,
         cut: Cut | None,
         handed_over: tuple[Tensor, ...] = (),
     ) -> CausalStage:
@@ -247,7 +238,8 @@ class CausalLM:
             head = getattr(network, HEAD)
             if part.is_first and part.is_last:
                 head.weight = nn.Parameter(head.weight.detach().clone())
-        about = about | {
+        about = {
+            "max_length": context.max_length,
             "lora": self.lora is not None,
             "config": json.loads(config.to_json_string()),
         }
@@ -259,14 +251,12 @@ class CausalLM:
                 getattr(base, name).requires_grad_(False)
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
-            network.activation_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": same_attention}
-            )
+            how = {"use_reentrant": False, "context_fn": same_attention}
+            network.activation_checkpointing_enable(how)
         frozen = part.is_first and self._freezes(0)
         tied = self.embeddings == "tie" and part.is_first != part.is_last
-        return CausalStage(
-            network, part, self.vocabulary_chunk, about, cut, handed_over, frozen, tied
-        )
+        chunk = self.vocabulary_chunk
+        return CausalStage(network, part, chunk, about, cut, handed_over, frozen, tied)
 
     def _config(self, max_length: int) -> Any:
         """The model's, checked against these settings. Reads config.json, no weights."""
@@ -334,7 +324,7 @@ class CausalLM:
 
     def _freezes(self, stage: int) -> bool:
         """Whether the stage is the bottom of a cut, and frozen: without dropout too."""
-        return stage == 0 and self._cut.layer is not None and self._cut.freeze_bottom
+        return stage == 0 and self._cut.freezes_bottom
 
     def _trains_up_to(self, config: Any, end: int, stage: int) -> bool:
         """Whether anything in front of block `end`, where this stage ends, is trained."""

@@ -21,12 +21,18 @@ from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.hub import bytes_of, key_of
-from xcloud.models.causal_network import Part, config_of, network_of
-from xcloud.models.causal_stage import LABEL, TEXT, TYPES, CausalStage
-from xcloud.models.causal_weights import draw_weights, write_checkpoint
+from xcloud.models.causal_network import (
+    Part,
+    config_of,
+    draw_weights,
+    network_of,
+    write_checkpoint,
+)
+from xcloud.models.causal_stage import CausalStage
 from xcloud.models.encoder import check_heads
 from xcloud.models.made_once import Descent, PublicTexts, made_once
 from xcloud.models.seeding import seed_of
+from xcloud.models.stages import LABEL, TEXT, TYPES
 
 # Part of every cache key: raise it when the same settings would give other weights than before.
 CODE_VERSION = 2

@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.contracts.model import BuildContext
 from xcloud.models.attention import Packing
-from xcloud.models.calibration import CutBlock, blank_basis, measured_basis, random_basis
-from xcloud.models.causal_network import (
-    Part,
-    depth,
-    laid_out,
-    packed_places,
-    run,
-)
-from xcloud.models.causal_weights import load_weights
-from xcloud.models.low_rank_cut import (
-    Basis,
-    ProjectionBottom,
-    ProjectionTop,
-    projection_bottom,
-    projection_top,
-    start_bottom,
-    start_top,
-)
-from xcloud.models.made_once import PublicTexts
-from xcloud.models.split_point import Split, check_rank
-
-Cut = ProjectionBottom | ProjectionTop
+from xcloud.models.calibration import CutBlock
+from xcloud.models.causal_network import Part, depth, laid_out, load_weights
+from xcloud.models.causal_stage import Cut, packed_places, run
+from xcloud.models.low_rank_cut import Basis, ProjectionBottom, ProjectionTop
+from xcloud.models.split_point import Split
 
 
 def check_settings(split: Split, blocks_per_stage: object) -> None:
@@ -75,7 +56,7 @@ def check_fits(split: Split, config: Any, num_stages: int) -> None:
             "model.split cuts the model into two stages or more, and this cluster has one; "
             "cluster=local runs all stages in one process"
         )
-    check_rank(split, int(config.hidden_size))
+    split.check_rank(int(config.hidden_size))
 
 
 def make_cut(
@@ -87,45 +68,8 @@ def make_cut(
         return None
     hidden = int(config.hidden_size)
     if stage == 0:
-        bottom = projection_bottom(split, None, hidden, max_length)
-        if basis is not None:
-            start_bottom(bottom, split, None, basis)
-        return bottom
-    top = projection_top(split, hidden, max_length)
-    if basis is not None:
-        start_top(top, split, None, basis)
-    return top
-
-
-def basis_of(
-    split: Split, stage: int, name: str, config: Any, public: PublicTexts | None,
-    context: BuildContext,
-) -> Basis | None:  # fmt: skip
-    """What both sides start from, the same in both clouds; None where no features are reduced."""
-    if stage > 1 or not split.is_low_rank:
-        return None
-    hidden = int(config.hidden_size)
-    if not split.is_measured:
-        return random_basis(split, hidden, context.seed)
-    if stage and not split.needs_public_text:  # received before the first step
-        return blank_basis(split, hidden, context.max_length)
-    return measured_basis(
-        split, CausalBlock(name, config, split.block),
-        public if split.needs_public_text else None, context,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _At:
-    """Rows' places in their documents, for anchors."""
-
-    positions: Tensor
-
-
-def through(cut: Cut, rows: Tensor, places_R: Tensor) -> Tensor:
-    """[R, H] -> [R, K] before the boundary, the other way behind it."""
-    at = _At(places_R)
-    return cut.reduce(rows, at) if isinstance(cut, ProjectionBottom) else cut(rows, at)
+        return ProjectionBottom(split, hidden, max_length, basis)
+    return ProjectionTop(split, hidden, max_length, basis)
 
 
 class CausalBlock(CutBlock):

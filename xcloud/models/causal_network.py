@@ -1,30 +1,31 @@
-"""Parts of a `transformers` causal language model: its embeddings, some of its blocks, its head.
-What a stage sends and loses is causal_stage.py's; where weights come from is causal_base.py's.
+"""Parts of a `transformers` causal language model (its embeddings, some of its blocks, its head),
+and their weights: drawn from a seed, read from a checkpoint, written as one. What a stage computes
+is causal_stage.py's.
 
 The network is laid out on torch's "meta" device, which costs no memory; what other stages hold is
 taken out, and only what is left is given memory and weights, one block after another. Names stay
 those of the whole model.
-
-Shapes: B samples, S positions, H features.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.models.checkpoint import fetch, quiet
+from xcloud.models.seeding import seeded
 
 HEAD = "lm_head"
-Masks = Tensor | None | dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -226,91 +227,105 @@ def block_number(config: Any, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """For what is computed again in the backward: by the kernel of the forward, which the trainer
-    chooses for its precision."""
-    # The switch is that of CPUs too.
-    is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
+def draw_weights(network: Any, seed: int) -> None:
+    """Start weights as the model type draws them, one stream for each block, so that the layout
+    does not change them."""
+    with torch.no_grad():
+        for name, module in held(network):
+            with seeded(seed, "causal", name):
+                for inner in module.modules():
+                    network._init_weights(inner)
 
 
-def packed_places(types_BS: Tensor) -> Tensor:
-    """Position of each token in its document, from 0."""
-    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
-    begins = torch.ones_like(types_BS, dtype=torch.bool)
-    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
-    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
-    return order_BS - starts_BS
+def load_weights(
+    network: Any, name_or_path: str, end_block: Callable[[str, nn.Module], None] | None = None
+) -> None:
+    """Fill this part from a checkpoint's safetensors, block by block; what has no memory gets it
+    then. Only its own tensors are read; adapters beside them are left alone. DataError for a
+    tensor that is missing or of another shape.
 
-
-def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
-    """What the model's forward takes as attention_mask, float32 [B, 1, S, S]: 0 where a token may
-    look, else very low. A token sees itself and what stands before it in its own document. None
-    where samples are one document each: attention then needs no memory in the square of S. All
-    layers share a mask, 4 bytes a pair of tokens: 1.1 GB for a sample of 16,384.
-
-    places_BS: position of each token in its document; 0 begins one. num_new: only the rows of so
-    many last tokens are wanted; None: all.
+    end_block: called with the name of each block and the block, as soon as it is full.
     """
-    begins_BS, length = places_BS == 0, places_BS.shape[1]
-    documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
-    before = 0 if num_new is None else length - num_new
-    window = getattr(config, "sliding_window", None) or length
-    is_plain = not before and config._attn_implementation == "sdpa" and not begins_BS[:, 1:].any()
+    files = WeightFiles(name_or_path)
+    kind = KINDS[network.config.model_type]
+    words = f"{kind.base}.{kind.embeddings}.weight"
+    is_tied = ties_words(read_config(name_or_path))
 
-    def mask_of(window: int) -> Tensor | None:
-        if is_plain and window >= length:
-            return None
-        # In place: each [S, S] more would be felt.
-        sees = documents_BS[:, None, before:, None] == documents_BS[:, None, None]
-        hidden = sees.tril_(before).triu_(before - window + 1).logical_not_()
-        mask = torch.zeros(hidden.shape, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+    def found(name: str) -> str:
+        names = [name, name.removeprefix(f"{kind.base}.")]  # of a file of the headless model
+        names += [name.replace(HEAD, kind.old_head)]
+        if name == f"{HEAD}.weight" and is_tied:
+            names += [words, words.removeprefix(f"{kind.base}.")]
+        place = next((given for given in names if given in files), None)
+        if place is None:
+            raise DataError(f"checkpoint {name_or_path!r} has no weights {name}")
+        return place
 
-    full = mask_of(length)
-    near = full if window >= length else mask_of(window)
-    if KINDS[config.model_type].by_type:
-        return {"full_attention": full, "sliding_attention": near}
-    return near
+    def fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            if ".lora_" in name:
+                continue
+            place = found(name.replace(".base_layer.", "."))
+            tensor = files.tensor(place)
+            if tensor.shape != parameter.shape:
+                raise DataError(
+                    f"checkpoint {name_or_path!r}: {place} is {list(tensor.shape)}, its "
+                    f"config.json says {list(parameter.shape)}"
+                )
+            parameter.copy_(tensor)
 
-
-class Past:
-    """What a part's blocks keep of the tokens so far: keys and values, and where tokens stand.
-    Samples of equal length, without padding."""
-
-    def __init__(self) -> None:
-        from transformers import DynamicCache
-
-        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
-        self.places_BS: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return 0 if self.places_BS is None else self.places_BS.shape[1]
-
-    def add(self, places_BS: Tensor) -> Tensor:
-        """Places of all tokens, these last."""
-        before = [] if self.places_BS is None else [self.places_BS]
-        self.places_BS = torch.cat([*before, places_BS], 1)
-        return self.places_BS
+    with torch.no_grad():
+        for prefix, block in blocks_of(network):
+            give_memory(network, block)
+            fill(block.named_parameters(prefix))
+            if end_block is not None and not isinstance(block, Elsewhere):
+                end_block(prefix, block)
+        give_memory(network, network)
+        tie(network)
+        blocks = tuple(f"{prefix}." for prefix, _ in blocks_of(network))
+        fill((n, p) for n, p in network.named_parameters() if not n.startswith(blocks))
 
 
-def run(
-    network: Any,
-    places_BS: Tensor,
-    ids_BS: Tensor | None,
-    rows_BSH: Tensor | None,
-    past: Past | None = None,
-) -> Tensor:
-    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H].
-    past: of the tokens before these, which are added to it."""
-    cache, seen_BS = None, places_BS
-    if past is not None:
-        cache, seen_BS = past.keys_and_values, past.add(places_BS)
-    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
-    output = base_of(network)(
-        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
-        past_key_values=cache, use_cache=cache is not None,
-    )  # fmt: skip
-    rows: Tensor = output.last_hidden_state
-    return rows
+def write_checkpoint(network: Any, folder: Path) -> None:
+    """A whole model as a folder that transformers loads. Its own save_pretrained writes on rank 0
+    of a process group only, and any cloud may make a base."""
+    kind = KINDS[network.config.model_type]
+    folder.mkdir(parents=True, exist_ok=True)
+    network.config.architectures = [type(network).__name__]
+    (folder / "config.json").write_text(network.config.to_json_string(use_diff=False))
+    tensors = {  # a tied matrix once
+        name.replace(HEAD, kind.old_head): parameter.detach().cpu().contiguous()
+        for name, parameter in network.named_parameters()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _file_of(name_or_path: str, file_name: str) -> Path:
+    from transformers.utils.hub import cached_file
+
+    return Path(
+        fetch(name_or_path, lambda name, **where: str(cached_file(name, file_name, **where)))
+    )
+
+
+class WeightFiles:
+    """The safetensors of a checkpoint, in a folder, the hub's cache or on the hub. A shard is
+    looked for when something in it is asked for, so others' shards are not fetched."""
+
+    def __init__(self, name_or_path: str) -> None:
+        self._name = name_or_path
+        self._shards: dict[str, str] = {}
+        try:
+            index = _file_of(name_or_path, "model.safetensors.index.json")
+            self._shards = json.loads(index.read_text())["weight_map"]
+        except DataError:  # one file then
+            with safe_open(_file_of(name_or_path, "model.safetensors"), "pt") as file:
+                self._shards = dict.fromkeys(file.keys(), "model.safetensors")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(_file_of(self._name, self._shards[name]), "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found

@@ -10,34 +10,132 @@ Shapes: B samples, S positions, R rows (tokens that are not padding), H features
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, Message, Stage, StageOutput
+from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, Message, StageOutput
 from xcloud.models.attention import Packing
-from xcloud.models.causal_narrow import Cut, through
-from xcloud.models.causal_network import (
-    HEAD,
-    Part,
-    Past,
-    packed_places,
-    run,
-    ties_words,
-    words_of,
-)
+from xcloud.models.causal_network import HEAD, KINDS, Part, base_of, ties_words, words_of
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
+from xcloud.models.stages import LABEL, TEXT, TYPES, DescribedStage
 
-TEXT, TYPES, LABEL = "text", "types", "label"
+Cut = ProjectionBottom | ProjectionTop
+Masks = Tensor | None | dict[str, Tensor | None]
 
 
-class CausalStage(Stage):
+def same_attention() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For what is computed again in the backward: by the kernel of the forward, which the trainer
+    chooses for its precision."""
+    # The switch is that of CPUs too.
+    is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
+
+
+def packed_places(types_BS: Tensor) -> Tensor:
+    """Position of each token in its document, from 0."""
+    order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
+    begins = torch.ones_like(types_BS, dtype=torch.bool)
+    begins[:, 1:] = types_BS[:, 1:] != types_BS[:, :-1]
+    starts_BS = torch.where(begins, order_BS, 0).cummax(1).values
+    return order_BS - starts_BS
+
+
+def attention_masks(config: Any, places_BS: Tensor, num_new: int | None = None) -> Masks:
+    """What the model's forward takes as attention_mask, float32 [B, 1, S, S]: 0 where a token may
+    look, else very low. A token sees itself and what stands before it in its own document. None
+    where samples are one document each: attention then needs no memory in the square of S. All
+    layers share a mask, 4 bytes a pair of tokens: 1.1 GB for a sample of 16,384.
+
+    places_BS: position of each token in its document; 0 begins one. num_new: only the rows of so
+    many last tokens are wanted; None: all.
+    """
+    begins_BS, length = places_BS == 0, places_BS.shape[1]
+    documents_BS = begins_BS.cumsum(1, dtype=torch.int32)
+    before = 0 if num_new is None else length - num_new
+    window = getattr(config, "sliding_window", None) or length
+    is_plain = not before and config._attn_implementation == "sdpa" and not begins_BS[:, 1:].any()
+
+    def mask_of(window: int) -> Tensor | None:
+        if is_plain and window >= length:
+            return None
+        # In place: each [S, S] more would be felt.
+        sees = documents_BS[:, None, before:, None] == documents_BS[:, None, None]
+        hidden = sees.tril_(before).triu_(before - window + 1).logical_not_()
+        mask = torch.zeros(hidden.shape, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+
+    full = mask_of(length)
+    near = full if window >= length else mask_of(window)
+    if KINDS[config.model_type].by_type:
+        return {"full_attention": full, "sliding_attention": near}
+    return near
+
+
+class Past:
+    """What a part's blocks keep of the tokens so far: keys and values, and where tokens stand.
+    Samples of equal length, without padding."""
+
+    def __init__(self) -> None:
+        from transformers import DynamicCache
+
+        self.keys_and_values = DynamicCache()  # without a config it drops nothing; masks do
+        self.places_BS: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self.places_BS is None else self.places_BS.shape[1]
+
+    def add(self, places_BS: Tensor) -> Tensor:
+        """Places of all tokens, these last."""
+        before = [] if self.places_BS is None else [self.places_BS]
+        self.places_BS = torch.cat([*before, places_BS], 1)
+        return self.places_BS
+
+
+def run(
+    network: Any,
+    places_BS: Tensor,
+    ids_BS: Tensor | None,
+    rows_BSH: Tensor | None,
+    past: Past | None = None,
+) -> Tensor:
+    """Through this part's embeddings (ids) or from rows, its blocks and its norm: [B, S, H].
+    past: of the tokens before these, which are added to it."""
+    cache, seen_BS = None, places_BS
+    if past is not None:
+        cache, seen_BS = past.keys_and_values, past.add(places_BS)
+    masks = attention_masks(network.config, seen_BS, places_BS.shape[1])
+    output = base_of(network)(
+        input_ids=ids_BS, inputs_embeds=rows_BSH, attention_mask=masks, position_ids=places_BS,
+        past_key_values=cache, use_cache=cache is not None,
+    )  # fmt: skip
+    rows: Tensor = output.last_hidden_state
+    return rows
+
+
+@dataclass(frozen=True)
+class _At:
+    """Rows' places in their documents, for anchors."""
+
+    positions: Tensor
+
+
+def through(cut: Cut, rows: Tensor, places_R: Tensor) -> Tensor:
+    """[R, H] -> [R, K] before the boundary, the other way behind it."""
+    at = _At(places_R)
+    return cut.reduce(rows, at) if isinstance(cut, ProjectionBottom) else cut(rows, at)
+
+
+class CausalStage(DescribedStage):
     """network: the part of the model that this stage holds. chunk: words of a piece in the loss.
 
-    architecture: JSON values from which the stage can be built again.
     cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
     Stage.hand_over. frozen: nothing is trained, and there is no dropout. is_tied: the embeddings
     or the head here are one matrix with the pipeline's other end.
@@ -54,10 +152,9 @@ class CausalStage(Stage):
         frozen: bool = False,
         is_tied: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(architecture)
         self.network = network
         self._part, self._chunk = part, chunk
-        self.architecture = dict(architecture)
         self.cut, self._handed_over, self._frozen = cut, handed_over, frozen
         self._is_tied = is_tied
         if frozen:

@@ -6,15 +6,16 @@ Shapes: N live hypotheses, B unfinished sentences, K beams (N = B*K), V token id
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_int, check_number
-from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.contracts.model import TokenIds
+
+NotBelow0 = Annotated[float, Field(ge=0.0)]
 
 
 class StepDecoder(Protocol):
@@ -29,22 +30,15 @@ class StepDecoder(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@settings("decoding")
 class Limits:
     """A sentence ends after at most length_ratio * (source tokens) + length_extra tokens, or
     max_length; otherwise a half-trained network rambles on to the maximum length.
     """
 
-    max_length: int | None = None  # None: the task's
-    length_ratio: float = 2.0
-    length_extra: int = 10
-
-    def __post_init__(self) -> None:
-        owner = type(self).__name__
-        if self.max_length is not None:
-            check_int(f"{owner}.max_length", self.max_length, 1)
-        check_number(f"{owner}.length_ratio", self.length_ratio, 0)
-        check_int(f"{owner}.length_extra", self.length_extra, 1)
+    max_length: Positive | None = None  # None: the task's
+    length_ratio: NotBelow0 = 2.0
+    length_extra: Positive = 10
 
     def limits(self, source_counts: Tensor, longest: int) -> Tensor:
         """Maximum output tokens per sentence, eos included, int64 [B]; at most `longest`."""
@@ -54,7 +48,7 @@ class Limits:
         return wanted.clamp(max=longest)
 
 
-@dataclass(frozen=True)
+@settings("Greedy")
 class Greedy(Limits):
     """The most probable token at each step."""
 
@@ -76,7 +70,7 @@ class Greedy(Limits):
         return _texts(written, ids.eos)
 
 
-@dataclass(frozen=True)
+@settings("Beam")
 class Beam(Limits):
     """Beam search of width `size`; score = log-probability / length ** length_penalty.
 
@@ -85,13 +79,8 @@ class Beam(Limits):
     fairseq's SequenceGenerator, which stops at `size` ends regardless. Beam(size=1) is Greedy.
     """
 
-    size: int = 4
-    length_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("Beam.size", self.size, 1)
-        check_number("Beam.length_penalty", self.length_penalty, 0)
+    size: Positive = 4
+    length_penalty: NotBelow0 = 1.0
 
     def search(self, decoder: StepDecoder, limits: Tensor, ids: TokenIds) -> list[list[int]]:
         beams, longest = self.size, int(limits.max())
@@ -146,12 +135,6 @@ class Beam(Limits):
 
 
 Search = Greedy | Beam
-
-
-def check_search(name: str, value: object) -> None:
-    """Raise ConfigError unless `value` is one of the searches of this file."""
-    if not isinstance(value, Search):
-        raise ConfigError(f"{name} must be a Greedy or a Beam, got {value!r}")
 
 
 def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:

@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import (
     Batch,
     Boundary,
-    BoundaryField,
+    BuildContext,
     Message,
     Stage,
     StageOutput,
@@ -32,12 +31,15 @@ from xcloud.contracts.model import (
 )
 from xcloud.models.attention import FixedCache, GrowingCache, Packing
 from xcloud.models.decoding import Search
+from xcloud.models.stages import DescribedStage, rows_boundary
 
 SOURCE, TARGET = "source", "target"
 
 
 class EncoderDecoder:
     """The cut of a SplitModel into encoder | decoder."""
+
+    encoder_layers_per_stage: Sequence[int] | None
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         """Stage 0 reads the source, the last stage the target, the others nothing."""
@@ -54,14 +56,31 @@ class EncoderDecoder:
         return frozenset({"encoder", "source_embeddings"} if stage == 0 else {"encoder"})
 
     def boundary(self, stage: int, num_stages: int, max_length: int) -> Boundary:
-        """Token counts and the encoder's rows [R, H]: 4 * R * H bytes each way."""
         self.check_stage(stage, num_stages)
-        counts = BoundaryField("counts", (), torch.int16)
-        hidden = BoundaryField("hidden", (self.source_width(),), torch.float32, rows="counted")
-        return Boundary((counts, hidden), max_length)
+        return rows_boundary(self.source_width(), max_length)
 
     def source_width(self) -> int:
         """Features of the encoder's rows."""
+        raise NotImplementedError
+
+    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        self.check_stage(stage, num_stages)
+        return self._stage(stage, num_stages, context, None).to(context.device)
+
+    def empty_stage(
+        self, stage: int, num_stages: int, context: BuildContext, architecture: Mapping[str, Any]
+    ) -> Stage:
+        self.check_stage(stage, num_stages)
+        return self._stage(stage, num_stages, context, architecture)
+
+    def _stage(
+        self,
+        stage: int,
+        num_stages: int,
+        context: BuildContext,
+        architecture: Mapping[str, Any] | None,
+    ) -> Stage:
+        """architecture: of an exported stage that is built without its weights."""
         raise NotImplementedError
 
     def check_stage(self, stage: int, num_stages: int) -> None:
@@ -73,37 +92,25 @@ class EncoderDecoder:
             )
         assert 0 <= stage < num_stages
 
-
-def check_layers_per_stage(name: str, given: object) -> None:
-    """Raise ConfigError unless `given` is None or a list of counts."""
-    if given is None:
-        return
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ConfigError(f"{name} must be a list of layer counts or null, got {given!r}")
-    for count in given:
-        check_int(name, count, 1)
-
-
-def layers_of(
-    num_layers: int, stage: int, num_stages: int, given: Sequence[int] | None, name: str
-) -> range:
-    """Encoder layers of a stage: as `given`, else evenly, remainder to the first stages."""
-    num_parts = num_stages - 1
-    if num_parts > num_layers:
-        raise ConfigError(
-            f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use at most "
-            f"{num_layers + 1} clouds, or an encoder of {num_parts} layers or more"
-        )
-    if given is None:
-        share, over = divmod(num_layers, num_parts)
-        given = [share + (part < over) for part in range(num_parts)]
-    if len(given) != num_parts or sum(given) != num_layers:
-        raise ConfigError(
-            f"{name} must be {num_parts} counts (one per stage except the last) that add up to "
-            f"the encoder's {num_layers} layers, got {list(given)}"
-        )
-    first = sum(given[:stage])
-    return range(first, first + given[stage])
+    def encoder_layers(self, num_layers: int, stage: int, num_stages: int) -> range:
+        """Of a stage: as encoder_layers_per_stage says, else evenly, the first ones one more."""
+        num_parts, counts = num_stages - 1, self.encoder_layers_per_stage
+        if num_parts > num_layers:
+            raise ConfigError(
+                f"{num_layers} encoder layers cannot be spread over {num_parts} stages; use at "
+                f"most {num_layers + 1} clouds, or an encoder of {num_parts} layers or more"
+            )
+        if counts is None:
+            share, over = divmod(num_layers, num_parts)
+            counts = [share + (part < over) for part in range(num_parts)]
+        if len(counts) != num_parts or sum(counts) != num_layers:
+            raise ConfigError(
+                f"{type(self).__name__}.encoder_layers_per_stage must be {num_parts} counts (one "
+                "per stage except the last) that add up to the encoder's "
+                f"{num_layers} layers, got {list(counts)}"
+            )
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
 
 
 class SourceRows(NamedTuple):
@@ -118,11 +125,10 @@ class SourceRows(NamedTuple):
         return cls(received["hidden"], Packing(received["counts"]))
 
 
-class SourceStage(Stage):
+class SourceStage(DescribedStage):
     """Part of the encoder. layers: modules of (rows [R, H], packing) -> rows [R, H].
 
-    embeddings, pad: in stage 0 only. norm: the encoder's final norm, if any.
-    architecture: JSON values to rebuild the stage without its backbone.
+    embeddings: in stage 0 only. norm: the encoder's final norm, if any.
     """
 
     def __init__(
@@ -130,20 +136,19 @@ class SourceStage(Stage):
         embeddings: nn.Module | None,
         layers: Mapping[str, nn.Module],
         norm: nn.Module | None,
-        pad: int | None,
+        ids: TokenIds | None,
         architecture: Mapping[str, Any],
     ) -> None:
-        super().__init__()
+        super().__init__(architecture)
         self.embeddings = embeddings
         self.layers = nn.ModuleDict(layers)
         self.norm = norm
-        self.pad = pad
-        self.architecture = dict(architecture)
+        self.ids = ids
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         if self.embeddings is not None:
-            assert self.pad is not None and received is None
-            packing = Packing.of(batch[SOURCE], self.pad)
+            assert self.ids is not None and received is None
+            packing = Packing.of(batch[SOURCE], self.ids.pad)
             rows = self.embeddings(packing.pack(batch[SOURCE]), packing)
         else:
             rows, packing = SourceRows.of(received)
@@ -201,7 +206,7 @@ class TargetSettings:
     decoding: Search
 
 
-class TargetStage(Stage):
+class TargetStage(DescribedStage):
     """The decoder, the loss and the prediction.
 
     loss: sum over the target tokens, eos included and bos not, of cross-entropy with label
@@ -218,12 +223,11 @@ class TargetStage(Stage):
         settings: TargetSettings,
         architecture: Mapping[str, Any],
     ) -> None:
-        super().__init__()
+        super().__init__(architecture)
         self.embeddings = embeddings
         self.layers = nn.ModuleDict(layers)
         self.head = head
         self.settings = settings
-        self.architecture = dict(architecture)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         source = SourceRows.of(received)
@@ -258,12 +262,9 @@ class TargetStage(Stage):
         was_training = self.training
         self.eval()
         try:
-            limits = self.settings.decoding.limits(
-                source.packing.counts, self.settings.max_length - 1
-            )
-            return self.settings.decoding.search(
-                CachedDecoder(self, source), limits, self.settings.ids
-            )
+            decoding = self.settings.decoding
+            limits = decoding.limits(source.packing.counts, self.settings.max_length - 1)
+            return decoding.search(CachedDecoder(self, source), limits, self.settings.ids)
         finally:
             self.train(was_training)
 

@@ -6,26 +6,22 @@ Hu et al., arXiv:2106.09685: y = W x + (alpha / r) B A x, A drawn, B zero at the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int, check_number
+from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
-from xcloud.models.causal_network import (
-    KINDS,
-    block_number,
-    depth,
-    linear_names,
-)
+from xcloud.base.settings import Positive, settings
+from xcloud.models.causal_network import KINDS, block_number, depth, linear_names
 from xcloud.models.seeding import seeded
 
 NAME = "default"  # what peft calls the only adapter of a network
 PREFIX = "base_model.model."  # of every tensor in a file of peft
 
 
-@dataclass(frozen=True)
+@settings("model.lora")
 class Lora:
     """r: rank. alpha: scale, of which alpha / r counts. dropout: in front of A.
 
@@ -34,25 +30,11 @@ class Lora:
         the first of them nothing is trained, and no gradient comes back over a boundary there.
     """
 
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-    targets: Sequence[str] | None = None
-    layers: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        check_int("model.lora.r", self.r, 1)
-        check_int("model.lora.alpha", self.alpha, 1)
-        check_number("model.lora.dropout", self.dropout, 0, 0.99)
-        for name, kind in (("targets", str), ("layers", int)):
-            given = getattr(self, name)
-            listed = isinstance(given, Sequence) and not isinstance(given, str) and given
-            if given is None or (listed and all(isinstance(entry, kind) for entry in given)):
-                continue
-            raise ConfigError(
-                f"model.lora.{name} must be a list such as "
-                f"{'[q_proj, v_proj]' if kind is str else '[6, 7]'}, or null; got {given!r}"
-            )
+    r: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0.0, le=0.99)] = 0.0
+    targets: Annotated[Sequence[str], Field(min_length=1)] | None = None
+    layers: Annotated[Sequence[int], Field(min_length=1)] | None = None
 
     def describe(self) -> str:
         return f"LoRA r={self.r}"

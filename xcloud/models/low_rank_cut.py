@@ -1,5 +1,5 @@
 """An encoder block cut in two so that few features per row cross: the parts on either side.
-Settings are in split_point.py, stages in split_stages.py, basis estimation in calibration.py.
+Settings are in split_point.py, stages in low_rank_stages.py, basis estimation in calibration.py.
 
 Shapes: R rows (tokens that are not padding), H features, F features inside the feed-forward
 sub-layer, K = rank features that cross, P anchor positions.
@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from xcloud.models.attention import Packing
 from xcloud.models.encoder import EncoderLayer
-from xcloud.models.split_point import Split, num_places
+from xcloud.models.split_point import Split
 
 
 class Places(Protocol):
@@ -25,6 +25,18 @@ class Places(Protocol):
     @property
     def positions(self) -> Tensor:
         """int64 [R]."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Initial values of a projection, from calibration.py: E [K, H], D [H, K], anchor [P, H],
+    offset [P, K] = E anchor. P is 0 without an anchor.
+    """
+
+    encode: Tensor
+    decode: Tensor
+    anchor: Tensor
+    offset: Tensor
 
 
 class BottomCut(nn.Module):
@@ -61,9 +73,10 @@ class WholeTop(TopCut):
 class FeedForwardBottom(BottomCut):
     """V activation(up(x)), with x the attention output. `block.down` is V here."""
 
-    def __init__(self, block: EncoderLayer) -> None:
+    def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
         self.block = block
+        block.down = _first_factor(block.down, rank)
         del block.norm
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
@@ -73,13 +86,38 @@ class FeedForwardBottom(BottomCut):
         return sent
 
 
-class FeedForwardTop(TopCut):
-    """LN(U S z + b)."""
+class AttentionBottom(BottomCut):
+    """V of the attended values. `attention.output` is V here."""
 
     def __init__(self, block: EncoderLayer, rank: int) -> None:
         super().__init__()
+        self.attention = block.attention
+        self.attention.output = _first_factor(block.attention.output, rank)
+
+    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
+        sent: Tensor = self.attention(rows_RH, packing)
+        return sent
+
+
+class _SvdTop(TopCut):
+    """U S z + b, of the replaced layer W."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
         self.s = nn.Linear(rank, rank, bias=False)
-        self.u = nn.Linear(rank, block.down.out_features)
+        self.u = nn.Linear(rank, linear.out_features)
+        u, s, _ = factors(linear.weight, rank)
+        with torch.no_grad():
+            self.u.weight.copy_(u)
+            self.u.bias.copy_(linear.bias)
+            self.s.weight.copy_(s)
+
+
+class FeedForwardTop(_SvdTop):
+    """LN(U S z + b)."""
+
+    def __init__(self, block: EncoderLayer, rank: int) -> None:
+        super().__init__(block.down, rank)
         self.norm, self.dropout = block.norm, block.dropout
 
     def forward(self, sent_RK: Tensor, packing: Packing) -> Tensor:
@@ -87,25 +125,11 @@ class FeedForwardTop(TopCut):
         return rows
 
 
-class AttentionBottom(BottomCut):
-    """V of the attended values. `attention.output` is V here."""
-
-    def __init__(self, block: EncoderLayer) -> None:
-        super().__init__()
-        self.attention = block.attention
-
-    def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
-        sent: Tensor = self.attention(rows_RH, packing)
-        return sent
-
-
-class AttentionTop(TopCut):
+class AttentionTop(_SvdTop):
     """x = LN(U S z + b); then the feed-forward sub-layer with its own skip connection."""
 
     def __init__(self, block: EncoderLayer, rank: int) -> None:
-        super().__init__()
-        self.s = nn.Linear(rank, rank, bias=False)
-        self.u = nn.Linear(rank, block.down.out_features)
+        super().__init__(block.attention.output, rank)
         self.block = block
         del block.attention
 
@@ -133,18 +157,28 @@ class Orthonormal(nn.Module):
 class ProjectionBottom(BottomCut):
     """E (h - anchor), h the block's output. offset: E anchor [P, K], or [0, K] without anchor.
 
-    block: None where it lies elsewhere, and its rows are what comes in.
+    block: None where it lies elsewhere, and its rows are what comes in. basis: None leaves
+    arbitrary values, to be filled from a file.
     """
 
     def __init__(
-        self, block: EncoderLayer | None, hidden: int, rank: int, places: int, orthonormal: bool
+        self,
+        split: Split,
+        hidden: int,
+        max_length: int,
+        basis: Basis | None,
+        block: EncoderLayer | None = None,
     ) -> None:
         super().__init__()
+        assert split.rank is not None
         self.block = block
-        self.encode = nn.Linear(hidden, rank, bias=False)
-        self.register_buffer("offset", torch.zeros(places, rank))
-        if orthonormal:
+        self.encode = nn.Linear(hidden, split.rank, bias=False)
+        self.register_buffer("offset", torch.zeros(split.num_places(max_length), split.rank))
+        if split.method == "orthogonal":
             register_parametrization(self.encode, "weight", Orthonormal())
+        if basis is not None:
+            _set_weight(self.encode, basis.encode)
+            self.get_buffer("offset").copy_(basis.offset)
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
         rows = rows_RH if self.block is None else self.block(rows_RH, packing)
@@ -158,14 +192,18 @@ class ProjectionBottom(BottomCut):
 
 
 class ProjectionTop(TopCut):
-    """D z + anchor. anchor: [P, H], or [0, H] if none."""
+    """D z + anchor. anchor: [P, H], or [0, H] if none. basis: as of ProjectionBottom."""
 
-    def __init__(self, hidden: int, rank: int, places: int, orthonormal: bool) -> None:
+    def __init__(self, split: Split, hidden: int, max_length: int, basis: Basis | None) -> None:
         super().__init__()
-        self.decode = nn.Linear(rank, hidden, bias=False)
+        assert split.rank is not None
+        places = split.num_places(max_length)
+        self.decode = nn.Linear(split.rank, hidden, bias=False)
         self.anchor = nn.Parameter(torch.zeros(places, hidden), requires_grad=places > 0)
-        if orthonormal:
+        if split.method == "orthogonal":
             register_parametrization(self.decode, "weight", Orthonormal())
+        if basis is not None:
+            self.start(basis.decode, basis.anchor)
 
     @torch.no_grad()
     def start(self, decode_HK: Tensor, anchor_PH: Tensor) -> None:
@@ -182,62 +220,28 @@ def at_places(table: Tensor, places: Places) -> Tensor:
     return table if len(table) == 1 else table[places.positions]
 
 
-@dataclass(frozen=True)
-class Basis:
-    """Initial values of a projection, from calibration.py: E [K, H], D [H, K], anchor [P, H],
-    offset [P, K] = E anchor. P is 0 without an anchor.
-    """
-
-    encode: Tensor
-    decode: Tensor
-    anchor: Tensor
-    offset: Tensor
-
-
-def projection_bottom(
-    split: Split, block: EncoderLayer | None, hidden: int, max_length: int
-) -> ProjectionBottom:
-    assert split.rank is not None
-    places = num_places(split.anchor_kind, max_length)
-    return ProjectionBottom(block, hidden, split.rank, places, split.method == "orthogonal")
-
-
-def projection_top(split: Split, hidden: int, max_length: int) -> ProjectionTop:
-    assert split.rank is not None
-    places = num_places(split.anchor_kind, max_length)
-    return ProjectionTop(hidden, split.rank, places, split.method == "orthogonal")
-
-
-def make_bottom(split: Split, block: EncoderLayer, max_length: int) -> BottomCut:
-    """The part before the boundary; consumes `block`. Initial values of V or E: start_bottom."""
+def make_bottom(
+    split: Split, block: EncoderLayer, max_length: int, basis: Basis | None
+) -> BottomCut:
+    """The part before the boundary; consumes `block`."""
     if not split.is_low_rank:
         return WholeBottom(block)
     assert split.rank is not None
     if split.method != "svd":
-        return projection_bottom(split, block, block.down.out_features, max_length)
-    if split.linear == "attention_output":
-        v = nn.Linear(block.attention.output.in_features, split.rank, bias=False)
-        block.attention.output = v
-        return AttentionBottom(block)
-    block.down = nn.Linear(block.down.in_features, split.rank, bias=False)
-    return FeedForwardBottom(block)
+        return ProjectionBottom(split, block.down.out_features, max_length, basis, block)
+    kind = AttentionBottom if split.linear == "attention_output" else FeedForwardBottom
+    return kind(block, split.rank)
 
 
-def make_top(split: Split, block: EncoderLayer, max_length: int) -> TopCut:
+def make_top(split: Split, block: EncoderLayer, max_length: int, basis: Basis | None) -> TopCut:
     """The part after the boundary; consumes `block`."""
     if not split.is_low_rank:
         return WholeTop()
     assert split.rank is not None
     if split.method != "svd":
-        return projection_top(split, block.down.out_features, max_length)
-    if split.linear == "attention_output":
-        return AttentionTop(block, split.rank)
-    return FeedForwardTop(block, split.rank)
-
-
-def replaced_linear(split: Split, block: EncoderLayer) -> nn.Linear:
-    """W of split.method=svd."""
-    return block.down if split.linear == "feed_forward_output" else block.attention.output
+        return ProjectionTop(split, block.down.out_features, max_length, basis)
+    kind = AttentionTop if split.linear == "attention_output" else FeedForwardTop
+    return kind(block, split.rank)
 
 
 @torch.no_grad()
@@ -259,35 +263,15 @@ def largest_entry_sign(columns: Tensor) -> Tensor:
     return columns.gather(0, columns.abs().argmax(0, keepdim=True))[0].sign()
 
 
-@torch.no_grad()
-def start_bottom(
-    cut: BottomCut, split: Split, linear: nn.Linear | None, basis: Basis | None
-) -> None:
-    """Initialise V or E. linear: the original W, for svd; basis: for the other methods."""
-    if isinstance(cut, FeedForwardBottom | AttentionBottom):
-        assert split.rank is not None and linear is not None
-        v = cut.block.down if isinstance(cut, FeedForwardBottom) else cut.attention.output
-        v.weight.copy_(factors(linear.weight, split.rank)[2])
-    elif isinstance(cut, ProjectionBottom):
-        assert basis is not None
-        _set_weight(cut.encode, basis.encode)
-        cut.get_buffer("offset").copy_(basis.offset)
+def _first_factor(linear: nn.Linear, rank: int) -> nn.Linear:
+    """V of a layer W."""
+    v = nn.Linear(linear.in_features, rank, bias=False)
+    with torch.no_grad():
+        v.weight.copy_(factors(linear.weight, rank)[2])
+    return v
 
 
 @torch.no_grad()
-def start_top(cut: TopCut, split: Split, linear: nn.Linear | None, basis: Basis | None) -> None:
-    """Initialise U, S and the bias from W, or D and anchor from the basis."""
-    if isinstance(cut, FeedForwardTop | AttentionTop):
-        assert split.rank is not None and linear is not None
-        u, s, _ = factors(linear.weight, split.rank)
-        cut.u.weight.copy_(u)
-        cut.u.bias.copy_(linear.bias)
-        cut.s.weight.copy_(s)
-    elif isinstance(cut, ProjectionTop):
-        assert basis is not None
-        cut.start(basis.decode, basis.anchor)
-
-
 def _set_weight(linear: nn.Linear, weight: Tensor) -> None:
     if is_parametrized(linear):
         linear.weight = weight  # through the parametrization

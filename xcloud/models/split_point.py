@@ -1,20 +1,19 @@
-"""Settings of where and how an encoder is cut. The parts are in low_rank_cut.py."""
+"""Settings of where and how an encoder or a decoder is cut. The parts are in low_rank_cut.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.base.checks import check_choice, check_int
-from xcloud.base.errors import ConfigError
+import torch
 
-METHODS = ("svd", "identity", "pca", "orthogonal")
-LINEARS = ("feed_forward_output", "attention_output")
-ANCHORS = ("none", "mean", "position")
+from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, Positive, settings
+from xcloud.cluster.frame import TensorSpec
+
 USUAL_ANCHOR = {"svd": "none", "identity": "none", "pca": "mean", "orthogonal": "position"}
 
 
-@dataclass(frozen=True)
+@settings("split")
 class Split:
     """Where the encoder is cut, and how its output is reduced to `rank` features per row.
 
@@ -53,37 +52,23 @@ class Split:
         bottleneck is part of the model whatever the number of stages.
     """
 
-    layer: int | None
-    rank: int | None = 8
+    layer: NotNegative | None
+    rank: Positive | None = 8
     method: Literal["svd", "identity", "pca", "orthogonal"] = "svd"
     linear: Literal["feed_forward_output", "attention_output"] = "feed_forward_output"
     anchor: Literal["none", "mean", "position"] | None = None
     whiten: bool = False
     freeze_bottom: bool = False
     calibration: Literal["own", "public"] = "own"
-    calibration_texts: int = 2000
+    calibration_texts: Positive = 2000
     calibration_pairs: bool = False
-    head_rank: int | None = None
+    head_rank: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.layer is not None:
-            check_int("split.layer", self.layer, 0)
-        for name in ("rank", "head_rank"):
-            if getattr(self, name) is not None:
-                check_int(f"split.{name}", getattr(self, name), 1)
-        check_choice("split.method", self.method, METHODS)
-        check_choice("split.linear", self.linear, LINEARS)
-        check_choice("split.anchor", self.anchor, (None, *ANCHORS))
-        for name in ("whiten", "freeze_bottom", "calibration_pairs"):
-            check_choice(f"split.{name}", getattr(self, name), (True, False))
-        check_choice("split.calibration", self.calibration, ("own", "public"))
-        check_int("split.calibration_texts", self.calibration_texts, 1)
+        unwhitened = {"whiten": (False,), "calibration": ("own",)}
         if self.method == "svd":
-            self._refuse(
-                f"applies only to the methods {', '.join(METHODS[1:])}: remove it, or choose one "
-                "of them",
-                anchor=(None, "none"), whiten=(False,), calibration=("own",),
-            )  # fmt: skip
+            why = "applies only to the methods identity, pca, orthogonal: remove it, or choose one"
+            self._refuse(f"{why} of them", anchor=(None, "none"), **unwhitened)
         elif self.linear != "feed_forward_output":
             raise ConfigError(
                 "split.linear says which linear layer split.method=svd replaces; "
@@ -91,16 +76,12 @@ class Split:
             )
         if self.whiten and self.method in ("identity", "orthogonal"):
             raise ConfigError(
-                f"split.whiten scales the principal components of split.method=pca, not "
+                "split.whiten scales the principal components of split.method=pca, not "
                 f"{self.method}"
             )
-
         if self.rank is None:
-            self._refuse(
-                "has no effect if all features cross (split.rank=null): remove it",
-                linear=("feed_forward_output",), anchor=(None,), whiten=(False,),
-                calibration=("own",),
-            )  # fmt: skip
+            why = "has no effect if all features cross (split.rank=null): remove it"
+            self._refuse(why, linear=("feed_forward_output",), anchor=(None,), **unwhitened)
 
     def _refuse(self, why: str, **usual: tuple[object, ...]) -> None:
         """Raise ConfigError for a setting that would be accepted and ignored."""
@@ -122,6 +103,10 @@ class Split:
     def anchor_kind(self) -> str:
         return self.anchor or USUAL_ANCHOR[self.method]
 
+    def num_places(self, max_length: int) -> int:
+        """Anchors: none, one, or one for each position."""
+        return {"none": 0, "mean": 1, "position": max_length}[self.anchor_kind]
+
     @property
     def is_measured(self) -> bool:
         """Whether a basis or an anchor is estimated before training."""
@@ -139,6 +124,10 @@ class Split:
         return self.is_measured and self.calibration == "own"
 
     @property
+    def freezes_bottom(self) -> bool:
+        return self.layer is not None and self.freeze_bottom
+
+    @property
     def kept_head_rank(self) -> int | None:
         return self.head_rank if self.layer is not None else None
 
@@ -149,22 +138,19 @@ class Split:
             return f"cut after block {self.layer}, full width"
         return f"cut in block {self.layer}, rank {self.rank} by {self.method}"
 
+    def start_specs(self, hidden: int, max_length: int) -> tuple[TensorSpec, ...]:
+        """What the owner sends before the first step: D [H, K] and the anchor [P, H]."""
+        if not self.hands_over:
+            return ()
+        shapes = ((hidden, self.rank or 0), (self.num_places(max_length), hidden))
+        return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
-def num_places(anchor: str, max_length: int) -> int:
-    return {"none": 0, "mean": 1, "position": max_length}[anchor]
-
-
-def check_rank(split: Split, hidden: int) -> None:
-    """Raise ConfigError if a rank exceeds the number of features."""
-    if split.is_low_rank:
-        assert split.rank is not None
-        if split.rank > hidden:
-            raise ConfigError(
-                f"split.rank is {split.rank}, but the model has {hidden} features; give at most "
-                f"{hidden}, or null to let all cross"
-            )
-    if split.kept_head_rank is not None and split.kept_head_rank > hidden:
-        raise ConfigError(
-            f"split.head_rank is {split.head_rank}, but the model has {hidden} features; give "
-            f"at most {hidden}, or null"
-        )
+    def check_rank(self, hidden: int) -> None:
+        """Raise ConfigError if a rank exceeds the number of features."""
+        crossing = {"rank": self.rank if self.is_low_rank else None}
+        for name, rank in (crossing | {"head_rank": self.kept_head_rank}).items():
+            if rank is not None and rank > hidden:
+                raise ConfigError(
+                    f"split.{name} is {rank}, but the model has {hidden} features; give at most "
+                    f"{hidden}, or null to let all cross"
+                )

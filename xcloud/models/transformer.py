@@ -11,18 +11,19 @@ Shapes: R rows of the source, T rows of the target, H features, N rows of a deco
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from xcloud.base.checks import check_int, check_number
-from xcloud.contracts.model import BuildContext, Stage, TokenIds
+from xcloud.base.settings import Fraction, Positive, settings
+from xcloud.contracts.model import BuildContext, Stage
 from xcloud.models.attention import CrossAttention, FixedCache, Packing, SelfAttention
-from xcloud.models.decoding import Greedy, Search, check_search
+from xcloud.models.decoding import Greedy, Search
 from xcloud.models.encoder import check_heads
 from xcloud.models.encoder_decoder import (
     SOURCE,
@@ -34,10 +35,10 @@ from xcloud.models.encoder_decoder import (
     TargetLayer,
     TargetSettings,
     TargetStage,
-    check_layers_per_stage,
-    layers_of,
 )
 from xcloud.models.seeding import seeded
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
@@ -151,7 +152,7 @@ class TiedHead(nn.Module):
         return F.linear(self.norm(rows_TH), words_VH)
 
 
-@dataclass(frozen=True)
+@settings("Transformer")
 class Transformer(EncoderDecoder):
     """Encoder | decoder from scratch; a SplitModel. Each side has its own vocabulary, because
     neither may see the other's; the target embedding is tied to the output.
@@ -159,26 +160,18 @@ class Transformer(EncoderDecoder):
     encoder_layers_per_stage: layers of each stage but the last; null spreads them evenly.
     """
 
-    hidden: int = 512
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
-    num_heads: int = 8
-    feed_forward: int = 2048
-    dropout: float = 0.1
-    label_smoothing: float = 0.1
-    encoder_layers_per_stage: Sequence[int] | None = None
+    hidden: Positive = 512
+    num_encoder_layers: Positive = 6
+    num_decoder_layers: Positive = 6
+    num_heads: Positive = 8
+    feed_forward: Positive = 2048
+    dropout: Fraction = 0.1
+    label_smoothing: Annotated[float, Field(ge=0.0, le=0.99)] = 0.1
+    encoder_layers_per_stage: Sequence[Positive] | None = None
     decoding: Search = field(default_factory=Greedy)
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "num_encoder_layers", "num_decoder_layers", "feed_forward"):
-            check_int(f"Transformer.{name}", getattr(self, name), 1)
-        check_int("Transformer.num_heads", self.num_heads, 1)
         check_heads("Transformer.num_heads", self.num_heads, self.hidden)
-        check_number("Transformer.dropout", self.dropout, 0, 1)
-        check_number("Transformer.label_smoothing", self.label_smoothing, 0, 0.99)
-        name = "Transformer.encoder_layers_per_stage"
-        check_layers_per_stage(name, self.encoder_layers_per_stage)
-        check_search("Transformer.decoding", self.decoding)
 
     def describe(self) -> str:
         layers = f"{self.num_encoder_layers} + {self.num_decoder_layers} layers"
@@ -187,67 +180,33 @@ class Transformer(EncoderDecoder):
     def source_width(self) -> int:
         return self.hidden
 
-    def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
-        built = self._stage(
-            stage, num_stages, context.vocabularies, context.max_length, context.seed
-        )
-        return built.to(context.device)
-
-    def empty_stage(
-        self,
-        stage: int,
-        num_stages: int,
-        vocabularies: Mapping[str, TokenIds],
-        max_length: int,
-        architecture: Mapping[str, Any] | None = None,
-    ) -> Stage:
-        """The stage with arbitrary weights on the CPU, to be filled by load_state_dict. The
-        settings determine the architecture.
-        """
-        return self._stage(stage, num_stages, vocabularies, max_length, 0)
-
     def _stage(
         self,
         stage: int,
         num_stages: int,
-        vocabularies: Mapping[str, TokenIds],
-        max_length: int,
-        seed: int,
+        context: BuildContext,
+        architecture: Mapping[str, Any] | None,
     ) -> Stage:
-        self.check_stage(stage, num_stages)
-        shape = (self.hidden, self.num_heads, self.feed_forward, self.dropout)
-        if stage == num_stages - 1:
-            ids = vocabularies[TARGET]
-            with seeded(seed, "decoder ends"):
-                embeddings = ScaledEmbeddings(ids.size, self.hidden, max_length, self.dropout)
-            decoder_layers = {}
-            for i in range(self.num_decoder_layers):
-                with seeded(seed, "decoder layer", i):
-                    decoder_layers[str(i)] = CausalLayer(*shape)
-            settings = TargetSettings(ids, max_length, self.label_smoothing, self.decoding)
-            return TargetStage(embeddings, decoder_layers, TiedHead(self.hidden), settings, {})
+        """The settings determine the architecture."""
+        is_last = stage == num_stages - 1
+        name, end = (TARGET, "decoder") if is_last else (SOURCE, "encoder")
 
-        source = vocabularies[SOURCE] if stage == 0 else None
-        layers = {}
-        for i in layers_of(
-            self.num_encoder_layers,
-            stage,
-            num_stages,
-            self.encoder_layers_per_stage,
-            "Transformer.encoder_layers_per_stage",
-        ):
+        def layer(kind: Callable[[int, int, int, float], Layer], i: int) -> Layer:
             # One random stream per layer: initial weights do not depend on the layout.
-            with seeded(seed, "encoder layer", i):
-                layers[str(i)] = SourceLayer(*shape)
-        first = None
-        if source is not None:
-            with seeded(seed, "encoder ends"):
-                first = ScaledEmbeddings(source.size, self.hidden, max_length, self.dropout)
-        is_encoder_end = stage == num_stages - 2
-        return SourceStage(
-            first,
-            layers,
-            nn.LayerNorm(self.hidden) if is_encoder_end else None,
-            source.pad if source is not None else None,
-            {},
-        )
+            with seeded(context.seed, f"{end} layer", i):
+                return kind(self.hidden, self.num_heads, self.feed_forward, self.dropout)
+
+        embeddings = None
+        if ids := context.vocabularies[name] if is_last or stage == 0 else None:
+            with seeded(context.seed, f"{end} ends"):
+                shape = (ids.size, self.hidden, context.max_length)
+                embeddings = ScaledEmbeddings(*shape, self.dropout)
+        if not is_last:
+            numbers = self.encoder_layers(self.num_encoder_layers, stage, num_stages)
+            layers = {str(i): layer(SourceLayer, i) for i in numbers}
+            norm = nn.LayerNorm(self.hidden) if stage == num_stages - 2 else None
+            return SourceStage(embeddings, layers, norm, ids, {})
+        assert ids is not None and embeddings is not None
+        decoder = {str(i): layer(CausalLayer, i) for i in range(self.num_decoder_layers)}
+        settings = TargetSettings(ids, context.max_length, self.label_smoothing, self.decoding)
+        return TargetStage(embeddings, decoder, TiedHead(self.hidden), settings, {})

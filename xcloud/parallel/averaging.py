@@ -6,36 +6,116 @@ Shapes: R replicas.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.cluster.link import Parts
-from xcloud.comm.state import MEMORY, State, Stateful, load_states, split_state, states_of
+from xcloud.comm.state import MEMORY, State, StatefulParts, load_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.mailbox import Mailbox
+from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, check_merge, weighted_sum
-from xcloud.parallel.norm import are_finite
-from xcloud.parallel.pieces import dealt, joined
-from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.parallel.partition import by_rows, joined
+from xcloud.parallel.replica_links import Mailbox
+from xcloud.security.privacy import CloudPrivacy, clip_factor, noise_like
 
-MakeCodec = Callable[[Mapping[str, torch.Size]], TensorCodec]
-
-Watch = Callable[[int, int, Mapping[str, Tensor]], None]
-"""Told of a contribution of another replica: step, replica, its decoded tensors by name."""
 _WEIGHT = TensorSpec((1,), torch.float64)
 _UNDER_WAY = f"{MEMORY}.under_way"
 _HANDED_BACK = 1 << 16
 """Added to the channel in the key of what an aggregator sends back."""
 
 
-class Averager(Stateful, Protocol):
+class PrivateContribution:
+    """Clips what this replica contributes, and adds noise (security/privacy.py says what that
+    guarantees). Noise comes before the encoder, so its residual is of noised values.
+
+    names: of the tensors. num_parts: messages that together are one contribution of a cloud.
+    silent: names of which zero is sent (or nan, where they are not finite).
+    """
+
+    def __init__(
+        self, names: Collection[str], privacy: CloudPrivacy, num_parts: int,
+        silent: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self._are_silent = [name in silent for name in names]
+        self._limit = privacy.clip / math.sqrt(num_parts)
+        self._deviation = privacy.clip * privacy.noise
+        # Not drawn from the run's seed: the other clouds know that one too.
+        self._chance = np.random.default_rng()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = list(zip(tensors, self._are_silent, strict=True))
+        factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], self._limit)
+        return [0 * t if is_silent else self._noised(t * factor) for t, is_silent in pairs]
+
+    def _noised(self, tensor: Tensor) -> Tensor:
+        if not self._deviation:
+            return tensor
+        return tensor + noise_like(tensor, self._deviation, self._chance)
+
+
+class Merged(NamedTuple):
+    """The result of an averaging.
+
+    changes: merged tensors, of one merge after the other; usually of one.
+    is_counted: whether what this replica contributed is in one of them.
+    step, known: where clouds may be late: the step that the others have reached, and that of the
+        newest merge that `changes` contain.
+    values: in place of changes, for a replica that missed too many: see OuterParameters.flat.
+    """
+
+    changes: Sequence[list[Tensor]] = ()
+    is_counted: bool = True
+    step: int = 0
+    known: int = 0
+    values: Parts = ()
+
+
+@dataclass(frozen=True)
+class Contributing:
+    """What every averager of a rank holds to.
+
+    protect: applied to what this replica contributes before it is encoded.
+    watch: called with each contribution of another replica: step, replica, its decoded tensors by
+        name. most_weight: that a replica can have for what it did in so many steps.
+    """
+
+    protect: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda tensors: tensors
+    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
+    most_weight: Callable[[int], float] = float
+
+    def contribution(
+        self, step: int, num_steps: int, replica: int, weight: float, codec: TensorCodec,
+        parts: Sequence[Tensor],
+    ) -> Contribution:  # fmt: skip
+        """A replica's message, decoded. num_steps: that it may stand for. Raises FrameError,
+        naming the replica."""
+        most = self.most_weight(num_steps)
+        if not 0 <= weight <= most:
+            raise FrameError(
+                f"replica {replica} sent a weight of {weight}; its steps allow {most}"
+            )
+        try:
+            contribution = Contribution(codec.decode(tuple(parts)), weight)
+        except FrameError as error:
+            raise FrameError(f"replica {replica}: {error}") from error
+        if self.watch is not None:
+            self.watch(step, replica, dict(zip(codec.names, contribution.tensors, strict=True)))
+        return contribution
+
+
+_OPENLY = Contributing()
+
+
+class Averager(StatefulParts, ABC):
     """Brings the tensors of all replicas together; every replica makes the same calls.
 
     Several steps may be under way at once. Its state holds what is under way too, and a restored
@@ -43,18 +123,29 @@ class Averager(Stateful, Protocol):
     """
 
     @property
+    @abstractmethod
     def max_bytes(self) -> int:
         """Of its largest frame."""
 
+    @abstractmethod
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Encode and send; returns before delivery, and keeps nothing of `tensors`."""
 
-    def finish(self, step: int) -> list[Tensor]:
+    @abstractmethod
+    def finish(self, step: int) -> Merged:
         """Receive and merge what was started as `step`: the same bits in every replica. If one of
         them is not finite, nobody is to use any: with feedback it is as if nothing had been sent.
 
         Raises LinkTimeout or LinkClosed for one that is late or gone; may be called again.
         """
+
+    def end_step(self, step: int, is_last: bool) -> None:
+        """After whatever was merged in this step is in the parameters."""
+        return
+
+    def resume(self, step: int) -> Merged:
+        """See Exchange.resume."""
+        return Merged(step=step)
 
 
 @dataclass
@@ -74,28 +165,19 @@ class _UnderWay:
     before: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)
 
 
-class _Averager(ABC):
-    """What both kinds share: contributions to steps under way, sent, received and restored.
-
-    watch: if set, told of each contribution that comes. most_weight: that a replica can have for
-    what it did in so many steps.
-    """
-
-    watch: Watch | None = None
-    most_weight: Callable[[int], float] = float
+class _Symmetric(Averager):
+    """What both kinds share in which all replicas do the same: contributions to steps under way,
+    sent, received and restored."""
 
     def __init__(
-        self,
-        links: ReplicaLinks | Mailbox,
-        codecs: Mapping[str, TensorCodec],
-        merge: Merge,
-        channel: int,
-    ) -> None:
-        self._mail, self._codecs, self._merge = Mailbox.of(links), dict(codecs), merge
-        self._channel = channel
-        check_merge(merge, self._mail.num_replicas)
+        self, mail: Mailbox, codecs: Mapping[str, TensorCodec], merge: Merge, channel: int,
+        holds_to: Contributing,
+    ) -> None:  # fmt: skip
+        self._mail, self._codecs, self._merge = mail, dict(codecs), merge
+        self._channel, self._holds_to = channel, holds_to
+        check_merge(merge, mail.num_replicas)
         for codec in codecs.values():
-            codec.of_replica(self._mail.replica)
+            codec.of_replica(mail.replica)
         self._steps: dict[int, _UnderWay] = {}
         self._last_step = 0
 
@@ -106,11 +188,14 @@ class _Averager(ABC):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         before = {name: codec.residuals for name, codec in self._codecs.items()}
-        self._steps[step] = self._encoded(tensors, weight)
+        self._steps[step] = self._encoded(self._holds_to.protect(tensors), weight)
         under_way = self._steps[step]
         under_way.num_steps, self._last_step = step - self._last_step, step
         under_way.before |= {name: before[name] for name in before if name in under_way.sent}
         self._send(step)
+
+    def finish(self, step: int) -> Merged:
+        return Merged([self._finished(step)])
 
     def state_dict(self) -> State:
         state = states_of(self._codecs)
@@ -140,8 +225,8 @@ class _Averager(ABC):
             }
             (weight,) = sent.pop("weight")
             sent = {name: tuple(part.to(device) for part in own) for name, own in sent.items()}
-            own, step = self._own_of(sent), int(number)
-            self._steps[step] = _UnderWay(float(weight), own, sent, step)
+            step = int(number)
+            self._steps[step] = _UnderWay(float(weight), self._own_of(sent), sent, step)
             self._send(step)
 
     @abstractmethod
@@ -154,33 +239,24 @@ class _Averager(ABC):
     def _codec_to(self, replica: int) -> str:
         """The name of the codec of contributions to this replica."""
 
+    @abstractmethod
+    def _finished(self, step: int) -> list[Tensor]: ...
+
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
         answer = self._codecs[self._codec_to(self._mail.replica)]
         for replica in self._mail.others:
             name = self._codec_to(replica)
-            self._tell(
-                replica, self._key(step), self._codecs[name], under_way.sent[name],
-                under_way.weight, answer,
-            )  # fmt: skip
+            codec, parts = self._codecs[name], under_way.sent[name]
+            self._post(replica, self._key(step), codec, parts, under_way.weight, answer)
 
-    def _tell(
-        self,
-        replica: int,
-        key: MessageKey,
-        codec: TensorCodec,
-        parts: Parts,
-        weight: float,
+    def _post(
+        self, replica: int, key: MessageKey, codec: TensorCodec, parts: Parts, weight: float,
         answer: TensorCodec,
-    ) -> None:
+    ) -> None:  # fmt: skip
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
         self._mail.send(replica, key, message, carries, codec.raw_bytes, _specs(answer))
-
-    def _hear(self, replica: int, key: MessageKey, codec: TensorCodec) -> Contribution:
-        weight, *parts = self._mail.recv(replica, key)
-        most = self.most_weight(self._steps[key.step].num_steps)
-        return contribution_of(replica, float(weight), most, codec, parts)
 
     def _contribution(self, replica: int, step: int) -> Contribution:
         under_way = self._steps[step]
@@ -188,10 +264,10 @@ class _Averager(ABC):
             return Contribution(under_way.own, under_way.weight)
         if replica not in under_way.received:
             codec = self._codecs[self._codec_to(self._mail.replica)]
-            found = self._hear(replica, self._key(step), codec)
-            under_way.received[replica] = found
-            if self.watch is not None:
-                self.watch(step, replica, dict(zip(codec.names, found.tensors, strict=True)))
+            weight, *parts = self._mail.recv(replica, self._key(step))
+            under_way.received[replica] = self._holds_to.contribution(
+                step, under_way.num_steps, replica, float(weight), codec, parts
+            )
         return under_way.received[replica]
 
     def _merged(self, step: int) -> list[Tensor]:
@@ -211,7 +287,7 @@ class _Averager(ABC):
         return MessageKey(Kind.AVERAGING, step, self._channel + more)
 
 
-class AllToAll(_Averager):
+class AllToAll(_Symmetric):
     """Every replica sends its message to every other: R - 1 messages each way, one latency.
 
     A replica uses of its own tensors what the others decode. For R = 2 nothing is cheaper.
@@ -219,15 +295,12 @@ class AllToAll(_Averager):
     """
 
     def __init__(
-        self,
-        links: ReplicaLinks | Mailbox,
-        codec: TensorCodec,
-        merge: Merge = weighted_sum,
-        channel: int = 0,
-    ) -> None:
-        super().__init__(links, {"all": codec}, merge, channel)
+        self, mail: Mailbox, codec: TensorCodec, merge: Merge = weighted_sum, channel: int = 0,
+        holds_to: Contributing = _OPENLY,
+    ) -> None:  # fmt: skip
+        super().__init__(mail, {"all": codec}, merge, channel, holds_to)
 
-    def finish(self, step: int) -> list[Tensor]:
+    def _finished(self, step: int) -> list[Tensor]:
         merged = self._merged(step)
         self._end(step, merged)
         return merged
@@ -243,7 +316,7 @@ class AllToAll(_Averager):
         return "all"
 
 
-class Aggregators(_Averager):
+class Aggregators(_Symmetric):
     """Each replica merges a part of about equal size: it gathers the others' contributions, merges
     them with its own, which crossed no link, and hands back the result, encoded again.
 
@@ -256,21 +329,18 @@ class Aggregators(_Averager):
     """
 
     def __init__(
-        self,
-        links: ReplicaLinks | Mailbox,
-        shapes: Mapping[str, torch.Size],
-        new_codec: MakeCodec,
-        merge: Merge = weighted_sum,
-        channel: int = 0,
-    ) -> None:
+        self, mail: Mailbox, shapes: Mapping[str, torch.Size],
+        new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
+        merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+    ) -> None:  # fmt: skip
         self._shapes = list(shapes.values())
-        self._parts = dealt(shapes, links.num_replicas)
+        self._parts = by_rows(shapes, mail.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._parts]
         codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs["handed_back"] = new_codec(by_name[links.replica])
-        super().__init__(links, codecs, merge, channel)
+        codecs["handed_back"] = new_codec(by_name[mail.replica])
+        super().__init__(mail, codecs, merge, channel, holds_to)
 
-    def finish(self, step: int) -> list[Tensor]:
+    def _finished(self, step: int) -> list[Tensor]:
         everybody = range(self._mail.num_replicas)
         key, results = self._key(step, _HANDED_BACK), self._steps[step].results
         if self._mail.replica not in results:
@@ -278,14 +348,14 @@ class Aggregators(_Averager):
             self._steps[step].before["handed_back"] = codec.residuals
             parts, results[self._mail.replica] = codec.encode(self._merged(step))
             for replica in self._mail.others:
-                self._tell(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
+                self._post(replica, key, codec, parts, 1.0, self._codecs[str(replica)])
         for replica in self._mail.others:
             if replica not in results:
-                codec = self._codecs[str(replica)]
-                results[replica] = self._hear(replica, key, codec).tensors
+                answer = self._mail.recv(replica, key)[1:]
+                results[replica] = self._codecs[str(replica)].decode(answer)
         self._end(step, [tensor for r in everybody for tensor in results[r]])
-        found = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
-        return joined(found, self._shapes)
+        pieces = [pair for r in everybody for pair in zip(self._parts[r], results[r], strict=True)]
+        return joined(pieces, self._shapes)
 
     def _encoded(self, tensors: Sequence[Tensor], weight: float) -> _UnderWay:
         sent: dict[str, Parts] = {}
@@ -305,28 +375,14 @@ class Aggregators(_Averager):
 
 
 def averager_for(
-    links: ReplicaLinks | Mailbox,
-    shapes: Mapping[str, torch.Size],
-    new_codec: MakeCodec,
-    merge: Merge = weighted_sum,
-    channel: int = 0,
-) -> AllToAll | Aggregators:
+    mail: Mailbox, shapes: Mapping[str, torch.Size],
+    new_codec: Callable[[Mapping[str, torch.Size]], TensorCodec],
+    merge: Merge = weighted_sum, channel: int = 0, holds_to: Contributing = _OPENLY,
+) -> Averager:  # fmt: skip
     """The one that sends least: all to all between two replicas, aggregators among more."""
-    if links.num_replicas == 2:
-        return AllToAll(links, new_codec(shapes), merge, channel)
-    return Aggregators(links, shapes, new_codec, merge, channel)
-
-
-def contribution_of(
-    replica: int, weight: float, most: float, codec: TensorCodec, parts: Sequence[Tensor]
-) -> Contribution:
-    """A replica's message, decoded. most: its weight. Raises FrameError, naming the replica."""
-    if not 0 <= weight <= most:
-        raise FrameError(f"replica {replica} sent a weight of {weight}; its steps allow {most}")
-    try:
-        return Contribution(codec.decode(tuple(parts)), weight)
-    except FrameError as error:
-        raise FrameError(f"replica {replica}: {error}") from error
+    if mail.num_replicas == 2:
+        return AllToAll(mail, new_codec(shapes), merge, channel, holds_to)
+    return Aggregators(mail, shapes, new_codec, merge, channel, holds_to)
 
 
 def _specs(codec: TensorCodec) -> tuple[TensorSpec, ...]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ _AGES = ("seconds since rank 0 heard each rank float32 [ranks]",)
 
 
 class Signal(IntEnum):
-    """What every rank does after an update, before the next one. Rank 0's word."""
+    """What every rank does after an update, before the next one. The control signal of rank 0."""
 
     GO_ON = 0
     CHECKPOINT = 1  # save what the run can go on from
@@ -53,24 +53,32 @@ class Signal(IntEnum):
 NO_CHOICE = -1
 
 
-class Pilot(Protocol):
-    """Chooses among what a run may use; asked at the end of every update."""
+class Director:
+    """What rank 0 decides at the end of an update, with the norm of its gradient. This one lets
+    the run go on as it is."""
+
+    def signal(self, step: int) -> Signal:
+        """Asked in the first rank of each replica."""
+        return Signal.GO_ON
 
     def measured(self, step: int) -> Tensor | None:
         """In each leader: what rank 0 shall know now, float64; None in all at the same steps."""
+        return None
 
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        """In rank 0: what all ranks use from the next step on; None: as before. told: by rank."""
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        """In rank 0: what all ranks use from the next step on; None: as before. measured: by
+        rank."""
+        return None
 
     def follow(self, step: int, choice: int) -> None:
         """In every rank, when all others do. choice: NO_CHOICE = as before."""
 
 
 class Reply(NamedTuple):
-    """Of rank 0 to the leaders, and of these to their stages. choice: of a Pilot."""
+    """Of rank 0 to the leaders, and of these to their stages. choice: of a Director."""
 
     total: float
-    word: Signal = Signal.GO_ON
+    signal: Signal = Signal.GO_ON
     choice: int = NO_CHOICE
 
 
@@ -89,50 +97,50 @@ class StageSums:
     def leaders(self) -> list[int]:
         return sorted({*self.leader_of})
 
-    def sum_over_stages(
-        self,
-        step: int,
-        values: Mapping[int, float],
-        num_stages: int,
-        word: Signal = Signal.GO_ON,
-        pilot: Pilot | None = None,
-    ) -> Reply:
-        """Sum of one number per stage, the same bits in every leader, and rank 0's word and its
-        pilot's choice, which travel with it. Leaders only.
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds up, and its director decides."""
+        return self.rank == min(self.leader_of)
 
-        values: stage -> number, for the stages that this leader speaks for. word: in rank 0.
+    def sum_over_stages(self, step: int, values: Mapping[int, float], director: Director) -> Reply:
+        """Sum of one number per stage, the same bits in every leader, and what the director of the
+        first of them decides, which travels with it. Leaders only.
+
+        values: stage -> number, for the stages that this leader speaks for.
         """
-        key = MessageKey(Kind.NORM, step)
-        measured = None if pilot is None else pilot.measured(step)
+        key, num_stages = MessageKey(Kind.NORM, step), len(self.leader_of)
+        mine = director.measured(step)
         first, *others = self.leaders
         if self.rank != first:
-            mine = torch.full((num_stages,), torch.nan, dtype=torch.float64)
+            norms = torch.full((num_stages,), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
-                mine[stage] = value
-            parts = [mine] if measured is None else [mine, measured]
+                norms[stage] = value
+            parts = [norms] if mine is None else [norms, mine]
             self.out[first].send(key, tuple(parts), _NORMS[: len(parts)])
-            return answer_of(self.incoming[first].recv(key, self.overdue_s), first)
+            return reply_of(self.incoming[first].recv(key, self.overdue_s), first)
         collected = dict(values)
-        told = {} if measured is None else {first: measured}
+        measured = {} if mine is None else {first: mine}
         for leader in others:
-            told_norms = self.incoming[leader].recv(key, self.overdue_s)
-            norms, *more = check_norms(told_norms, num_stages, measured, leader)
+            received = self.incoming[leader].recv(key, self.overdue_s)
+            of_stages, *more = check_norms(received, num_stages, mine, leader)
             if more:
-                told[leader] = more[0]
+                measured[leader] = more[0]
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
-            collected.update({stage: norms[stage] for stage in own})
+            collected.update({stage: of_stages[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
-        choice = None if pilot is None or not told else pilot.decide(step, told)
-        news = [word] if choice is None else [word, choice]
+        signal, choice = director.signal(step), None
+        if measured:
+            choice = director.decide(step, measured)
+        codes = [signal] if choice is None else [signal, choice]
         for leader in others:
             parts = [torch.tensor([total], dtype=torch.float64)]
-            if news != [Signal.GO_ON]:
-                parts.append(torch.tensor(news, dtype=torch.uint8))
+            if codes != [Signal.GO_ON]:
+                parts.append(torch.tensor(codes, dtype=torch.uint8))
             carries = _SUMMED if choice is None else _CHOSEN
             self.out[leader].send(key, tuple(parts), carries[: len(parts)])
-        return Reply(total, word, NO_CHOICE if choice is None else choice)
+        return Reply(total, signal, NO_CHOICE if choice is None else choice)
 
 
 def check_norms(
@@ -154,21 +162,23 @@ def check_norms(
     return (norms, *parts[1:])
 
 
-def answer_of(parts: Parts, first: int) -> Reply:
+def reply_of(parts: Parts, first: int) -> Reply:
     """Raises FrameError for anything but the sum, and what to do."""
-    specs, news = [TensorSpec.of(part) for part in parts], [int(Signal.GO_ON)]
+    specs, codes = [TensorSpec.of(part) for part in parts], [int(Signal.GO_ON)]
     fits = specs[:1] == [TensorSpec((1,), torch.float64)] and len(specs) <= 2
     if fits and len(specs) == 2:
-        news, fits = parts[1].tolist(), specs[1] in (_CODE, TensorSpec((2,), torch.uint8))
-    if not fits or news[0] not in [*Signal]:
-        raise FrameError(f"rank {first} sent {specs} and {news} for a sum of norms")
-    return Reply(float(parts[0]), Signal(news[0]), *news[1:])
+        codes, fits = parts[1].tolist(), specs[1] in (_CODE, TensorSpec((2,), torch.uint8))
+    if not fits or codes[0] not in [*Signal]:
+        raise FrameError(f"rank {first} sent {specs} and {codes} for a sum of norms")
+    return Reply(float(parts[0]), Signal(codes[0]), *codes[1:])
 
 
 class Control:
     """out, incoming: links to and from rank 0, or, in rank 0, to and from every other rank.
     lives: signs of life of every other rank, by rank.
     """
+
+    tells_sizes = True
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Merging where a cloud may be late, leave and come back. Replica 0, the hub, must stay: it merges
-what has come in time and answers each replica for itself, so that nobody waits for a third one.
+"""Averaging where a cloud may be late, leave and come back. Replica 0, the hub, must stay: it
+merges what has come in time and answers each replica for itself, so that nobody waits for a third.
 
 Every message of a replica says which merge it knows last; the answer makes it know the newest.
 What was not merged stays in the replica's own values, and so is a part of its next message.
@@ -19,12 +19,13 @@ from torch import Tensor
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
+from xcloud.comm.state import State, Stateful, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
-from xcloud.parallel.averaging import Watch, contribution_of
+from xcloud.parallel.averaging import Averager, Contributing, Merged
+from xcloud.parallel.exchange import are_finite
 from xcloud.parallel.merging import Contribution, Merge, can_merge
-from xcloud.parallel.norm import are_finite
-from xcloud.parallel.outer_parameters import OuterParameters
 from xcloud.parallel.replica_links import ReplicaLinks
+from xcloud.record.reporter import Reporter
 
 HUB = 0
 NEWCOMER = -1  # knows no merge
@@ -39,7 +40,7 @@ _VALUES = ("values agreed on last", "velocity of the outer optimizer")
 _SPECS = (TensorSpec((3,), torch.float64), TensorSpec((4,), torch.float64))
 
 
-class Told(NamedTuple):
+class MergeRecord(NamedTuple):
     """A merge: at which step, the step of the one before, how much each replica counted (0: left
     out), and the merged change as it was sent: nothing where the merge was left out."""
 
@@ -48,89 +49,120 @@ class Told(NamedTuple):
     weights: tuple[float, ...]
     parts: Parts
 
-    @property
-    def is_partial(self) -> bool:
-        return not all(self.weights)
 
+@dataclass
+class MergeLog:
+    """Writes merges, and who is absent, as events and notes of the run."""
 
-class Absence(NamedTuple):
-    """`late`: left out until it comes; `left`: its link has ended, or it was waited for in vain;
-    `back`: either of them is there again."""
+    reporter: Reporter
+    links: ReplicaLinks
+    _is_left_out: bool = False  # the last merge
 
-    replica: int
-    what: Literal["late", "left", "back"]
-    step: int
-    why: str = ""
+    def merged(self, record: MergeRecord) -> None:
+        weights = {self.links.cloud_of(r): weight for r, weight in enumerate(record.weights)}
+        kind = "merge" if all(record.weights) else "partial_merge"
+        self.reporter.event(kind, step=record.step, weights=weights)
+        is_left_out = not any(record.weights)
+        if is_left_out and not self._is_left_out:
+            self.reporter.note(
+                f"the merge of step {record.step} is left out, and those after it until enough "
+                "clouds with finite changes are there; each trains on by itself"
+            )
+        self._is_left_out = is_left_out
+
+    def status(
+        self, replica: int, status: Literal["late", "left", "back"], step: int, why: str
+    ) -> None:
+        """late: left out until it comes; left: disconnected or timed out; back: after either."""
+        cloud, ranks = self.links.cloud_of(replica), list(self.links.ranks_of(replica))
+        self.reporter.event("absence", now=True, absent=cloud, ranks=ranks, what=status, step=step)
+        words = {"late": "is late", "left": "is gone", "back": "is back"}[status]
+        self.reporter.note(f"cloud {cloud} {words} (step {step}){f': {why}' if why else ''}")
 
 
 @dataclass
-class Ends:
-    """What hub and members have alike. codec: of what a replica sends; merged: of what the hub
-    answers. Both are decoded by whoever did not encode them."""
+class _End(Averager):
+    """What hub and members have in common. codec: of what a replica sends; merged: of what the hub
+    answers. Both are decoded by whoever did not encode them. known: the step of the newest merge
+    that this replica's values contain."""
 
-    values: OuterParameters
+    links: ReplicaLinks
     codec: TensorCodec
     merged: TensorCodec
-    links: ReplicaLinks
+    holds_to: Contributing = field(default_factory=Contributing)
+    known: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         for codec in (self.codec, self.merged):
             codec.of_replica(self.links.replica)
 
+    @property
+    def max_bytes(self) -> int:
+        """Values and velocity of the outer optimizer may come whole."""
+        return max(2 * self.codec.raw_bytes, KEPT * self.merged.max_bytes, self.codec.max_bytes)
+
+    own_names = ("known",)
+
+    def own(self) -> State:
+        return {"known": self.known}
+
+    def take(self, own: State) -> None:
+        """All replicas are there again, whoever had left before; they do not know what was merged
+        last."""
+        self.known = whole_number(own, "known")
+
+    def parts(self) -> dict[str, Stateful]:
+        return {"codec": self.codec, "merged": self.merged}
+
 
 @dataclass
-class Member:
-    """Any replica but the hub. known: the step of the newest merge that its values contain."""
+class Member(_End):
+    """Any replica but the hub."""
 
-    ends: Ends
-    known: int = 0
-    _number: int = 0  # of its next message
+    _number: int = field(default=0, init=False)  # of its next message
+    _residuals: Sequence[Tensor | None] | None = field(default=None, init=False)  # if under way
 
-    def join(self) -> int:
-        """Of one that begins in a job that goes on: take the hub's values. Returns the step at
-        which the hub is."""
+    def resume(self, step: int) -> Merged:
+        """Take the hub's values."""
         self.known, self._number = NEWCOMER, 0
-        hub_step, _ = self._ask(0, 0.0, ())
-        self.ends.values.take()
-        return hub_step
+        self._ask(0, 0.0, ())
+        return self._answer()
 
-    def merge(self, step: int, weight: float) -> tuple[int, bool]:
-        """Returns the step at which the hub is, and whether this replica's change was merged."""
-        ends = self.ends
-        gradient, before = ends.values.gradient(), ends.codec.residuals
-        parts, _ = ends.codec.encode(gradient)
-        hub_step, is_taken = self._ask(step, weight, parts)
-        if is_taken:
-            ends.values.take()
-        else:
-            ends.values.keep(gradient)
-            ends.codec.undo(before)  # it is in the values again
-        return hub_step, is_taken
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        """Nothing, if the hub has merged this step already."""
+        if step > self.known:
+            self._residuals = self.codec.residuals
+            self._ask(step, weight, self.codec.encode(tensors)[0])
 
-    def _ask(self, step: int, weight: float, parts: Parts) -> tuple[int, bool]:
-        ends = self.ends
+    def finish(self, step: int) -> Merged:
+        if self._residuals is None:
+            return Merged(is_counted=False, step=step, known=self.known)
+        merged = self._answer()
+        if not merged.is_counted:
+            self.codec.undo(self._residuals)  # it is in the values again
+        self._residuals = None
+        return merged
+
+    def _ask(self, step: int, weight: float, parts: Parts) -> None:
         head = torch.tensor([step, self.known, weight], dtype=torch.float64)
-        carries = (_HEADS[0], *(ends.codec.carries if parts else ()))
-        raw = ends.codec.raw_bytes if parts else 0
+        carries = (_HEADS[0], *(self.codec.carries if parts else ()))
+        raw = self.codec.raw_bytes if parts else 0
         key = MessageKey(Kind.AVERAGING, self._number, _ASKS)
-        ends.links.send(HUB, key, (head, *parts), carries, raw)
-        key = key._replace(micro_batch=_ANSWERS)
+        self.links.send(HUB, key, (head, *parts), carries, raw)
+
+    def _answer(self) -> Merged:
+        key = MessageKey(Kind.AVERAGING, self._number, _ANSWERS)
         self._number += 1
-        head, *rest = _checked(ends.links.recv(HUB, key, None, HUB_WAIT_S), _SPECS[1], "the hub")
-        if not bool(head.isfinite().all()):
-            raise FrameError(f"the hub sent {head.tolist()} for steps and flags")
-        hub_step, self.known, is_taken, has_values = map(int, head.tolist())
+        parts = self.links.recv(HUB, key, None, HUB_WAIT_S)
+        (*numbers, has_values), rest = _read(parts, _SPECS[1], "the hub")
+        hub_step, self.known, is_counted = map(int, numbers)
         if has_values:
-            if len(rest) != 2:
-                raise FrameError(f"the hub sent {len(rest)} tensors for values and velocity")
-            for own, told in zip((ends.values.anchor, ends.values.velocity), rest, strict=True):
-                _fill(own, told)
-        else:
-            each = len(ends.merged.wire_specs)
-            for first in range(0, len(rest), each):
-                merged = ends.merged.decode(tuple(rest[first : first + each]))
-                ends.values.move(merged)
-        return hub_step, bool(is_taken)
+            return Merged((), bool(is_counted), hub_step, self.known, rest)
+        each = len(self.merged.wire_specs)
+        changes = [
+            self.merged.decode(rest[first : first + each]) for first in range(0, len(rest), each)
+        ]
+        return Merged(changes, bool(is_counted), hub_step, self.known)
 
 
 @dataclass
@@ -149,108 +181,108 @@ class _Asked(NamedTuple):
 
 
 @dataclass
-class Hub:
+class Hub(_End):
     """late: whether a replica that has not come after wait_s is left out of this merge alone, or
-    counts as one that has left. leave: whether the others go on then. watch: see averaging.Watch;
-    names: of the tensors, for it. most_weight: that a replica can have for what it did in so many
-    steps."""
+    counts as one that has left. leave: whether the others continue then. values: of this replica,
+    as OuterParameters.flat, for those that missed too many merges."""
 
-    ends: Ends
-    merge_rule: Merge
-    late: Literal["wait", "skip"]
-    leave: Literal["fail", "go_on"]
-    wait_s: float
-    on_merge: Callable[[Told], None] = lambda told: None
-    on_absence: Callable[[Absence], None] = lambda absence: None
-    watch: Watch | None = None
-    names: Sequence[str] = ()
-    most_weight: Callable[[int], float] = float
-    known: int = 0
-    _kept: deque[Told] = field(default_factory=lambda: deque(maxlen=KEPT))
+    merge_rule: Merge = field(kw_only=True)
+    late: Literal["wait", "skip"] = field(kw_only=True)
+    leave: Literal["fail", "go_on"] = field(kw_only=True)
+    wait_s: float = field(kw_only=True)
+    values: Callable[[], Parts] = field(kw_only=True)
+    log: MergeLog = field(kw_only=True)
+    _own: Contribution | None = field(default=None, init=False)
+    _kept: deque[MergeRecord] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _peers: dict[int, _Peer] = field(init=False)
+    _due: dict[int, tuple[int, bool]] = field(default_factory=dict, init=False)  # answers
 
     def __post_init__(self) -> None:
-        others = range(self.ends.links.num_replicas)
+        super().__post_init__()
+        others = range(self.links.num_replicas)
         self._peers = {replica: _Peer() for replica in others if replica != HUB}
 
-    def merge(self, step: int, weight: float) -> bool:
-        """Of what has come from now until wait_s later at the latest. Returns False for a merge
+    def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
+        self._own = Contribution(list(tensors), weight)
+
+    def finish(self, step: int) -> Merged:
+        """Of what has come from now until wait_s later at the latest. Nothing counts in a merge
         that is left out: too few have come to outvote a bad one, or the result is not finite. All
         replicas keep what they did then."""
+        assert self._own is not None
         deadline_s = time.monotonic() + self.wait_s
-        found = {HUB: Contribution(self.ends.values.gradient(), weight)}
-        asked: dict[int, _Asked] = {}
+        taken, self._own = {HUB: self._own}, None
         for replica in self._in("present"):
-            message = self._receive(replica, step, deadline_s - time.monotonic())
-            if message is not None:
-                asked[replica] = message
-                if message.contribution is not None and message.known == self.known:
-                    found[replica] = message.contribution
-        parts: Parts = ()
-        num_counted = sum(contribution.weight > 0 for contribution in found.values())
+            asked = self._receive(replica, step, deadline_s - time.monotonic())
+            if asked is not None:
+                if asked.contribution is not None and asked.known == self.known:
+                    taken[replica] = asked.contribution
+                self._due[replica] = (asked.known, replica in taken)
+        changes, parts = [], Parts()
+        num_counted = sum(contribution.weight > 0 for contribution in taken.values())
         if can_merge(self.merge_rule, num_counted) and are_finite(
-            merged := self.merge_rule([found[replica] for replica in sorted(found)])
+            merged := self.merge_rule([taken[replica] for replica in sorted(taken)])
         ):
-            parts, seen = self.ends.merged.encode(merged)
-            self.ends.values.move(seen)
-            self.ends.values.take()
-            for replica in found.keys() & self._peers.keys():
+            parts, seen = self.merged.encode(merged)
+            changes.append(seen)
+            for replica in taken.keys() & self._peers.keys():
                 self._peers[replica].merged_at = step
         else:
-            found = {}
+            taken = {}
+            self._due = {replica: (known, False) for replica, (known, _) in self._due.items()}
         weights = tuple(
-            found[replica].weight if replica in found else 0.0
-            for replica in range(self.ends.links.num_replicas)
+            taken[replica].weight if replica in taken else 0.0
+            for replica in range(self.links.num_replicas)
         )
-        told = Told(step, self.known, weights, parts)
-        self._kept.append(told)
+        record = MergeRecord(step, self.known, weights, parts)
+        self._kept.append(record)
         self.known = step
-        self.on_merge(told)
-        for replica, message in asked.items():
-            self._answer(replica, message.known, step, replica in found)
-        return bool(found)
+        self.log.merged(record)
+        return Merged(changes, bool(taken), step, step)
 
-    def answer_absent(self, step: int) -> None:
-        """Take back those that have come by now. Call it after a merge at this step."""
+    def end_step(self, step: int, is_last: bool) -> None:
+        """Answer those that are in this step's merge, and those that were absent and have come by
+        now. After the last step the late ones must know it too."""
+        for replica, (known, is_counted) in self._due.items():
+            self._answer(replica, known, step, is_counted)
+        self._due = {}
         for replica in self._in("late", "left"):
             self._take_back(replica, step, 0.0)
+        deadline_s = time.monotonic() + self.wait_s
+        for replica in self._in("late") if is_last else ():
+            self._take_back(replica, step, deadline_s - time.monotonic())
 
-    def welcome(self, step: int) -> None:
-        """Of a run that goes on: the others begin again, with the values of here."""
+    def resume(self, step: int) -> Merged:
+        """The others begin again, with the values of here."""
         deadline_s = time.monotonic() + self.wait_s
         for replica in self._in("present"):
-            message = self._receive(replica, step, deadline_s - time.monotonic())
-            if message is not None:
-                self._answer(replica, message.known, step, False)
-
-    def end(self, step: int) -> None:
-        """After the last merge: late ones must know it too."""
-        deadline_s = time.monotonic() + self.wait_s
-        for replica in self._in("late"):
-            self._take_back(replica, step, deadline_s - time.monotonic())
+            asked = self._receive(replica, step, deadline_s - time.monotonic())
+            if asked is not None:
+                self._answer(replica, asked.known, step, False)
+        return Merged(is_counted=False, step=step, known=self.known)
 
     def _in(self, *states: str) -> list[int]:
         return [replica for replica, peer in self._peers.items() if peer.state in states]
 
     def _take_back(self, replica: int, step: int, wait_s: float) -> None:
-        message = self._receive(replica, step, wait_s)
-        if message is not None:
+        asked = self._receive(replica, step, wait_s)
+        if asked is not None:
             self._peers[replica].state = "present"
-            self.on_absence(Absence(replica, "back", step))
-            self._answer(replica, message.known, step, False)
+            self.log.status(replica, "back", step, "")
+            self._answer(replica, asked.known, step, False)
 
     def _receive(self, replica: int, step: int, wait_s: float) -> _Asked | None:
         """Its next message; None if it is not there, and then it is noted as absent."""
-        peer, links = self._peers[replica], self.ends.links
+        peer = self._peers[replica]
         key = MessageKey(Kind.AVERAGING, peer.number, _ASKS)
         try:
-            parts = links.recv(replica, key, None, max(0.0, wait_s))
+            parts = self.links.recv(replica, key, None, max(0.0, wait_s))
         except LinkTimeout as error:
             if peer.state == "present":
                 why = f"it did not come in {self.wait_s:g} s"
                 if self.late == "skip":
                     peer.state = "late"
-                    self.on_absence(Absence(replica, "late", step, why))
+                    self.log.status(replica, "late", step, why)
                 else:
                     self._lose(replica, step, why, error)
             return None
@@ -260,17 +292,12 @@ class Hub:
                 self._lose(replica, step, str(error), error)
             return None
         peer.number += 1
-        head, *rest = _checked(parts, _SPECS[0], f"replica {replica}")
-        if not bool(head.isfinite().all()):
-            raise FrameError(f"replica {replica} sent {head.tolist()} for steps and a weight")
-        asked_at, known, weight = head.tolist()
+        (asked_at, known, weight), rest = _read(parts, _SPECS[0], f"replica {replica}")
         contribution = None
         if rest:
-            most = self.most_weight(step - peer.merged_at)
-            contribution = contribution_of(replica, weight, most, self.ends.codec, rest)
-            if self.watch is not None:
-                named = zip(self.names, contribution.tensors, strict=True)
-                self.watch(int(asked_at), replica, dict(named))
+            contribution = self.holds_to.contribution(
+                int(asked_at), step - peer.merged_at, replica, weight, self.codec, rest
+            )
         else:  # it begins, with the values of here
             peer.merged_at = step
         return _Asked(int(known), contribution)
@@ -281,43 +308,36 @@ class Hub:
                 f"{error}. To go on without a cloud that leaves set strategy.averaging.leave=go_on"
             ) from error
         self._peers[replica].state = "left"
-        self.on_absence(Absence(replica, "left", step, why))
+        self.log.status(replica, "left", step, why)
 
-    def _answer(self, replica: int, known: int, step: int, is_taken: bool) -> None:
-        ends, peer = self.ends, self._peers[replica]
-        missed = [told for told in self._kept if told.step > known]
-        is_known = known == self.known or any(told.before == known for told in missed)
-        head = torch.tensor([step, self.known, is_taken, not is_known], dtype=torch.float64)
+    def _answer(self, replica: int, known: int, step: int, is_counted: bool) -> None:
+        peer = self._peers[replica]
+        missed = [record for record in self._kept if record.step > known]
+        is_known = known == self.known or any(record.before == known for record in missed)
+        head = torch.tensor([step, self.known, is_counted, not is_known], dtype=torch.float64)
         if is_known:
-            parts = tuple(part for told in missed for part in told.parts)
-            num_merged = sum(bool(told.parts) for told in missed)
-            carries, raw = ends.merged.carries * num_merged, ends.merged.raw_bytes * num_merged
+            parts = tuple(part for record in missed for part in record.parts)
+            num_merged = sum(bool(record.parts) for record in missed)
+            carries = self.merged.carries * num_merged
+            raw = self.merged.raw_bytes * num_merged
         else:
-            parts = (_flat(ends.values.anchor), _flat(ends.values.velocity))
-            carries, raw = _VALUES, sum(4 * part.numel() for part in parts)
+            parts, carries = self.values(), _VALUES
+            raw = sum(4 * part.numel() for part in parts)
         key = MessageKey(Kind.AVERAGING, peer.number - 1, _ANSWERS)
         try:
-            ends.links.send(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
+            self.links.send(replica, key, (head, *parts), (_HEADS[1], *carries), raw)
         except (LinkClosed, LinkTimeout) as error:
             self._lose(replica, step, str(error), error)
 
 
-def _checked(parts: Parts, head: TensorSpec, sender: str) -> Parts:
+def _read(parts: Parts, head: TensorSpec, sender: str) -> tuple[list[float], Parts]:
+    """The numbers that a message begins with, and the rest of it."""
     if not parts or TensorSpec.of(parts[0]) != head:
         raise FrameError(
             f"a message of {sender} begins with {[TensorSpec.of(p) for p in parts[:1]]}, expected "
             f"{head}; do all clouds run the same experiment file?"
         )
-    return parts
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    sizes = [tensor.numel() for tensor in tensors]
-    if flat.shape != (sum(sizes),):
-        raise FrameError(f"the hub sent {tuple(flat.shape)} values, expected {sum(sizes)}")
-    for tensor, piece in zip(tensors, torch.split(flat, sizes), strict=True):
-        tensor.copy_(piece.view_as(tensor))
+    numbers = parts[0].tolist()
+    if not bool(parts[0].isfinite().all()):
+        raise FrameError(f"{sender} sent {numbers} for steps, flags or a weight")
+    return numbers, parts[1:]

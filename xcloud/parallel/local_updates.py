@@ -1,22 +1,39 @@
-"""What a user says of local updates: each replica trains alone for a number of steps, then their
-changes are merged. Local SGD, FedAvg, DiLoCo, Streaming DiLoCo. `local_rounds.py` does it.
+"""Each replica trains alone for a number of steps, then their changes are merged: local SGD,
+FedAvg, DiLoCo, Streaming DiLoCo; also where a cloud may be late, leave and come back (hub.py).
+
+Moments of the inner optimizer stay where they are and are never sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from xcloud.base.checks import check_choice, check_int, check_number
+import torch
+from pydantic import Field
+from torch import Tensor
+
 from xcloud.base.errors import ConfigError
-from xcloud.parallel.merging import Robust, check_robust
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.base.settings import NotNegative, Positive, Seconds, settings
+from xcloud.cluster.layout import ClusterLayout
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulParts, stateful, whole_number
+from xcloud.parallel.averaging import Averager, Merged
+from xcloud.parallel.exchange import AllReduce, Exchange, FlatBuffer, Work
+from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
+from xcloud.parallel.merging import Robust, weighted_mean
+from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.partition import by_tensor, contiguous
+from xcloud.parallel.step_budget import StepBudget
+from xcloud.parallel.strategy import Averaging, Replicas, Shapes, Traffic
 
 NAME = "strategy.averaging"
+_NOTHING = 1e-12
+_UNDER_WAY = f"{MEMORY}.under_way"
 
 
-@dataclass(frozen=True)
-class LocalUpdates:
+@settings(NAME)
+class LocalUpdates(Averaging):
     """Settings. Steps are counted alike in all replicas: a merge stands at a step's number.
 
     every: steps between two merges of the same parameters (H).
@@ -25,20 +42,19 @@ class LocalUpdates:
         all alike.
     fragments: parameters are merged in so many parts, one after the other, every / fragments steps
         apart (Streaming DiLoCo, arXiv:2501.18512).
-    overlap: steps that a replica goes on while its change is merged (tau there).
+    overlap: steps that a replica trains on while its change is merged (tau there).
     mix: share of its own values that a replica keeps at a merge (alpha there: 0.5 with overlap; if
         0 the steps made during the overlap are lost).
     most_s, most_tokens: a replica that has spent so many seconds, or trained on so many tokens,
         since the last merge makes no more steps before the next: so a slow cloud does fewer steps
         than `every` instead of being waited for, and counts for what it did.
-    merge: one that bears a bad cloud (parallel/merging.py); null = the weighted mean.
+    merge: a Byzantine-robust aggregator (parallel/merging.py); null = the weighted mean.
     feedback: what a lossy compressor leaves out of a change is added to the next one.
     wait_s: how long a merge waits for a replica, from the moment where its own cloud is there.
     late: what then becomes of it. wait: it counts as one that has left. skip: this merge is
         without it; its change stays with it and is part of the next one.
     leave: what a replica that is gone does to the others. fail: the run ends. go_on: they merge
         without it, and take it in when it comes back; it gets their values then.
-
     restart_s: seconds after which a run on one machine starts a lost cloud again; null = never.
         On several machines that is up to whoever runs them.
 
@@ -46,34 +62,24 @@ class LocalUpdates:
     and merges are of all parameters at once.
     """
 
-    every: int = 50
+    every: Positive = 50
     outer: OuterOptimizer = field(default_factory=OuterOptimizer)
     weigh: Literal["samples", "tokens", "equal"] = "samples"
-    fragments: int = 1
-    overlap: int = 0
-    mix: float = 0.0
-    most_s: float | None = None
-    most_tokens: int | None = None
+    fragments: Positive = 1
+    overlap: NotNegative = 0
+    mix: Annotated[float, Field(ge=0, le=0.999999)] = 0.0
+    most_s: Annotated[float, Field(gt=0)] | None = None
+    most_tokens: Positive | None = None
     feedback: bool = True
     merge: Robust | None = None
-    wait_s: float = 600.0
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
     late: Literal["wait", "skip"] = "wait"
     leave: Literal["fail", "go_on"] = "fail"
-    restart_s: float | None = None
+    restart_s: Seconds | None = None
+
+    is_apart = True
 
     def __post_init__(self) -> None:
-        check_int(f"{NAME}.every", self.every, 1)
-        check_robust(self.merge)
-        check_choice(f"{NAME}.weigh", self.weigh, ("samples", "tokens", "equal"))
-        check_int(f"{NAME}.fragments", self.fragments, 1)
-        check_int(f"{NAME}.overlap", self.overlap, 0)
-        check_number(f"{NAME}.mix", self.mix, 0.0, 0.999999)
-        check_choice(f"{NAME}.feedback", self.feedback, (True, False))
-        check_number(f"{NAME}.wait_s", self.wait_s, 0.0, above=True)
-        if self.most_s is not None:
-            check_number(f"{NAME}.most_s", self.most_s, 0.0, above=True)
-        if self.most_tokens is not None:
-            check_int(f"{NAME}.most_tokens", self.most_tokens, 1)
         if self.fragments > self.every:
             raise ConfigError(
                 f"{NAME}.fragments ({self.fragments}) must be at most {NAME}.every "
@@ -84,15 +90,11 @@ class LocalUpdates:
                 f"{NAME}.overlap ({self.overlap}) must be less than {NAME}.every ({self.every}): "
                 "a merge must end before the next one of the same parameters begins"
             )
-        check_choice(f"{NAME}.late", self.late, ("wait", "skip"))
-        check_choice(f"{NAME}.leave", self.leave, ("fail", "go_on"))
-        if self.restart_s is not None:
-            check_number(f"{NAME}.restart_s", self.restart_s, 0.0)
-            if self.leave == "fail":
-                raise ConfigError(
-                    f"{NAME}.restart_s needs {NAME}.leave=go_on: a run that ends with a lost "
-                    "cloud starts nothing again"
-                )
+        if self.restart_s is not None and self.leave == "fail":
+            raise ConfigError(
+                f"{NAME}.restart_s needs {NAME}.leave=go_on: a run that ends with a lost "
+                "cloud starts nothing again"
+            )
         if self.is_elastic and (self.fragments > 1 or self.overlap or self.mix):
             raise ConfigError(
                 f"{NAME}.late=skip and {NAME}.leave=go_on merge all parameters at once; set "
@@ -100,45 +102,304 @@ class LocalUpdates:
             )
 
     @property
-    def needs_whole_replicas(self) -> str:
-        """The settings for which all ranks of a replica must be in one cloud and hold all stages;
-        empty if there are none."""
-        found = {
-            "late=skip": self.late == "skip",
-            "leave=go_on": self.leave == "go_on",
-            "most_s": self.most_s is not None,
-            "most_tokens": self.most_tokens is not None,
-            "weigh=tokens": self.weigh == "tokens",
+    def label(self) -> str:
+        parts = {
+            f"every {self.every}": True,
+            self.outer.label: True,
+            f"{self.fragments} fragments": self.fragments > 1,
+            f"overlap {self.overlap}": self.overlap,
+            f"mix {self.mix:g}": self.mix,
+            repr(self.merge): self.merge is not None,
+            "skips the late": self.late == "skip",
+            "goes on without the lost": self.leave == "go_on",
         }
-        return ", ".join(f"{NAME}.{name}" for name, is_set in found.items() if is_set)
+        return ", ".join(part for part, is_said in parts.items() if is_said)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether a merge may be without some replica."""
         return self.late == "skip" or self.leave == "go_on"
+
+    @property
+    def may_leave(self) -> bool:
+        return self.leave == "go_on"
+
+    @property
+    def _is_at_once(self) -> bool:
+        return self.fragments == 1 and not self.overlap and not self.mix
+
+    @property
+    def equal_every(self) -> int:
+        return self.every if self._is_at_once else 0
+
+    @property
+    def column(self) -> str:
+        if not self._is_at_once:
+            return "streaming"
+        return "elastic" if self.is_elastic else "local updates"
+
+    @property
+    def traffic(self) -> Traffic:
+        per_step = self.fragments / self.every
+        return Traffic(per_step, self.fragments, self.overlap, self.is_elastic, num_copies=2)
+
+    @property
+    def offsets(self) -> list[int]:
+        """At which remainder of step / every each fragment is merged: evenly spread, the last one
+        at 0."""
+        count = self.fragments
+        return [(number + 1) * self.every // count % self.every for number in range(count)]
 
     @property
     def most_under_way(self) -> int:
         """Fragments that are under way at once."""
         return max(1, -(-self.overlap * self.fragments // self.every))
 
+    def most_contributions(self, num_updates: int) -> int:
+        full, rest = divmod(num_updates, self.every)
+        return full + (rest > 0 or self.fragments > 1)  # the last step ends with one
+
+    def check(self, layout: ClusterLayout) -> None:
+        """Some settings need replicas of one cloud each, whose ranks hold all stages."""
+        super().check(layout)
+        needs = {
+            "late=skip": self.late == "skip",
+            "leave=go_on": self.leave == "go_on",
+            "most_s": self.most_s is not None,
+            "most_tokens": self.most_tokens is not None,
+            "weigh=tokens": self.weigh == "tokens",
+        }
+        asked = ", ".join(f"{NAME}.{name}" for name, is_set in needs.items() if is_set)
+        for name, cloud in layout.clouds.items():
+            is_whole = len(cloud.stages or ()) == layout.num_stages
+            if asked and (not is_whole or cloud.one_stage_per_rank):
+                raise ConfigError(
+                    f"{asked}: each rank must hold the whole model, but those of cloud {name!r} "
+                    "hold parts; set strategy.replicas=null and one_stage_per_rank=false, or "
+                    "leave the setting out"
+                )
+
+    def join(self, replicas: Replicas) -> Exchange:
+        return LocalRounds(self, replicas)
+
+    def work_of(self, work: Work) -> float:
+        return float(work.num_samples) if self.weigh == "samples" else work.weight
+
     def weight_of(self, work: float) -> float:
         """How much a replica counts that has done so much since the last merge."""
         return float(work > 0) if self.weigh == "equal" else work
 
+
+@dataclass
+class _Fragment(StatefulParts):
+    """work: what this replica did since it last sent. under_way: the step at which it did, 0 for
+    none; sent: the work that it reported then."""
+
+    values: OuterParameters
+    averager: Averager | None
+    offset: int
+    work: float = 0.0
+    under_way: int = 0
+    sent: float = 0.0
+
+    own_names = (MEMORY, "work")
+
+    def own(self) -> State:
+        work = torch.tensor(self.work, dtype=torch.float64)
+        return {_UNDER_WAY: self.under_way, "work": work}
+
+    def take(self, own: State) -> None:
+        self.under_way, self.work = whole_number(own, _UNDER_WAY), float(own["work"])
+
+    def parts(self) -> dict[str, Stateful]:
+        return stateful({"values": self.values, "averager": self.averager})
+
+
+class LocalRounds(Exchange):
+    """Of one rank. Gradients are summed inside the replica. After the last step all replicas have
+    the same values: it ends with a merge of all parameters, of which nothing own is kept.
+
+    Where merges are elastic, the first rank of each cloud carries all of its values across. A
+    replica that was late leaves out the steps up to the one that the hub has reached, so that it
+    is in time for the next merge.
+    """
+
+    def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
+        self._settings, self._replicas, self._group = averaging, replicas, replicas.group
+        self._inside = AllReduce(dict.fromkeys(replicas.stages, replicas.group))
+        self.budget = StepBudget(
+            averaging.every, replicas.group, averaging.most_s, averaging.most_tokens
+        )
+        names, num_trained = list(replicas.trained), len(replicas.trained)
+        if 0 < num_trained < averaging.fragments:
+            raise ConfigError(
+                f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
+                f"{num_trained} tensors; set it to at most {num_trained}"
+            )
+        sizes = [p.numel() for p in replicas.trained.values()]
+        runs = contiguous(sizes, averaging.fragments) if sizes else []
+        self._fragments = [
+            self._fragment([names[position] for position in run], number)
+            for number, run in enumerate(runs)
+        ]
+        self._is_set = False
+        averagers = [fragment.averager for fragment in self._fragments]
+        if not averaging.is_elastic:
+            replicas.open(averagers, averaging.wait_s, averaging.most_under_way)
+            self.compare = replicas.check(0).compare  # type: ignore[method-assign]
+            self.compare(0)
+        elif replicas.group.leads:
+            replicas.open(averagers)
+
+    def is_idle(self, step: int) -> bool:
+        return self.budget.is_idle(step)
+
+    def before_update(
+        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        self._begin()
+        return self._inside.before_update(step, buffers, losses)
+
+    def after_update(self, step: int, work: Work) -> None:
+        self._begin()
+        averaging, is_last = self._settings, step == self._replicas.last_step
+        if not self.is_idle(step):
+            for fragment in self._fragments:
+                fragment.work += averaging.work_of(work)
+        for fragment in self._under_way:
+            if step - fragment.under_way >= averaging.overlap or is_last:
+                self._finish(fragment, averaging.mix)
+        for fragment in self._fragments:
+            if is_last or (step % averaging.every == fragment.offset):
+                self._start(fragment, step)
+                # One after the other: links have room for those of `overlap`, not for all.
+                if is_last or not averaging.overlap:
+                    self._finish(fragment, 0.0 if is_last else averaging.mix)
+        for fragment in self._fragments:
+            if fragment.averager is not None:
+                fragment.averager.end_step(step, is_last)
+        self.budget.end_step(step, work.weight)
+        if is_last:
+            self.compare(step)
+
+    def resume(self, step: int) -> int:
+        self._begin()
+        (fragment,) = self._fragments
+        merged = Merged() if fragment.averager is None else fragment.averager.resume(step)
+        return self._apply(fragment, merged, 0.0)
+
+    def _fragment(self, names: list[str], number: int) -> _Fragment:
+        replicas, averaging = self._replicas, self._settings
+        parameters = {name: replicas.trained[name] for name in names}
+        shapes = {name: p.shape for name, p in parameters.items()}
+        num_shares = 1 if averaging.is_elastic else replicas.links.num_shares
+        shares = by_tensor(shapes, num_shares)
+        values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        averager: Averager | None = None
+        if averaging.is_elastic and replicas.group.leads:
+            averager = self._elastic_averager(shapes, values)
+        elif replicas.group.lane < num_shares:
+            averager = replicas.averager(
+                lambda s: replicas.codec(s, averaging.feedback, "local updates", number),
+                {piece.name: piece.shape for piece in shares[replicas.group.lane]},
+                averaging.merge or weighted_mean,
+                channel=number,
+                num_fragments=averaging.fragments,
+                most_weight=self._most_weight,
+            )
+        return _Fragment(values, averager, averaging.offsets[number])
+
+    def _elastic_averager(self, shapes: Shapes, values: OuterParameters) -> Averager:
+        replicas, averaging = self._replicas, self._settings
+        change, merged = (
+            replicas.codec(shapes, averaging.feedback, "local updates", name)
+            for name in ("change", "merged")
+        )
+        if replicas.links.replica != HUB:
+            return Member(replicas.links, change, merged)
+        return Hub(
+            replicas.links,
+            change,
+            merged,
+            replicas.contributing(shapes, 1, (), self._most_weight),
+            merge_rule=averaging.merge or weighted_mean,
+            late=averaging.late,
+            leave=averaging.leave,
+            wait_s=averaging.wait_s,
+            values=values.flat,
+            log=MergeLog(replicas.reporter, replicas.links),
+        )
+
+    def _most_weight(self, num_steps: int) -> float:
+        work = self._settings.work_of(self._replicas.most_work)
+        return self._settings.weight_of(work * num_steps)
+
+    def _begin(self) -> None:
+        if not self._is_set:
+            for fragment in self._fragments:
+                fragment.values.set()
+            self._is_set = True
+
     @property
-    def label(self) -> str:
-        parts = [f"every {self.every}", self.outer.label]
-        if self.fragments > 1:
-            parts.append(f"{self.fragments} fragments")
-        if self.overlap:
-            parts.append(f"overlap {self.overlap}")
-        if self.mix:
-            parts.append(f"mix {self.mix:g}")
-        if self.merge is not None:
-            parts.append(repr(self.merge))
-        if self.late == "skip":
-            parts.append("skips the late")
-        if self.leave == "go_on":
-            parts.append("goes on without the lost")
-        return ", ".join(parts)
+    def _under_way(self) -> list[_Fragment]:
+        """In the order in which they were sent."""
+        fragments = [fragment for fragment in self._fragments if fragment.under_way]
+        return sorted(fragments, key=lambda fragment: fragment.under_way)
+
+    def _start(self, fragment: _Fragment, step: int) -> None:
+        fragment.sent, fragment.work = fragment.work, 0.0
+        weight = self._settings.weight_of(fragment.sent)
+        if not self._settings.is_elastic:  # where no replica has done anything, their mean
+            weight = max(weight, _NOTHING)
+        if not fragment.values.are_finite:
+            fragment.values.take()
+            fragment.sent = weight = 0.0
+            self._replicas.reporter.note(
+                f"parameters were not finite at the merge of step {step}: this replica goes back "
+                "to the values of the merge before and counts for nothing in this one"
+            )
+        if fragment.averager is not None:
+            fragment.averager.start(step, fragment.values.gradient(), weight)
+        fragment.under_way = step
+
+    def _finish(self, fragment: _Fragment, mix: float) -> None:
+        merged = Merged()
+        if fragment.averager is not None:
+            merged = fragment.averager.finish(fragment.under_way)
+        self._apply(fragment, merged, mix)
+        fragment.under_way = 0
+
+    def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
+        """To the parameters, in all ranks of the cloud. Returns the step that the hub has reached,
+        where there is one."""
+        step, known, is_counted = merged.step, merged.known, merged.is_counted
+        is_new = bool(merged.changes or merged.values)
+        if self._settings.is_elastic and self._group.num_lanes > 1:
+            numbers = torch.tensor([step, known, is_counted, is_new])
+            step, known, is_counted, is_new = self._group.from_leader(numbers).tolist()
+        own = [] if is_counted else fragment.values.gradient()
+        if merged.values:
+            fragment.values.replace(merged.values)
+        for change in merged.changes:
+            fragment.values.move(change)
+        # After the last merge nothing can count any more: replicas end equal.
+        if is_counted or known >= self._replicas.last_step:
+            fragment.values.take(mix)
+        else:
+            fragment.work += fragment.sent
+            if is_new:
+                fragment.values.keep(own)
+        self.budget.idle_until(step)
+        return step
+
+    def state_dict(self) -> State:
+        self._begin()
+        return super().state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """What was under way between replicas is sent again, by the averagers."""
+        self._is_set = True
+        super().load_state_dict(state)
+
+    def parts(self) -> dict[str, Stateful]:
+        numbered = {str(number): fragment for number, fragment in enumerate(self._fragments)}
+        return {"budget": self.budget, **numbered}

@@ -3,10 +3,10 @@
 Every step is one multiplication or one addition for each value, in a fixed order, so the result
 has the same bits in every replica, on any processor.
 
-`Median`, `TrimmedMean` and `NormBound` bear bad replicas. They cost no bytes. What they cost is
-accuracy where all are honest: variance, against the mean of R equally noisy contributions, and
-bias where replicas differ because their data differ. Only `NormBound` uses weights; a contribution
-of weight zero counts for none.
+`Median`, `TrimmedMean` and `NormBound` are Byzantine-robust aggregators. They cost no bytes. What
+they cost is accuracy where all are honest: variance, against the mean of R equally noisy
+contributions, and bias where replicas differ because their data differ. Only `NormBound` uses
+weights; a contribution of weight zero counts for none.
 A contribution with a value that is not finite is left out by them (`Robust.bad` tells which); if
 these are no minority, the result is NaN. Sum and mean hide nothing.
 """
@@ -17,14 +17,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_number
 from xcloud.base.errors import ConfigError
-from xcloud.parallel.norm import squared_norm
+from xcloud.base.settings import settings
+from xcloud.parallel.exchange import squared_norm
 
 
 class Contribution(NamedTuple):
@@ -81,7 +82,7 @@ class Robust(ABC):
 class Median(Robust):
     """The median of each value; of an even number of replicas the mean of the middle two.
 
-    Source: Yin et al., arXiv:1803.01498. Bears any minority. Variance on Gaussian noise: 1.35
+    Source: Yin et al., arXiv:1803.01498. Tolerates any minority. Variance on Gaussian noise: 1.35
     times that of the mean for 3 replicas, 1.43 for 5, 1.57 for many. A value that only a few
     replicas change, such as the embedding of a word that one of them reads, does not move.
     """
@@ -90,40 +91,34 @@ class Median(Robust):
         return _middle(contributions, (len(contributions) - 1) // 2)
 
 
-@dataclass(frozen=True)
+@settings("TrimmedMean")
 class TrimmedMean(Robust):
     """The mean of each value without the floor(share * R) smallest and as many of the largest, at
     least one of either.
 
-    Source: Yin et al., arXiv:1803.01498. Bears that many bad ones. Variance on Gaussian noise,
+    Source: Yin et al., arXiv:1803.01498. Tolerates that many bad ones. Variance on Gaussian noise,
     one of either left out: 1.35 times that of the mean for 3 replicas (it is the median), 1.14
     for 5. Biased as the median is, but less.
     """
 
-    share: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_number("TrimmedMean.share", self.share, 0, 0.5)
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.2
 
     def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         num = len(contributions)
         return _middle(contributions, min((num - 1) // 2, max(1, math.floor(self.share * num))))
 
 
-@dataclass(frozen=True)
+@settings("NormBound")
 class NormBound(Robust):
     """The weighted mean of contributions scaled down to at most `factor` times their median norm.
 
-    Source: Sun et al., arXiv:1911.07963. Bears a minority in size, not in direction: a bad replica
-    of weight w moves the result by up to factor * w / sum(w) median norms in every merge. No
-    variance and no bias as long as honest norms lie within the bound. The norm is of all tensors
-    that are merged together: of one part, where replicas aggregate parts.
+    Source: Sun et al., arXiv:1911.07963. Tolerates a minority in size, not in direction: a bad
+    replica of weight w moves the result by up to factor * w / sum(w) median norms in every merge.
+    No variance and no bias as long as honest norms lie within the bound. The norm is of all
+    tensors that are merged together: of one part, where replicas aggregate parts.
     """
 
-    factor: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_number("NormBound.factor", self.factor, 1)
+    factor: Annotated[float, Field(ge=1)] = 2.0
 
     def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         norms = [_norm(c.tensors) for c in contributions]
@@ -139,21 +134,13 @@ class NormBound(Robust):
         )
 
 
-def check_robust(merge: object) -> None:
-    """Raise ConfigError for a setting that is no Robust and not None."""
-    if merge is not None and not isinstance(merge, Robust):
-        raise ConfigError(
-            f"strategy.averaging.merge must be null, Median, TrimmedMean or NormBound of "
-            f"{__name__}, got {merge!r}; choose one with +strategy/averaging/merge=median"
-        )
-
-
 def check_merge(merge: Merge, num_replicas: int) -> None:
     """Raise ConfigError if so few replicas cannot outvote a bad one."""
     if isinstance(merge, Robust) and not can_merge(merge, num_replicas):
         raise ConfigError(
-            f"{merge} needs {merge.needs} replicas or more to bear a bad one, got {num_replicas}: "
-            "of two that differ nobody can tell which is bad. Use the mean, or more clouds"
+            f"{merge} needs {merge.needs} replicas or more to outvote a bad one, got "
+            f"{num_replicas}: of two that differ nobody can tell which is bad. Use the mean, or "
+            "more clouds"
         )
 
 

@@ -1,78 +1,144 @@
-"""Parameters that replicas change apart and bring together from time to time. No links to other
-replicas, no rounds: what is kept between two merges, and what a merge does to the parameters.
+"""Parameters that replicas change apart and bring together from time to time: what is kept between
+two merges, and what a merge does to the parameters. No links to other replicas, no rounds. The
+inner optimizer is the trainer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from xcloud.base.errors import ConfigError, FrameError
+from xcloud.base.settings import settings
+from xcloud.cluster.link import Parts
 from xcloud.comm.state import OUTER, State, copy_of
-from xcloud.parallel.norm import are_finite
-from xcloud.parallel.outer_optimizer import OuterOptimizer
+from xcloud.parallel.exchange import are_finite
+from xcloud.parallel.partition import Piece, gather_shares
 from xcloud.parallel.rank_group import RankGroup
 
 
+@settings("strategy.averaging.outer")
+class OuterOptimizer:
+    """Gradient descent on the outer parameters, whose gradient is how far the replicas have moved
+    away from them: outer - values, merged over the replicas.
+
+    velocity = momentum * velocity + gradient
+    outer -= learning_rate * (gradient + momentum * velocity   if nesterov, else velocity)
+
+    DiLoCo (arXiv:2311.08105): 0.7, 0.9, Nesterov. Learning rate 1 without momentum replaces the
+    outer parameters by the mean of the replicas: local SGD, and FedAvg (arXiv:1602.05629) where
+    replicas count by their samples.
+    """
+
+    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    momentum: Annotated[float, Field(ge=0, le=0.999999)] = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ConfigError(
+                "strategy.averaging.outer.nesterov needs a momentum; set outer.momentum, or "
+                "outer.nesterov=false"
+            )
+
+    @property
+    def label(self) -> str:
+        if not self.momentum:
+            return "mean" if self.learning_rate == 1 else f"sgd({self.learning_rate:g})"
+        name = "nesterov" if self.nesterov else "momentum"
+        return f"{name}({self.learning_rate:g}, {self.momentum:g})"
+
+    def step(
+        self, outer: Sequence[Tensor], velocities: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Changes outer parameters and velocities in place, tensor by tensor."""
+        for parameter, velocity, gradient in zip(outer, velocities, gradients, strict=True):
+            # Multiplications and additions apart: a fused one rounds once, and replicas on
+            # different processors would drift apart.
+            update = gradient
+            if self.momentum:
+                velocity.mul_(self.momentum).add_(gradient)
+                update = gradient + velocity * self.momentum if self.nesterov else velocity
+            parameter.sub_(update * self.learning_rate)
+
+
 class OuterParameters:
-    """parameters: by name, the same values in every rank of `inside`. shares: positions of those
-    that each of these ranks carries across; the last ranks may have none. anchor: the values of
-    this rank's share after the last merge, the same bits in all replicas.
+    """parameters: by name, the same values in every rank of `group`. shares: whole ones of these
+    that each of its first ranks carries across. outer: the values of this rank's share after the
+    last merge, the same bits in all replicas; velocity: of the outer optimizer.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        shares: Sequence[Sequence[int]],
-        inside: RankGroup,
-        outer: OuterOptimizer,
+        shares: Sequence[Sequence[Piece]],
+        group: RankGroup,
+        optimizer: OuterOptimizer,
     ) -> None:
-        named = list(parameters.items())
-        self._shares = [[named[position][1] for position in share] for share in shares]
-        mine = shares[inside.lane] if inside.lane < len(shares) else ()
-        self._names = [named[position][0] for position in mine]
-        self._mine = [named[position][1] for position in mine]
-        self._inside, self._outer = inside, outer
-        self.anchor: list[Tensor] = []
+        self._parameters, self._shares = list(parameters.values()), shares
+        self._mine = shares[group.lane] if group.lane < len(shares) else ()
+        self._group, self._optimizer = group, optimizer
+        self.outer: list[Tensor] = []
         self.velocity: list[Tensor] = []
 
-    def drop(self) -> None:
+    def set(self) -> None:
         """Agree on the values of now: replicas start equal."""
-        self.anchor = [p.detach().clone() for p in self._mine]
-        momentum = self._outer.momentum
-        self.velocity = [torch.zeros_like(a) if momentum else a.new_empty(0) for a in self.anchor]
+        self.outer = [p.detach().clone() for p in self._own]
+        momentum = self._optimizer.momentum
+        self.velocity = [torch.zeros_like(t) if momentum else t.new_empty(0) for t in self.outer]
 
     @property
     def are_finite(self) -> bool:
-        """The parameters of now, those of other shares too: the same in all ranks of `inside`."""
-        return are_finite(p.detach() for share in self._shares for p in share)
+        """The parameters of now, those of other shares too: the same in all ranks of `group`."""
+        return are_finite(p.detach() for p in self._parameters)
 
     def gradient(self) -> list[Tensor]:
-        """How far this replica has moved away from the anchor: anchor - values."""
-        return [a - p.detach() for a, p in zip(self.anchor, self._mine, strict=True)]
+        """How far this replica has moved away: outer - values."""
+        return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
 
     def move(self, gradients: Sequence[Tensor]) -> None:
         """The outer optimizer's step, unless a gradient is not finite; the parameters stay."""
         if are_finite(gradients):
-            self._outer.step(self.anchor, self.velocity, gradients)
+            self._optimizer.step(self.outer, self.velocity, gradients)
 
     def take(self, mix: float = 0.0) -> None:
-        """Parameters become mix * own + (1 - mix) * anchor."""
+        """Parameters become mix * own + (1 - mix) * outer."""
         if not mix:
-            return self._write(self.anchor)
-        pairs = zip(self._mine, self.anchor, strict=True)
-        self._write([own.detach() * mix + anchor * (1 - mix) for own, anchor in pairs])
+            return self._write(self.outer)
+        pairs = zip(self._own, self.outer, strict=True)
+        self._write([own.detach() * mix + outer * (1 - mix) for own, outer in pairs])
 
     def keep(self, gradients: Sequence[Tensor]) -> None:
-        """Parameters become the anchor, and on top of it what this replica has done by itself."""
-        self._write([a - g for a, g in zip(self.anchor, gradients, strict=True)])
+        """Parameters become the outer ones, and on top what this replica has done by itself."""
+        self._write([a - g for a, g in zip(self.outer, gradients, strict=True)])
+
+    def flat(self) -> Parts:
+        """Outer parameters and velocity as one vector each, for another replica's `replace`."""
+        return tuple(
+            torch.cat([tensor.reshape(-1) for tensor in tensors])
+            for tensors in (self.outer, self.velocity)
+        )
+
+    def replace(self, values: Parts) -> None:
+        """Raises FrameError for those of other settings."""
+        if len(values) != 2:
+            raise FrameError(f"the hub sent {len(values)} tensors for values and velocity")
+        for tensors, flat in zip((self.outer, self.velocity), values, strict=True):
+            sizes = [tensor.numel() for tensor in tensors]
+            if flat.shape != (sum(sizes),):
+                raise FrameError(f"the hub sent {tuple(flat.shape)} values, expected {sum(sizes)}")
+            for tensor, piece in zip(tensors, torch.split(flat, sizes), strict=True):
+                tensor.copy_(piece.view_as(tensor))
 
     def state_dict(self) -> State:
         return {name: copy_of(tensor) for name, tensor in self._places.items()}
 
     def load_state_dict(self, state: State) -> None:
-        self.drop()
+        self.set()
         places = self._places
         if state.keys() != places.keys():
             raise ValueError(
@@ -86,29 +152,21 @@ class OuterParameters:
             place.copy_(value)
 
     @property
+    def _own(self) -> list[Tensor]:
+        """The parameters of this rank's share."""
+        return [self._parameters[piece.index] for piece in self._mine]
+
+    @property
     def _places(self) -> dict[str, Tensor]:
         return {
-            f"{OUTER}.{what}.{name}": tensor
-            for what, tensors in (("anchor", self.anchor), ("velocity", self.velocity))
-            for name, tensor in zip(self._names, tensors, strict=True)
+            f"{OUTER}.{what}.{piece.name}": tensor
+            for what, tensors in (("values", self.outer), ("velocity", self.velocity))
+            for piece, tensor in zip(self._mine, tensors, strict=True)
         }
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
-        """values: of this rank's share; every rank of the cloud gets those of all others."""
-        if self._inside.num_lanes == 1:
-            for parameter, value in zip(self._mine, values, strict=True):
-                parameter.copy_(value)
-            return
-        # Gathered, not summed: adding zeros would change the sign of a zero.
-        sizes = [[p.numel() for p in share] for share in self._shares]
-        first = self._shares[0][0]
-        flat = first.new_zeros(max(map(sum, sizes)))
-        if values:
-            joined = torch.cat([value.reshape(-1) for value in values])
-            flat[: len(joined)] = joined
-        gathered = self._inside.gather(flat)
-        for share, own_sizes, found in zip(self._shares, sizes, gathered, strict=False):
-            pieces = torch.split(found[: sum(own_sizes)], own_sizes)
-            for parameter, piece in zip(share, pieces, strict=True):
-                parameter.copy_(piece.view_as(parameter))
+        """values: of this rank's share; every rank of the group gets those of all others."""
+        like = self._parameters[0]
+        for piece, value in gather_shares(self._group, self._shares, values, like):
+            self._parameters[piece.index].copy_(value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
 
 BUCKET_BYTES = 25 << 20  # DDP's default
@@ -26,7 +27,7 @@ class _Bucket:
     num_missing: int = 0
 
 
-class OverlappedSums:
+class OverlappedSums(Part):
     """Of one rank. Its stages' exchanges must begin with `FlatBuffer.sum_over` of the same group.
 
     All ranks of a group start the same sums in the same order: from the last parameter of the last
@@ -34,17 +35,18 @@ class OverlappedSums:
     has no micro-batch, or a parameter is not used) holds up those behind it, and at the latest
     `FlatBuffer.sum_over` starts the rest.
 
-    buffers, groups: by stage. num_backwards: of a stage, that this rank makes in an update.
+    buffers, groups: by stage. num_backwards: of each stage, that this rank makes in the
+    update that begins.
     """
 
     def __init__(
         self,
         buffers: Mapping[int, FlatBuffer],
         groups: Mapping[int, RankGroup],
-        num_backwards: Mapping[int, int],
+        num_backwards: Callable[[], Mapping[int, int]],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._groups, self.num_backwards = groups, num_backwards
+        self._groups, self._num_backwards = groups, num_backwards
         self._left: dict[int, int] = {}  # backwards of each stage, of this update
         self._order: list[_Bucket] = []
         for stage in sorted(buffers, reverse=True):
@@ -53,16 +55,14 @@ class OverlappedSums:
         self._num_started = 0
         self._waits: list[tuple[int, Callable[[], object]]] = []
 
-    def begin(self) -> None:
-        """An update begins."""
+    def begin(self, step: int) -> None:
         assert not self._waits, "the sums of the update before were never asked for"
-        self._left = dict(self.num_backwards)
+        self._left = dict(self._num_backwards())
         self._num_started = 0
         for bucket in self._order:
             bucket.num_missing = bucket.num_parameters
 
-    def end_backward(self, stage: int) -> None:
-        """Of one micro-batch at this stage."""
+    def after_micro_batch(self, stage: int) -> None:
         self._left[stage] -= 1
 
     def _add(self, stage: int, buffer: FlatBuffer, bucket_bytes: int) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
+from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import ActivationCache, by_sample, message_at, samples_at
 from xcloud.comm.boundary import Boundary, Message
 from xcloud.comm.channel import Receiver, Sender
@@ -78,38 +80,37 @@ class _InFlight:
 
 
 class Pipeline:
-    """One rank's stages and ports.
+    """One rank's stages and ports. Micro-batch i is of replica i mod the number of replicas;
+    replica 0 evaluates.
 
-    owner(stage, micro_batch): the rank that computes it. turns: stage -> (first, period), for the
-    stages of this rank: it computes micro-batches first, first + period, ... num_replicas: of the
-    whole pipeline; micro-batch i is of replica i mod num_replicas, and replica 0 evaluates.
-    autocast: makes the context that stages compute in. watch: told of every batch of training,
-    with its step. on_backward: told of each stage whose gradients of a micro-batch are all there.
+    layout: who computes what. autocast: makes the context that stages compute in.
     """
-
-    on_backward: Callable[[int], None] | None = None
 
     def __init__(
         self,
         rank: int,
+        layout: ClusterLayout,
         stages: Mapping[int, Stage],
-        num_stages: int,
         ports: Mapping[int, BoundaryPorts],
-        owner: Callable[[int, int], int],
-        turns: dict[int, tuple[int, int]],
         device: torch.device,
         seed: int,
         clock: StepClock,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        watch: Callable[[int, Batch], None] | None = None,
-        num_replicas: int = 1,
     ) -> None:
-        self.rank, self.stages, self.num_stages = rank, stages, num_stages
-        self.ports, self.owner, self.turns, self.num_replicas = ports, owner, turns, num_replicas
+        self.rank, self.layout, self.stages, self.ports = rank, layout, stages, ports
         self.device, self.seed, self.clock, self.autocast = device, seed, clock, autocast
-        self._watch = watch
         self._actions_of: dict[Schedule, list[Action]] = {}
         self._layers_of: dict[int, list[nn.Module]] = {}  # whose weights can wait, by stage
+
+    @property
+    def num_stages(self) -> int:
+        return self.layout.num_stages
+
+    @cached_property
+    def turns(self) -> dict[int, tuple[int, int]]:
+        """Stage -> (first, period): of it this rank computes micro-batches first, first + period,
+        ..."""
+        return {stage: self.layout.turn(stage, self.rank) for stage in self.stages}
 
     def step(
         self,
@@ -118,6 +119,7 @@ class Pipeline:
         step: int,
         weight: float,
         first_micro_batch: int = 0,
+        after_micro_batch: Callable[[int], None] = lambda stage: None,
     ) -> Tensor:
         """Forward and backward of every micro-batch of this rank; gradients add up in `.grad`.
 
@@ -125,11 +127,9 @@ class Pipeline:
         first_micro_batch: what is added to that number to name the micro-batch within the update
             (gradient accumulation runs the schedule several times for one update).
         weight: what the loss of the whole update is divided by (its number of target tokens).
+        after_micro_batch: called with each stage whose gradients of a micro-batch are all there.
         Returns the loss of this rank's micro-batches, divided by `weight` (0 without last stage).
         """
-        if self._watch is not None:
-            for batch in batches.values():
-                self._watch(step, batch)
         now = Pass(step, first_micro_batch)
         actions = self._actions(schedule)
         in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -149,9 +149,8 @@ class Pipeline:
             else:
                 with self.clock.during("weights"):
                     deferred.pop(place).compute()
-            is_done = action.kind != "forward" and place not in deferred
-            if is_done and self.on_backward is not None:
-                self.on_backward(action.stage)
+            if action.kind != "forward" and place not in deferred:
+                after_micro_batch(action.stage)
         self.clock.place = NOWHERE
         return loss
 
@@ -183,8 +182,9 @@ class Pipeline:
         now = Pass(step, kind=Kind.EVALUATION)
         for stage in self.stages.values():
             stage.eval()
-        for action in self._actions(ForwardOnly(self.num_replicas * len(pieces))):
-            batch = fetch(pieces[action.micro_batch // self.num_replicas])
+        num_replicas = self.layout.num_replicas
+        for action in self._actions(ForwardOnly(num_replicas * len(pieces))):
+            batch = fetch(pieces[action.micro_batch // num_replicas])
             if action.stage < self.num_stages - 1:
                 self._forward(action, batch, now)
                 continue
@@ -224,7 +224,7 @@ class Pipeline:
         output = self._compute(action, received, batch, now, weights)
         sent = output.send
         if sent is not None:
-            peer = self.owner(action.stage + 1, action.micro_batch)
+            peer = self.layout.owner(action.stage + 1, action.micro_batch)
             port = self.ports[action.stage]
             sent = port.forward_out[peer].send(now.key(action), sent, batch)
             if kept is not None:
@@ -236,7 +236,7 @@ class Pipeline:
         nothing."""
         if now.kind is Kind.EVALUATION or action.stage not in self.ports:
             return None
-        peer = self.owner(action.stage + 1, action.micro_batch)
+        peer = self.layout.owner(action.stage + 1, action.micro_batch)
         return self.ports[action.stage].kept.get(peer)
 
     def _backward(self, action: Action, work: _InFlight, now: Pass, weight: float) -> None:
@@ -251,7 +251,7 @@ class Pipeline:
     def _receive(self, action: Action, batch: Batch, now: Pass) -> Message | None:
         if action.stage == 0:
             return None
-        peer = self.owner(action.stage - 1, action.micro_batch)
+        peer = self.layout.owner(action.stage - 1, action.micro_batch)
         return self.ports[action.stage - 1].forward_in[peer].recv(now.key(action), batch)
 
     def _compute(
@@ -283,7 +283,7 @@ class Pipeline:
         if not port.boundary.gradient_fields:
             return False
         assert work.send is not None
-        peer = self.owner(action.stage + 1, action.micro_batch)
+        peer = self.layout.owner(action.stage + 1, action.micro_batch)
         known = _integers(work.send)
         gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
         with self.clock.during("backward"):
@@ -302,7 +302,7 @@ class Pipeline:
             value = received[entry.name]
             # A field that the stage did not use has gradient zero.
             message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
-        peer = self.owner(action.stage - 1, action.micro_batch)
+        peer = self.layout.owner(action.stage - 1, action.micro_batch)
         port.backward_out[peer].send(now.key(action), message, batch)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from xcloud.base.errors import ReplicasDiffer
 from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
-from xcloud.parallel.mailbox import Mailbox
+from xcloud.parallel.partition import local_part
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.sharded import local_part
+from xcloud.parallel.replica_links import Mailbox
 
 _NUMBER = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
 _BYTES = 16
@@ -49,8 +49,8 @@ class ReplicaCheck:
         Raises ReplicasDiffer naming stage and rank.
         """
         mine = torch.stack([digest(self._parameters(m, step)) for m in self._stages.values()])
-        for lane, theirs in enumerate(self._group.gather(mine)):
-            self._judge(mine, theirs, f"rank {self._group.ranks[lane]} of the same cloud", step)
+        for rank, theirs in zip(self._group.ranks, self._group.gather(mine), strict=True):
+            self._judge(mine, theirs, f"rank {rank} of the same cloud", step)
         if self._mail is None:
             return
         key, specs = MessageKey(Kind.AVERAGING, step, _NUMBER), (TensorSpec.of(mine),)
@@ -76,7 +76,7 @@ class ReplicaCheck:
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """uint8 [16] of the tensors' bytes, in their order; of dealt ones what this rank holds."""
+    """uint8 [16] of the tensors' bytes, in their order; of sharded ones what this rank holds."""
     hashed = hashlib.blake2b(digest_size=_BYTES)
     for tensor in tensors:
         flat = local_part(tensor).detach().cpu().contiguous().reshape(-1)

@@ -1,9 +1,10 @@
-"""One rank's links to its counterparts in the other replicas of the pipeline: the ranks that train
-the same share of the same stage there. What is averaged, and how, is up to others.
+"""Messages between one rank and its counterparts in the other replicas. What is averaged, and how,
+is up to others.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,42 +13,92 @@ from xcloud.cluster.link import Parts
 
 
 class ReplicaLinks(Protocol):
-    """A link each way to every other replica.
+    """One rank's links, one each way, to its counterparts in the other replicas of the pipeline:
+    the ranks that train the same share of the same stages there.
 
     Messages between two replicas arrive in the order in which they were sent; the receiver names
     the one that it expects. Keys are of Kind.AVERAGING: the step, and in `micro_batch` whatever
     tells the messages of one step apart.
+
+    replica: this rank's own. num_shares: ranks of each replica that have counterparts, the first
+    of a group. num_parts: such ranks of all stages of a replica.
     """
 
     @property
-    def replica(self) -> int:
-        """This rank's own."""
-
+    def replica(self) -> int: ...
     @property
     def num_replicas(self) -> int: ...
+    @property
+    def num_shares(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+
+    def open(self, capacity_bytes: int, wait_s: float = 0.0, under_way: int = 1) -> None:
+        """Before the first message. capacity_bytes: of the longest message, frame included; the
+        same in all replicas. wait_s: how long another replica may take, if that is longer than
+        its link. under_way: exchanges that begin before an earlier one ends."""
 
     def send(
-        self,
-        to_replica: int,
-        key: MessageKey,
-        parts: Parts,
-        carries: Sequence[str],
+        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
         raw_bytes: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Returns before delivery. carries: what each part is, in words, for the record of what
         left the cloud. raw_bytes: FP32 bytes of what the message stands for; 0 for plain numbers.
         """
 
     def recv(
-        self,
-        from_replica: int,
-        key: MessageKey,
-        specs: Sequence[TensorSpec] | None,
+        self, from_replica: int, key: MessageKey, specs: Sequence[TensorSpec] | None,
         wait_s: float | None = None,
-    ) -> Parts:
+    ) -> Parts:  # fmt: skip
         """The next message, which must be `key`. specs: of its parts; None takes any.
 
         Raises FrameError for another message or other specs, LinkTimeout after wait_s seconds
         (default: what the link's profile allows for a message of the largest size), LinkClosed if
         that rank is gone. After a LinkTimeout the same message may be asked for again.
         """
+
+    def name_of(self, replica: int) -> str:
+        """The counterpart there, in words."""
+
+    def cloud_of(self, replica: int) -> str: ...
+
+    def ranks_of(self, replica: int) -> Sequence[int]:
+        """Of its cloud."""
+
+
+class Mailbox:
+    """Messages of other replicas by their key, although links hand them out in the order sent.
+
+    Nobody can ask a link what comes next. But all replicas make the same calls, so what another
+    one sends to this one has the same keys, in the same order, as what this one sends there. All
+    averagers that use one rank's links at once must share its mailbox, and whatever is sent over
+    it must have its counterpart from there.
+    """
+
+    def __init__(self, links: ReplicaLinks) -> None:
+        self._links = links
+        self.replica, self.num_replicas = links.replica, links.num_replicas
+        self.others = [r for r in range(links.num_replicas) if r != links.replica]
+        self._expected: dict[int, deque[tuple[MessageKey, Sequence[TensorSpec]]]] = {
+            replica: deque() for replica in self.others
+        }
+        self._kept: dict[tuple[int, MessageKey], Parts] = {}
+
+    def send(
+        self, to_replica: int, key: MessageKey, parts: Parts, carries: Sequence[str],
+        raw_bytes: int, answer: Sequence[TensorSpec],
+    ) -> None:  # fmt: skip
+        """answer: specs of the message with the same key that comes from there."""
+        self._links.send(to_replica, key, parts, carries, raw_bytes)
+        self._expected[to_replica].append((key, answer))
+
+    def recv(self, from_replica: int, key: MessageKey) -> Parts:
+        """The counterpart of what was sent there as `key`. Raises LinkTimeout, LinkClosed or
+        FrameError as the link does; after a LinkTimeout it may be asked for again."""
+        expected = self._expected[from_replica]
+        while (from_replica, key) not in self._kept:
+            next_key, specs = expected[0]
+            parts = self._links.recv(from_replica, next_key, specs)
+            expected.popleft()
+            self._kept[from_replica, next_key] = parts
+        return self._kept.pop((from_replica, key))

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.comm.state import State, split_state
-from xcloud.parallel.across import AcrossClouds, MakeAverager
-from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.rank_group import RankGroup
-from xcloud.parallel.replica_check import ReplicaCheck
 from xcloud.parallel.schedule import Schedule, put_off, rank_actions
 
 if TYPE_CHECKING:
@@ -109,70 +103,3 @@ def check_in_step(
             f"{schedule.label} does not deal {schedule.num_micro_batches} micro-batches evenly to "
             f"{len(turns)} ranks; make schedule.num_micro_batches a multiple of {len(turns)}"
         )
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A GradientExchange. Gradients are summed and dealt out by the backward; what is left is the
-    loss, and the squared norm of what the other ranks hold."""
-
-    group: RankGroup
-
-    def before_update(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
-        own = torch.linalg.vector_norm(buffer.gradients, dtype=torch.float64) ** 2
-        total, squares = self.group.sum(torch.stack([loss.double(), own]))
-        buffer.squares_elsewhere = float(squares - own)
-        # One rank's gradient that is not finite must be seen by the one that speaks for all.
-        buffer.flat[-1] = total if math.isfinite(float(squares)) else math.nan
-        whole_loss: Tensor = total.to(loss.dtype)
-        return whole_loss
-
-    def after_update(self, step: int, buffer: FlatBuffer) -> None:
-        """Each rank has updated what it holds."""
-
-    def state_dict(self) -> State:
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        split_state(state, (), "an exchange of dealt gradients")
-
-
-class ShardedAcross(AcrossClouds):
-    """Of one rank: what it holds of stages that every cloud deals over as many ranks. Each rank
-    carries that across by itself, and nothing is gathered inside."""
-
-    def __init__(
-        self,
-        parameters: Mapping[int, Mapping[str, nn.Parameter]],
-        lanes: RankGroup,
-        num_replicas: int,
-        make_averager: MakeAverager,
-        is_mean: bool,
-        delay: int,
-        check: ReplicaCheck,
-    ) -> None:
-        """See AcrossClouds. lanes: the ranks over which the stages are dealt here. check: of what
-        this rank holds."""
-        alone = RankGroup.alone(lanes.rank)
-        super().__init__(parameters, alone, 1, num_replicas, make_averager, is_mean, delay, check)
-        self._lanes, self._inside = lanes, Sharded(lanes)
-
-    def _sum(self, step: int, buffer: FlatBuffer, loss: Tensor) -> Tensor:
-        return self._inside.before_update(step, buffer, loss)
-
-    def _told(self, step: int, buffer: FlatBuffer, loss: Tensor) -> None:
-        """The norm of what other ranks hold is another one now."""
-        own_share = loss if self._lanes.leads else torch.zeros_like(loss)
-        self._inside.before_update(step, buffer, own_share)
-
-
-def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gathered, one at a time, on the CPU; of a dealt stage every rank calls it. keep: False where
-    they are not wanted."""
-    found = {}
-    for name, tensor in tensors.items():
-        gather = getattr(tensor, "full_tensor", None)
-        full = tensor if gather is None else gather()
-        if keep:
-            found[name] = full.detach().cpu().contiguous()
-    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,18 +19,17 @@ from xcloud.parallel.rank_group import RankGroup
 
 @dataclass
 class StepBudget:
-    """replica: all ranks of this replica, of which the first decides. tokens: that the replica
-    trains on in a step. clock: seconds; elapsed time is part of the state."""
+    """replica: all ranks of this replica, of which the first decides. clock: seconds; elapsed time
+    is part of the state."""
 
     every: int
     replica: RankGroup
     most_s: float | None = None
     most_tokens: int | None = None
-    tokens: Callable[[int], float] = lambda step: 0.0
     clock: Callable[[], float] = time.monotonic
     _idle_until: int = 0
     _num_tokens: float = 0.0
-    _started_s: float | None = field(default=None)
+    _started_s: float | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -42,8 +41,9 @@ class StepBudget:
     def idle_until(self, step: int) -> None:
         self._idle_until = max(self._idle_until, step)
 
-    def end_step(self, step: int) -> None:
-        """After the merge, if there is one at this step. Every rank of the replica calls it."""
+    def end_step(self, step: int, num_tokens: float) -> None:
+        """After the merge, if there is one at this step. Every rank of the replica calls it.
+        num_tokens: that the replica trained on."""
         if not self.is_limited:
             return
         if step % self.every == 0:
@@ -51,13 +51,12 @@ class StepBudget:
             return
         if self.is_idle(step):
             return
-        self._num_tokens += self.tokens(step)
+        self._num_tokens += num_tokens
         if self._started_s is None:  # the first step builds caches: it is not counted
             self._started_s = self.clock()
         is_over = self.most_s is not None and self.clock() - self._started_s >= self.most_s
         is_over |= self.most_tokens is not None and self._num_tokens >= self.most_tokens
-        agreed = self.replica.from_leader(torch.tensor([float(is_over)]))
-        if bool(agreed):
+        if bool(self.replica.from_leader(torch.tensor([float(is_over)]))):
             self.idle_until(step - step % self.every + self.every)
 
     def state_dict(self) -> State:

@@ -1,80 +1,235 @@
 """How a job uses several clouds: the layers split over them, copies of the model in them, or both.
 
 A *replica* is a copy of the whole pipeline. A strategy says how many there are, which clouds make
-one, and how they stay together; it builds nothing and knows no tensor.
+one, and how they stay together (an Averaging). To add one: a subclass of Averaging with its
+settings and its Exchange in a file of its own, and a YAML in conf/strategy.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from xcloud.base.checks import check_choice, check_int
+import torch
+from torch import Tensor, nn
+
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.layout import Cloud, ClusterLayout
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.merging import Robust, check_merge, check_robust
+from xcloud.comm.compressor import seed_from
+from xcloud.comm.precision import Nothing
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.parallel.averaging import Averager, Contributing, PrivateContribution, averager_for
+from xcloud.parallel.exchange import Exchange, Work
+from xcloud.parallel.merging import Merge, Robust, check_merge
+from xcloud.parallel.partition import local_part
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_check import ReplicaCheck
+from xcloud.parallel.replica_links import Mailbox, ReplicaLinks
+from xcloud.record.reporter import Reporter
+from xcloud.security.privacy import CloudPrivacy
 
 WHOLE_MODEL = (0, 1)
 """The stages of a rank that holds all of a model whose cuts nobody asked for."""
 
+Shapes = Mapping[str, torch.Size]
+
 
 @dataclass(frozen=True)
-class GradientAveraging:
-    """The gradients of every update are summed over the replicas, so that these stay equal.
+class Replicas:
+    """What a strategy builds the exchange of one rank from. Every rank does it at the same time.
 
-    delay: 1 = an update uses the gradient of the one before, which crosses while the next is
-        computed; another trajectory than with 0, which waits for it.
-    feedback: what a lossy compressor leaves out of a gradient is added to the next one.
-    merge: one that bears a bad cloud (parallel/merging.py); null = the sum. A gradient that is not
-        finite then counts as zero.
-    check_every: updates after which replicas compare digests of their parameters; 0 = only
-        before the first.
+    links: to this rank's counterparts in the other replicas. group: the ranks of this replica that
+        hold the same stages. stages: of this rank. choose: the compressor of each tensor.
+    last_step: of training. most_work: of any update of a replica. privacy: of what leaves this
+        cloud. watch: see Contributing.
     """
 
-    delay: int = 0
-    feedback: bool = True
-    check_every: int = 100
-    merge: Robust | None = None
+    links: ReplicaLinks
+    group: RankGroup
+    stages: Mapping[int, nn.Module]
+    choose: Choose
+    seed: int
+    last_step: int
+    most_work: Work
+    reporter: Reporter
+    privacy: CloudPrivacy | None = None
+    watch: Callable[[int, int, Mapping[str, Tensor]], None] | None = None
 
-    def __post_init__(self) -> None:
-        check_robust(self.merge)
-        check_choice("strategy.averaging.delay", self.delay, (0, 1))
-        check_choice("strategy.averaging.feedback", self.feedback, (True, False))
-        check_int("strategy.averaging.check_every", self.check_every, 0)
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Trained parameters, as "stage.name"."""
+        return {
+            f"{stage}.{name}": parameter
+            for stage, module in sorted(self.stages.items())
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
     @property
-    def label(self) -> str:
-        """Differences from the default, in words; may be empty."""
-        return ", ".join(
-            [*(["one update late"] if self.delay else []),
-             *([] if self.feedback else ["without feedback"]),
-             *([repr(self.merge)] if self.merge is not None else [])]
+    def is_sharded(self) -> bool:
+        return any(local_part(p) is not p for p in self.trained.values())
+
+    @property
+    def has_counterparts(self) -> bool:
+        return self.group.lane < self.links.num_shares
+
+    @cached_property
+    def mail(self) -> Mailbox:
+        assert self.has_counterparts, "a rank that carries nothing across averages nothing"
+        return Mailbox(self.links)
+
+    def codec(
+        self, shapes: Shapes, feedback: bool, *stream: str | int, plain: Collection[str] = ()
+    ) -> TensorCodec:
+        """stream: of random numbers. plain: names of tensors that go as they are."""
+        every = (p for module in self.stages.values() for p in module.parameters())
+        first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
+        name, *number = stream
+        return TensorCodec(
+            shapes,
+            lambda name, shape: Nothing() if name in plain else self.choose(name, shape),
+            seed_from(self.seed, name, min(self.stages), self.group.lane, *number),
+            feedback,
+            first.dtype,
+            first.device,
+        )
+
+    def averager(
+        self,
+        codec: Callable[[Shapes], TensorCodec],
+        shapes: Shapes,
+        merge: Merge,
+        *,
+        channel: int = 0,
+        num_fragments: int = 1,
+        silent: Collection[str] = (),
+        most_weight: Callable[[int], float] = float,
+    ) -> Averager:
+        """Of the tensors that this rank carries across. num_fragments: averagings of a rank that
+        together are one contribution. silent: names of tensors not to be sent under `privacy`."""
+        return averager_for(
+            self.mail, shapes, codec, merge, channel,
+            self.contributing(shapes, num_fragments, silent, most_weight),
         )  # fmt: skip
+
+    def contributing(
+        self, names: Collection[str], num_fragments: int, silent: Collection[str],
+        most_weight: Callable[[int], float],
+    ) -> Contributing:  # fmt: skip
+        holds_to = Contributing(watch=self.watch, most_weight=most_weight)
+        if self.privacy is None:
+            return holds_to
+        num_parts = self.links.num_parts * num_fragments
+        noise = PrivateContribution(names, self.privacy, num_parts, silent)
+        return replace(holds_to, protect=noise)
+
+    def open(
+        self, averagers: Sequence[Averager | None], wait_s: float = 0.0, under_way: int = 1
+    ) -> None:
+        """Make room for their messages; see ReplicaLinks.open."""
+        longest = max((a.max_bytes for a in averagers if a is not None), default=0)
+        self.links.open(longest, wait_s, under_way)
+
+    def check(self, every: int, alike: RankGroup | None = None) -> ReplicaCheck:
+        """alike: the ranks of this cloud that hold the same values."""
+        mail = self.mail if self.has_counterparts else None
+        return ReplicaCheck(
+            mail, alike or self.group, self.stages, self.links.name_of, every, self.last_step
+        )
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What averaging takes, for the planner. per_step: exchanges in a step, each of 1 / fragments
+    of the trained values. hidden_steps: that pass while one crosses. has_hub: all go through the
+    first cloud. num_copies: of the trained values, kept in each rank."""
+
+    per_step: float = 1.0
+    fragments: int = 1
+    hidden_steps: float = 0.0
+    has_hub: bool = False
+    num_copies: int = 1
+
+
+class Averaging(ABC):
+    """What keeps replicas together: its settings, what others must know of it, and how a rank
+    joins it. Subclasses are dataclasses (base/settings.py).
+
+    merge: a Byzantine-robust aggregator. is_apart: each replica makes updates of its own.
+    is_elastic: the run continues where a cloud is late or lost. may_leave: a lost cloud does not
+    end it; restart_s: seconds after which one on this machine is started again. every: updates
+    that a contribution sums up. equal_every: updates after which all replicas are equal; 0 = only
+    after the last. column: of survive/changes.TABLE. changes_results: what is learned differs
+    from what one process would learn.
+    """
+
+    feedback: bool = True
+    merge: Robust | None = None
+    is_apart: bool = False
+    restart_s: float | None = None
+    every: int = 1
+
+    @property
+    def is_elastic(self) -> bool:
+        return False
+
+    @property
+    def may_leave(self) -> bool:
+        return False
+
+    @property
+    def equal_every(self) -> int:
+        return 1
+
+    @property
+    def column(self) -> str:
+        return "data parallel"
+
+    @property
+    def changes_results(self) -> bool:
+        return True
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Differences from the default, in words; may be empty."""
+
+    @abstractmethod
+    def join(self, replicas: Replicas) -> Exchange:
+        """The exchange of one rank; opens the links to the other replicas. All ranks call it at
+        the same time."""
+
+    def most_contributions(self, num_updates: int) -> int:
+        """Of a replica, with the same values in them, in so many updates."""
+        return num_updates
+
+    def check(self, layout: ClusterLayout) -> None:
+        """Raise ConfigError for clouds, with their replicas and stages, that it cannot join."""
+        if self.merge is not None:
+            check_merge(self.merge, layout.num_replicas)
+
+
+@settings("strategy")
 class Strategy:
     """The settings of `strategy`.
 
-    name: as a user calls it. replicas: copies of the pipeline, to which the clouds are dealt in
+    name: as a user calls it. replicas: copies of the pipeline, over which the clouds are spread in
     their order; null = one in each cloud. averaging: what keeps them together; null = nothing,
     for a single one.
     """
 
     name: str = "pipeline"
-    replicas: int | None = 1
-    averaging: GradientAveraging | LocalUpdates | None = None
+    replicas: Positive | None = 1
+    averaging: Averaging | None = None
 
     def __post_init__(self) -> None:
-        if self.replicas is not None:
-            check_int("strategy.replicas", self.replicas, 1)
-        if self.averaging is not None and not isinstance(
-            self.averaging, GradientAveraging | LocalUpdates
-        ):
-            raise ConfigError(
-                "strategy.averaging must be a GradientAveraging, LocalUpdates or null, got "
-                f"{self.averaging!r}"
-            )
         if self.averaging is None and self.replicas != 1:
             raise ConfigError(
                 f"strategy.replicas is {self.replicas}, but without strategy.averaging nothing "
@@ -90,24 +245,22 @@ class Strategy:
     @property
     def is_apart(self) -> bool:
         """Whether each replica makes updates of its own."""
-        return isinstance(self.averaging, LocalUpdates)
+        return self.averaging is not None and self.averaging.is_apart
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run continues where a cloud is late or lost."""
+        return self.averaging is not None and self.averaging.is_elastic
 
     @property
     def covers(self) -> int:
         """Updates that a replica's contribution to an averaging sums up."""
-        return self.averaging.every if isinstance(self.averaging, LocalUpdates) else 1
+        return 1 if self.averaging is None else self.averaging.every
 
     def most_contributions(self, num_updates: int) -> int:
         """Of a replica, with the same values in them, in so many updates."""
-        if not isinstance(self.averaging, LocalUpdates):
-            return num_updates
-        full, rest = divmod(num_updates, self.averaging.every)
-        return full + (rest > 0 or self.averaging.fragments > 1)  # the last step ends with one
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run goes on where a cloud is late or lost."""
-        return isinstance(self.averaging, LocalUpdates) and self.averaging.is_elastic
+        averaging = self.averaging
+        return num_updates if averaging is None else averaging.most_contributions(num_updates)
 
     def describe(self, layout: ClusterLayout) -> str:
         """For the headline. layout: as arranged."""
@@ -121,10 +274,8 @@ class Strategy:
         """The clouds with their replicas and stages. Clouds that name their replicas themselves
         stay as they are. Raises ConfigError for a cluster that this strategy cannot use."""
         arranged = self._arranged(layout)
-        if self.averaging is not None and self.averaging.merge is not None:
-            check_merge(self.averaging.merge, arranged.num_replicas)
-        if isinstance(self.averaging, LocalUpdates):
-            _check_whole(arranged, self.averaging)
+        if self.averaging is not None:
+            self.averaging.check(arranged)
         return arranged
 
     def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
@@ -135,23 +286,26 @@ class Strategy:
             return layout
         if len(layout.clouds) % number:
             raise ConfigError(
-                f"strategy.replicas={number} cannot be dealt evenly to the {len(layout.clouds)} "
-                f"clouds of cluster {layout.name!r}; use a divisor of {len(layout.clouds)}, or "
-                "say which cloud belongs to which replica (cluster.clouds.NAME.replica)"
+                f"strategy.replicas={number} cannot be spread evenly over the "
+                f"{len(layout.clouds)} clouds of cluster {layout.name!r}; use a divisor of "
+                f"{len(layout.clouds)}, or say which cloud belongs to which replica "
+                "(cluster.clouds.NAME.replica)"
             )
         per_replica = len(layout.clouds) // number
         by_position = _is_by_position(layout)
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
-            return _dealt(layout, [stages] * number, 1)
+            return _with_stages(layout, [stages] * number, 1)
         if not by_position:
             held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
             raise ConfigError(
-                f"strategy.replicas={number} deals the clouds of cluster {layout.name!r} to "
+                f"strategy.replicas={number} makes the clouds of cluster {layout.name!r} "
                 f"pipelines of {per_replica}, but they name their stages ({held}); leave stages "
                 "out, or give every cloud its replica too (cluster.clouds.NAME.replica)"
             )
-        return _dealt(layout, [(k % per_replica,) for k in range(len(layout.clouds))], per_replica)
+        return _with_stages(
+            layout, [(k % per_replica,) for k in range(len(layout.clouds))], per_replica
+        )
 
     def _as_written(self, layout: ClusterLayout) -> ClusterLayout:
         found = layout.num_replicas
@@ -180,18 +334,6 @@ class Strategy:
         return layout
 
 
-def _check_whole(layout: ClusterLayout, settings: LocalUpdates) -> None:
-    """Some settings need replicas of one cloud each, whose ranks hold all stages."""
-    for name, cloud in layout.clouds.items():
-        is_whole = len(cloud.stages or ()) == layout.num_stages
-        if (not is_whole or cloud.one_stage_per_rank) and settings.needs_whole_replicas:
-            raise ConfigError(
-                f"{settings.needs_whole_replicas}: each rank must hold the whole model, but "
-                f"those of cloud {name!r} hold parts; set strategy.replicas=null and "
-                "one_stage_per_rank=false, or leave the setting out"
-            )
-
-
 def _is_by_position(layout: ClusterLayout) -> bool:
     """Whether the stages are those that clouds take which name none."""
     if len(layout.clouds) == 1:
@@ -201,7 +343,7 @@ def _is_by_position(layout: ClusterLayout) -> bool:
     ]
 
 
-def _dealt(
+def _with_stages(
     layout: ClusterLayout, stages: list[tuple[int, ...]], per_replica: int
 ) -> ClusterLayout:
     """stages: of each cloud in turn. Where a cloud held a stage in each rank it now holds all of

@@ -11,26 +11,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xcloud.comm.state import State, Stateful, join_states, split_state
+from xcloud.comm.state import Stateful, stateful
 from xcloud.parallel.averaging import Averager
 from xcloud.parallel.exchange import FlatBuffer
+from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
-class TiedGradients(Stateful):
-    """Of one rank that holds one end or both. Called once the gradients of each stage are whole.
+class TiedGradients(Part):
+    """Of one rank that holds one end or both.
 
     held: the matrix by stage. groups: the ranks of these stages; the first of each speaks for it.
     averager: between the two ends, its `merge` a sum; None in ranks that do not speak, and where
-        both ends are here.
+        both ends are here. buffers: of the gradients of these stages.
     """
+
+    name = "tied"
 
     held: Mapping[int, nn.Parameter]
     groups: Mapping[int, RankGroup]
     averager: Averager | None
+    buffers: Mapping[int, FlatBuffer]
 
-    def sum(self, step: int, buffers: Mapping[int, FlatBuffer]) -> None:
+    def after_exchange(self, step: int) -> None:
         """Replace the gradients at both ends. Of the norm the first end counts."""
         gradients = [_gradient(self.held[stage]) for stage in sorted(self.held)]
         if len(gradients) == 2:
@@ -41,30 +45,22 @@ class TiedGradients(Stateful):
         last = max(self.held)
         if last:
             own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
-            buffers[last].squares_elsewhere = -(float(own) ** 2)
+            self.buffers[last].squares_elsewhere = -(float(own) ** 2)
 
     def _across(self, step: int, gradient: Tensor) -> None:
         (group,) = self.groups.values()
         merged = gradient
         if self.averager is not None:
             # One that is not finite stays where it is, and stops or skips the update by its norm;
-            # compressors need not bear it.
+            # compressors may not accept it.
             is_finite = bool(gradient.isfinite().all())
             self.averager.start(step, [gradient if is_finite else torch.zeros_like(gradient)])
-            (merged,) = self.averager.finish(step)
+            ((merged,),) = self.averager.finish(step).changes
             merged = merged if is_finite else gradient
         gradient.copy_(group.from_leader(merged.clone()))
 
-    def state_dict(self) -> State:
-        if self.averager is None:
-            return {}
-        return join_states({"averager": self.averager.state_dict()})
-
-    def load_state_dict(self, state: State) -> None:
-        names = () if self.averager is None else ("averager",)
-        parts = split_state(state, names, "the gradients of tied embeddings")
-        if self.averager is not None:
-            self.averager.load_state_dict(parts["averager"])
+    def parts(self) -> dict[str, Stateful]:
+        return stateful({"averager": self.averager})
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

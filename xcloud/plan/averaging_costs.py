@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.strategy import GradientAveraging
+from xcloud.parallel.strategy import Averaging
 from xcloud.plan.line import Line
 from xcloud.plan.profile import AveragingCodec
 
@@ -51,7 +50,7 @@ class Exchange:
 
 def exchange_of(
     layout: ClusterLayout,
-    averaging: GradientAveraging | LocalUpdates,
+    averaging: Averaging,
     costs: AveragingCodec,
     shares: Sequence[float],
     lines: Mapping[str, Line],
@@ -59,23 +58,17 @@ def exchange_of(
 ) -> Exchange:
     """shares: of the trained values, by stage; one entry where replicas hold the whole model.
     lines: by "a-b". around_s: what an exchange of all values takes beside its codec."""
-    num_replicas, fragments, per_step, hides = layout.num_replicas, 1, 1.0, 0.0
-    is_elastic = False
-    if isinstance(averaging, LocalUpdates):
-        fragments, hides = averaging.fragments, float(averaging.overlap)
-        per_step, is_elastic = fragments / averaging.every, averaging.is_elastic
-    elif averaging.delay:
-        hides = 1.0
+    num_replicas, traffic = layout.num_replicas, averaging.traffic
     slowest, num_bytes = Exchange(), defaultdict[str, float](float)
     for clouds, stages in _together(layout, len(shares)).items():
         lanes = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica)})
             for replica in range(num_replicas)
         )
-        share = sum(shares[stage] for stage in stages) / fragments
+        share = sum(shares[stage] for stage in stages) / traffic.fragments
         whole = costs.num_bytes * share
         encode_s, decode_s = costs.encode_s * share / lanes, costs.decode_s * share / lanes
-        if is_elastic:
+        if traffic.has_hub:
             size, codec_s, mergers = whole, 2 * encode_s + num_replicas * decode_s, clouds[:1]
         elif num_replicas == 2:
             size, codec_s, mergers = whole, encode_s + decode_s, clouds[:0]
@@ -101,7 +94,7 @@ def exchange_of(
         for pair in took:
             num_bytes[pair] += size * (2 if len(mergers) > 1 else 1)
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
-            slowest = Exchange(codec_s, wire_s, {}, per_step, hides, where)
+            slowest = Exchange(codec_s, wire_s, {}, traffic.per_step, traffic.hidden_steps, where)
     return replace(slowest, num_bytes=dict(num_bytes))
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 
 from xcloud.base.checks import check_int, check_number
 from xcloud.base.errors import ConfigError
-from xcloud.cluster.clouds import Wan
-from xcloud.cluster.link_profile import LinkProfile
+from xcloud.cluster.link_profile import Wan
 from xcloud.parallel.schedule import Action
 from xcloud.plan.line import FREE, Line
 
@@ -73,10 +72,8 @@ class Costs(Protocol):
 def line_of_layout(here: str, there: str, wan: Wan | None) -> Line:
     """The line that the layout describes. Raises ConfigError for a real network, which has no
     numbers."""
-    if wan is None or wan == "free":
-        return FREE
-    if isinstance(wan, LinkProfile):
-        return Line(wan)
+    if wan is None or wan.has_numbers:
+        return Line(wan.profile) if wan is not None and wan.profile is not None else FREE
     raise ConfigError(
         f"nobody says what the real network from {here!r} to {there!r} can do; give the costs a "
         f"line named '{here}-{there}', or the layout a link profile"

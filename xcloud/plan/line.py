@@ -79,15 +79,15 @@ def lines_of(
     found = {}
     for here, there in permutations(layout.clouds, 2):
         pair, turned = f"{here}-{there}", f"{there}-{here}"
-        own = layout.links.get(pair, layout.links.get(turned, layout.wan))
-        profile = given.get(pair, given.get(turned, given.get("*", own)))
-        if profile == "real":
+        own = layout.wan_of(here, there)
+        wan = given.get(pair, given.get(turned, given.get("*", own)))
+        if not wan.has_numbers:
             raise ConfigError(
                 f"plan: nobody says what the real network from {here!r} to {there!r} can do; "
                 "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` "
                 'names "*" or this pair'
             )
-        line = profile if isinstance(profile, LinkProfile) else None
+        line = wan.profile
         if bandwidth is not None:
             if line is None:
                 line = LinkProfile(bandwidth)

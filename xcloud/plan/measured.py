@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xcloud.cluster.clouds import Wan
-from xcloud.cluster.link_profile import LinkProfile, line_bytes
+from xcloud.cluster.link_profile import LinkProfile, Wan, line_bytes
 from xcloud.parallel.schedule import Action
 from xcloud.plan.costs import Direction, TableCosts, Transfer, Update, line_of_layout
 from xcloud.plan.line import FREE, Line

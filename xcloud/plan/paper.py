@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
+from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
-from xcloud.parallel.strategy import WHOLE_MODEL, GradientAveraging, Strategy
+from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
 from xcloud.plan.paper_file import Paper
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer

@@ -8,9 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import GPipe, Schedule, most_kept
-from xcloud.parallel.strategy import GradientAveraging
 from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.profile import Profile
 
@@ -45,8 +43,8 @@ class Sums(NamedTuple):
 def memory_of(plan: Plan, arranged: Arranged, profile: Profile, sums: Sums) -> dict[str, int]:
     """Bytes of the fullest rank, by cloud. sums: at the plan's samples of a micro-batch."""
     layout, found = arranged.layout, dict[str, int]()
-    copies = 2 if isinstance(arranged.strategy.averaging, LocalUpdates) else 0
-    copies += 1 if isinstance(arranged.strategy.averaging, GradientAveraging) else 0
+    averaging = arranged.strategy.averaging
+    copies = 0 if averaging is None else averaging.traffic.num_copies
     for name, cloud in layout.clouds.items():
         held = [0] if arranged.is_whole else list(cloud.stages or ())
         each = [_stage_bytes(plan, layout, profile, stage, sums, copies) for stage in held]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import ClusterLayout
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.schedule import Schedule, put_off
 from xcloud.plan.averaging_costs import Exchange, exchange_of
 from xcloud.plan.costs import Direction, TableCosts, Update
@@ -316,9 +315,9 @@ class Pricer:
                 sum(piece.trained_bytes for piece in self.profile.pieces[a:b]) / whole
                 for a, b in zip(starts, plan.ends, strict=True)
             ]
-        is_local = isinstance(averaging, LocalUpdates)
         profile = self.profile
-        around_s = profile.around_changes_s if is_local else profile.around_gradients_s
+        is_apart = averaging.is_apart
+        around_s = profile.around_changes_s if is_apart else profile.around_gradients_s
         lines = self._lines[plan.strategy]
         return exchange_of(arranged.layout, averaging, costs, shares, lines, around_s)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError
-from xcloud.record.events import EVENTS_FILE, recorded_timeline
+from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, timeline_of
 
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
@@ -24,7 +24,7 @@ def read_timeline(path: Path) -> Timeline:
         raise ConfigError(f"{path} does not exist; name the folder of a run that has ended")
     if path.suffix == ".json":
         return _from_trace(path)
-    found = timeline_of(recorded_timeline(path))
+    found = timeline_of(EventReader(path))
     if found is None:
         raise ConfigError(f"{path} holds no recorded step: the run ended before its last step")
     return found

@@ -12,7 +12,6 @@ from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.plan import formulas
 from xcloud.plan.plans import NO_COMPRESSION, Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
@@ -339,7 +338,7 @@ def touches_quality(plan: Plan, pricer: Pricer) -> list[str]:
     if plan.compression != NO_COMPRESSION:
         found.append("compression")
     averaging = pricer.arranged[plan.strategy].strategy.averaging
-    if isinstance(averaging, LocalUpdates) or (averaging is not None and averaging.delay):
+    if averaging is not None and averaging.changes_results:
         found.append("strategy")
     return found
 

@@ -29,8 +29,8 @@ from xcloud.comm.compressor import Compressor
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.merging import Contribution, weighted_sum
-from xcloud.parallel.outer_optimizer import OuterOptimizer
-from xcloud.parallel.outer_parameters import OuterParameters
+from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
+from xcloud.parallel.partition import by_tensor
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.plan.profile import AveragingCodec, BoundaryCodec, Curve, Way
 from xcloud.plan.stopwatch import Stopwatch
@@ -150,7 +150,7 @@ def around_averaging_s(
     merged = [torch.zeros_like(p) for p in parameters]
 
     def gradients() -> None:
-        """As parallel/across.py."""
+        """As parallel/gradient_averaging.py."""
         buffer.is_finite()
         for parameter, tensor in zip(parameters, merged, strict=True):
             assert parameter.grad is not None
@@ -158,14 +158,15 @@ def around_averaging_s(
 
     alone = RankGroup.alone()
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
-    anchored = OuterParameters(named, [range(len(named))], alone, OuterOptimizer())
-    anchored.drop()
+    shares = by_tensor({name: parameter.shape for name, parameter in named.items()}, 1)
+    outer = OuterParameters(named, shares, alone, OuterOptimizer())
+    outer.set()
 
     def changes() -> None:
-        """As parallel/local_rounds.py."""
-        anchored.gradient()
-        anchored.move(merged)
-        anchored.take()
+        """As parallel/local_updates.py."""
+        outer.gradient()
+        outer.move(merged)
+        outer.take()
 
     found = watch.median_s(gradients, cold=True), watch.median_s(changes, cold=True)
     for parameter in parameters:

@@ -14,7 +14,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.project import in_project
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.comm.activation_cache import MEGABYTE
-from xcloud.comm.compression import Compression, PerBoundary, Phased, Selectable
+from xcloud.comm.compression import Compression, Phased
 from xcloud.job import config as configs
 from xcloud.job.experiment import Experiment
 from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, ZeroBubble
@@ -93,7 +93,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         job = self.job
-        if isinstance(job.compression, PerBoundary):
+        if job.compression.boundaries:
             raise ConfigError(
                 "plan: compression differs from boundary to boundary, which is not priced yet; "
                 "choose "
@@ -104,7 +104,9 @@ class Planner:
             raise ConfigError(f"plan: schedules like {job.schedule!r} are not priced yet")
         self.batch_size = job.training.batch_size // job.training.accumulate_steps
         self.counts = self.plan.counts(self.batch_size, job.schedule.num_micro_batches)
-        assert not isinstance(job.compression, Selectable), "refused with a plan"
+        assert isinstance(job.compression, Compression | Phased), (
+            "autopilot is refused with a plan"
+        )
         self.own_compression, self.candidates = self._candidates(job.compression)
         self.not_planned: dict[str, str] = {}
         self.splits_backward = self._splits_backward()

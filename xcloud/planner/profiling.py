@@ -32,7 +32,7 @@ from xcloud.plan.stopwatch import MOST_TIMES, Stopwatch
 from xcloud.planner.codec_profiling import around_averaging_s, averaging_codec, boundary_codec
 from xcloud.planner.profile_key import Candidates, device_of, threads_of, what_is_measured
 from xcloud.planner.reference import reference_s
-from xcloud.rank.stage_rank import context_of
+from xcloud.rank.loading import context_of
 from xcloud.training.memory_meter import SavedTensors, bytes_of
 from xcloud.training.settings import autocast_for
 

@@ -29,8 +29,8 @@ from xcloud.plan.plans import Arranged, Plan
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import MOST_FACTOR, Profile, WorkFactor
 from xcloud.plan.settings import Planning
-from xcloud.record.curves import read_curves
 from xcloud.record.events import EVENTS_FILE
+from xcloud.record.summary import read_run
 
 WARM_UP = 2  # steps that are not counted
 USUAL = (0.5, 1.5)  # factors beyond these have another cause
@@ -147,5 +147,5 @@ def steps_of_run(config: Any, run_dir: Path) -> dict[int, float]:
     """Run it without a word on stdout. Seconds of each step, as its summary counts them."""
     with contextlib.redirect_stdout(io.StringIO()):
         run(config, run_dir, more_follows=True)
-    curves = read_curves(run_dir / EVENTS_FILE)
-    return dict(zip(curves.step, curves.step_s, strict=True))
+    steps = read_run(run_dir / EVENTS_FILE).steps
+    return dict(zip(steps.step, steps["step_s"], strict=True))

@@ -32,7 +32,8 @@ from xcloud.comm.state import (
 )
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
-from xcloud.parallel.control import NO_CHOICE, Pilot
+from xcloud.parallel.control import NO_CHOICE
+from xcloud.parallel.part import Part
 from xcloud.parallel.schedule import Schedule
 from xcloud.plan.autopilot import DIRECTIONS, Autopilot, Forecast, Measured, Rule, Way
 from xcloud.plan.stopwatch import Stopwatch
@@ -45,13 +46,15 @@ _SUMS = 3  # of each boundary and direction: bytes, messages, seconds on the lin
 _PER_WAY = _SUMS + 1
 
 
-class RunPilot(Pilot):
+class RunPilot(Part):
     """Measures are sums since the start: [busy_s of the main thread, compute_s, then by boundary
     and direction bytes, messages, line_s and the delay]; rank 0 takes differences between two
     looks.
 
     The sender tells line_s of an emulated line, the receiver that of a real one (LineMeter).
     delay: the latency of a message; of a real line + what both clocks differ by."""
+
+    name = "autopilot"
 
     def __init__(
         self,
@@ -114,18 +117,18 @@ class RunPilot(Pilot):
                 found[at + _SUMS] = meters[identity.sender].delay_s
         return found
 
-    def decide(self, step: int, told: Mapping[int, Tensor]) -> int | None:
-        before, self._last = self._last, dict(told)
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        before, self._last = self._last, dict(measured)
         updates, self._last_step = step - self._last_step, step
         if not before:  # the first look of this attempt
             return None
         assert self.forecast is not None
-        measured = self._since(before, updates)
-        predicted_s = self.forecast.step_s(measured, self._choice)
+        grown = self._since(before, updates)
+        predicted_s = self.forecast.step_s(grown, self._choice)
         since_step = self._wiring.boundaries.switches.since_step
         choice = self._rule.choose(step, self._choice, since_step, predicted_s)
         if choice is not None:
-            self._tell(step, self._choice, choice, predicted_s, measured)
+            self._tell(step, self._choice, choice, predicted_s, grown)
         return choice
 
     def follow(self, step: int, choice: int) -> None:
@@ -137,7 +140,8 @@ class RunPilot(Pilot):
         if self._is_look(step):  # lines are idle: each has delivered all that it had of this step
             for channel in self._wiring.boundaries.wan_sends:
                 both = channel.identity.sender, channel.identity.receiver
-                if self._layout.wan_between(*both) == "real":
+                wan = self._layout.wan_between(*both)
+                if wan is not None and wan.is_metered:
                     channel.link.say_alive()  # a probe, see LineMeter
 
     def state_dict(self) -> State:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from xcloud.contracts.model import Batch
 from xcloud.contracts.task import Split, TaskData
+from xcloud.parallel.control import Signal
+from xcloud.parallel.part import Part, StepReport
 from xcloud.parallel.pipeline import Pipeline
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.record.rank_state import SAMPLES_FILE
@@ -18,45 +20,56 @@ from xcloud.record.reporter import Reporter
 from xcloud.training.settings import Training
 
 
-class Evaluator:
-    """Scores a split through the pipeline. All ranks take part; the last stage's leader reports
-    the scores to rank 0 and writes samples, which are text, only to its own run folder."""
+class Evaluator(Part):
+    """Scores a split through the pipeline of replica 0. All ranks take part; the last stage's
+    leader reports the scores to rank 0 and writes samples, which are text, only to its own run
+    folder. meet: waits for all ranks."""
 
     def __init__(
         self,
-        training: Training,
-        rank: int,
         pipeline: Pipeline,
-        lanes: Mapping[int, RankGroup],
+        groups: Mapping[int, RankGroup],
         data: TaskData,
-        fetch: Callable[[Split, Tensor], Batch],
+        settings: Training,
         reporter: Reporter,
         run_dir: Path,
-        multiple: int = 1,
+        meet: Callable[[], None],
     ) -> None:
-        """multiple: of micro-batches, for ranks that compute in step; the last is scored again to
-        fill up."""
-        self._multiple = multiple
+        self._pipeline, self._groups, self._data = pipeline, groups, data
+        self._settings, self._reporter, self._meet = settings, reporter, meet
         self._samples_file = run_dir / SAMPLES_FILE
-        self._training, self._rank, self._pipeline = training, rank, pipeline
-        self._lanes, self._data, self._fetch, self._reporter = lanes, data, fetch, reporter
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        every = self._settings.evaluate_every
+        if every and step % every == 0 and report.signal is not Signal.STOP:
+            with self._pipeline.clock.paused():
+                self.evaluate("dev", step)
 
     def evaluate(self, split: Split, step: int) -> None:
+        """Every rank calls it, and returns once all are done: else the next step would wait for
+        another cloud's decoding."""
+        if self._pipeline.layout.placement(self._pipeline.rank).replica == 0:
+            self._score(split, step)
+        self._meet()
+
+    def _score(self, split: Split, step: int) -> None:
         started = time.perf_counter()
-        count = self._data.num_samples(split)
-        if self._training.eval_samples is not None:
-            count = min(count, self._training.eval_samples)
-        pieces = list(torch.split(torch.arange(count), self._training.eval_batch_size))
-        pieces += pieces[-1:] * (-len(pieces) % self._multiple)
-        predictions = self._pipeline.predict(pieces, lambda ids: self._fetch(split, ids), step)
-        last = self._pipeline.num_stages - 1
-        if last not in self._pipeline.stages:
+        data, pipeline = self._data, self._pipeline
+        count = data.num_samples(split)
+        if self._settings.eval_samples is not None:
+            count = min(count, self._settings.eval_samples)
+        pieces = list(torch.split(torch.arange(count), self._settings.eval_batch_size))
+        # Ranks that compute in step score the last one again, to fill up.
+        pieces += pieces[-1:] * (-len(pieces) % pipeline.layout.lanes_in_step)
+        predictions = pipeline.predict(pieces, fetcher(data, split, pipeline.device), step)
+        last = pipeline.num_stages - 1
+        if last not in pipeline.stages:
             return
-        lanes = self._lanes[last]
-        predictions = gather_predictions(predictions, lanes)
-        if lanes.leads:
-            values = self._data.score(split, predictions)
-            samples = self._data.sample_outputs(split, predictions, 5)
+        group = self._groups[last]
+        predictions = gather_predictions(predictions, group)
+        if group.leads:
+            values = data.score(split, predictions)
+            samples = data.sample_outputs(split, predictions, 5)
             with self._reporter.may_lose(SAMPLES_FILE):
                 self._samples_file.write_text(samples, encoding="utf-8")
             self._reporter.event(
@@ -65,23 +78,34 @@ class Evaluator:
                 split=split,
                 step=step,
                 values=values,
-                signature=self._data.signature(),
+                signature=data.signature(),
                 evaluation_s=round(time.perf_counter() - started, 3),
             )
 
 
-def gather_predictions(mine: Mapping[int, list[int]], lanes: RankGroup) -> dict[int, list[int]]:
+def fetcher(data: TaskData, split: Split, device: torch.device) -> Callable[[Tensor], Batch]:
+    """Gives the visible fields of samples on the device; their ids stay where Python reads
+    them."""
+
+    def fetch(ids: Tensor) -> Batch:
+        batch = data.batch(split, ids)
+        return {name: v if name == "ids" else v.to(device) for name, v in batch.items()}
+
+    return fetch
+
+
+def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[int, list[int]]:
     """Predictions of all ranks of a stage, as one flat integer tensor from each (no pickle)."""
     flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
-    sizes = lanes.gather(torch.tensor([len(flat)]))
+    sizes = group.gather(torch.tensor([len(flat)]))
     padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.int64)
     padded[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
-    everyone = lanes.gather(padded)
-    found: dict[int, list[int]] = {}
+    everyone = group.gather(padded)
+    predictions: dict[int, list[int]] = {}
     for length, numbers in zip(sizes, everyone, strict=True):
         values, at = numbers[: int(length)].tolist(), 0
         while at < len(values):
             until = at + 2 + values[at + 1]
-            found[values[at]] = values[at + 2 : until]
+            predictions[values[at]] = values[at + 2 : until]
             at = until
-    return found
+    return predictions

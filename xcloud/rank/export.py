@@ -1,4 +1,4 @@
-"""Export the trained model and load it again: one safetensors file per stage.
+"""Export the trained model: one safetensors file per stage.
 
 Every cloud writes its own part to its run folder, with the tokenizer of its side. To translate
 after a run on several machines, put the parts into one `model` folder.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from xcloud.base.errors import DataError, RunFailed
+from xcloud.base.errors import RunFailed
 from xcloud.base.project import MODEL_DIR
 from xcloud.contracts.model import Stage
 from xcloud.contracts.task import TaskData
@@ -32,7 +32,7 @@ def export_stage(
     def write(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         data.save_tokenizers(folder)
-        architecture = json.dumps(getattr(module, "architecture", None))
+        architecture = json.dumps(module.architecture)
         save_file(tensors, folder / path.name, metadata={"architecture": architecture})
 
     try:
@@ -43,6 +43,18 @@ def export_stage(
             write(spare := Path(tempfile.mkdtemp(prefix="xcloud-model-")))
         raise RunFailed(f"{error}. This part of it is in {spare}: copy it there") from error
     return path
+
+
+def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Gathered, one at a time, on the CPU; of a sharded stage every rank calls it. keep: whether
+    this rank wants them."""
+    found = {}
+    for name, tensor in tensors.items():
+        gather = getattr(tensor, "full_tensor", None)
+        full = tensor if gather is None else gather()
+        if keep:
+            found[name] = full.detach().cpu().contiguous()
+    return found
 
 
 @contextmanager
@@ -57,26 +69,3 @@ def exporting(run_dir: Path) -> Iterator[None]:
             f"the trained model could not be written to {run_dir / MODEL_DIR}: {error}; the disk "
             f"of that folder has {free_mb:,.0f} MB free"
         ) from error
-
-
-def read_stage(run_dir: Path, stage: int) -> tuple[dict[str, object] | None, Path]:
-    """The stage's architecture as exported, and the file of its weights.
-
-    Raises DataError if the file is missing.
-    """
-    path = run_dir / MODEL_DIR / f"stage{stage}.safetensors"
-    if not path.is_file():
-        raise DataError(
-            f"there is no {path}: did that run finish? Of a run on several machines, copy every "
-            f"cloud's {MODEL_DIR} files into one folder"
-        )
-    with safe_open(path, "pt") as file:
-        return json.loads((file.metadata() or {}).get("architecture", "null")), path
-
-
-def fill(module: Stage, path: Path) -> None:
-    """Load a stage's weights. Raises DataError if they belong to another architecture."""
-    try:
-        module.load_exported(load_file(path))
-    except RuntimeError as error:
-        raise DataError(f"{path} does not fit this experiment: {error}") from error

@@ -1,101 +1,87 @@
-"""The turns in which the points of a sweep make their steps, so that a noisy machine disturbs all
-alike (hydra.launcher.timing=together). A rank's end; sweep/conductor.py says whose turn it is.
+"""Steps in turns with other points of a sweep, so that a noisy machine disturbs all alike
+(hydra.launcher.timing=together). A rank's end; sweep/interleaving.py gives the turns.
 
-On the socket: a rank that waits sends a line of JSON, with the times of the turn it has made if
-there is one; a byte from the other end is its next turn. Once that end has closed, no rank waits.
+A rank that waits sends a message of JSON, with the times of the turn that it has made if there is
+one; any answer is its next turn. Once the other end has closed, no rank waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
+import time
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 from xcloud.base.errors import ConfigError
-from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.rank_state import RankState
 
-ADDRESS = "XCLOUD_TURNS"  # environment variable: the conductor's socket
+ADDRESS = "XCLOUD_TURNS"  # environment variable: the server's socket
 STEPS_PER_TURN = 4  # the first is not counted: caches are cold and threads asleep
 MIN_ROUNDS = 6  # with fewer there is no interval of 95 %
 _MIN_STEPS = STEPS_PER_TURN * (MIN_ROUNDS + 1)  # the first turn is the run's warm-up
 
 
-class Interleaving:
-    """Of a run that is alone: it never waits."""
-
-    def take(self) -> None:
-        """Between two steps, and after the last; returns when this rank may go on."""
-
-    def note(self, ended_s: float, step_s: float) -> None:
-        """A step was made: when it ended, and how long it took this rank."""
-
-    def close(self) -> None:
-        """This rank makes no more steps."""
-
-
-class InterleavedClient(Interleaving):
+class InterleavedClient(Part):
     """Of a point among others: STEPS_PER_TURN steps, then the others have theirs."""
 
     def __init__(
-        self, connection: socket.socket, run_dir: Path, rank: int, num_ranks: int,
-        state: RankState | None = None,
-    ) -> None:  # fmt: skip
-        self._connection, self._state = connection, state
-        self._who = {"point": str(run_dir.resolve()), "rank": rank, "num_ranks": num_ranks}
+        self, connection: Connection, who: dict[str, object], state: RankState | None
+    ) -> None:
+        self._connection, self._who, self._state = connection, who, state
         self._is_over = self._has_begun = False
         self._made: list[tuple[float, float]] = []  # in this turn
 
-    def take(self) -> None:
-        if self._is_over or (self._has_begun and len(self._made) < STEPS_PER_TURN):
-            return
-        line = json.dumps({**self._who, "made": self._made}) + "\n"
-        self._has_begun, self._made = True, []
-        self._enter("waiting for its turn")
-        try:
-            self._connection.sendall(line.encode())
-            self._is_over = not self._connection.recv(1)
-        except ConnectionError:
-            self._is_over = True
-        self._enter("training")
+    def before_update(self, step: int) -> None:
+        if not self._has_begun or len(self._made) == STEPS_PER_TURN:
+            self._wait()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self.note(time.monotonic(), report.step_s)
 
     def note(self, ended_s: float, step_s: float) -> None:
         self._made.append((ended_s, step_s))
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        self.before_update(0)
+
+    def close(self, is_finished: bool = False) -> None:
         self._connection.close()
+
+    def _wait(self) -> None:
+        if self._is_over:
+            return
+        message = json.dumps({**self._who, "made": self._made}).encode()
+        self._has_begun, self._made, self._is_over = True, [], True
+        self._enter("waiting for its turn")
+        with contextlib.suppress(ConnectionError, EOFError):
+            self._connection.send_bytes(message)
+            self._connection.recv_bytes()
+            self._is_over = False
+        self._enter("training")
 
     def _enter(self, phase: str) -> None:
         if self._state is not None:
             self._state.enter(phase)
 
 
-def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Interleaving:
-    """Those of this process: it was started by a sweep that times its points together, or not."""
+def join_turns(run_dir: Path, rank: int, num_ranks: int, state: RankState | None) -> Part:
+    """Of this process: waits for its turn if a sweep that times its points together started it."""
     address = os.environ.get(ADDRESS)
     if address is None:
-        return Interleaving()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    return InterleavedClient(connection, run_dir, rank, num_ranks, state)
+        return Part()
+    who = {"point": str(run_dir.resolve()), "rank": rank, "num_ranks": num_ranks}
+    return InterleavedClient(Client(address, "AF_UNIX"), who, state)
 
 
 def check_takes_turns(job: Job) -> None:
     """Raises ConfigError for a job whose steps cannot be timed in turns."""
     asked = "hydra.launcher.timing=together"
-    if not isinstance(job, Experiment):
-        raise ConfigError(
-            f"{asked} is for pipelines: the producers of a one-way job run ahead of their "
-            "consumer, and would go on while others are timed; use timing=alone"
-        )
-    if job.strategy.is_apart:
-        raise ConfigError(
-            f"{asked}: strategy={job.strategy.name} averages between some steps and sends beside "
-            f"others, which turns of {STEPS_PER_TURN} steps would miss or hide; use timing=alone "
-            "and compare samples_per_s"
-        )
+    if job.why_not_in_turns:
+        raise ConfigError(f"{asked}: {job.why_not_in_turns}; use timing=alone")
     if job.max_steps < _MIN_STEPS:
         raise ConfigError(
             f"{asked} needs training.max_steps of at least {_MIN_STEPS}, for a warm-up and "

@@ -18,11 +18,12 @@ from xcloud.cluster.pair_transport import PairTransport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
 from xcloud.join.agreement import Verdict
-from xcloud.rank.interleaved import Interleaving
+from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 from xcloud.survive.changes import Changes
-from xcloud.survive.checkpointing import Checkpointer, Post, StopSignal
+from xcloud.survive.checkpointing import Checkpointer, Post
 from xcloud.survive.resume import RankCheckpoints
+from xcloud.survive.saving import CheckpointWriter, StopSignal, Timing
 from xcloud.training.settings import Checkpoints
 from xcloud.wire.ends import OnReport
 
@@ -38,8 +39,8 @@ class RankContext(Generic[JobT]):
     verdict: of the comparison of all ranks before the start, with the checkpoint to go on from.
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
-    begin again; None where all have joined one process group. turns: of the steps, in a sweep
-    that times its points together. memory: joins all ranks of a job that is in one process.
+    begin again; None where all have joined one process group. turns: waits between steps, in a
+    sweep that times its points together. memory: joins all ranks of a job in one process.
     """
 
     job: JobT
@@ -53,7 +54,7 @@ class RankContext(Generic[JobT]):
     asked: StopSignal
     is_resumed: bool = False
     transport: PairTransport | None = None
-    turns: Interleaving = field(default_factory=Interleaving)
+    turns: Part = field(default_factory=Part)
     memory: MemoryTransport | None = None
 
 
@@ -90,34 +91,7 @@ class Role(ABC, Generic[JobT]):
     def checkpoints(
         self, parts: Mapping[str, Stateful], post: Post | None, facts: Mapping[str, str]
     ) -> Checkpointer:
-        """Of all that this rank goes on from, which takes over its state if the ranks have agreed
-        on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
-        context, holder, step = self.context, self.context.holder, self.context.verdict.from_step
-        if self.rank not in self.job.saving_ranks:
-            never = Checkpoints(every_steps=0, every_minutes=0)
-            return Checkpointer(never, holder.folder, self.rank, None, {}, {}, self.reporter)
-        own = holder.own_step(step)
-        if own < step:
-            since = f"goes on from its own of step {own}" if own else "begins anew"
-            self.reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
-        forgets = False
-        if own:
-            state, forgets = holder.restore(own, states_of(parts), facts)
-            load_states(parts, state, f"rank {self.rank}")
-        elif self.job.checkpoint.are_made:
-            bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
-        if step:  # of a run that begins anew nothing is deleted that is complete
-            holder.folder.delete_after(step, self.rank)
-        if context.is_resumed and self.rank == 0:
-            changed = holder.changes(step) if step else Changes()
-            self.reporter.event("resume", now=True, step=step, changed=changed.said)
-            if changed.said:
-                self.reporter.note(changed.price(forgets))
-        about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
-        return Checkpointer(
-            self.job.checkpoint, holder.folder, self.rank, post, parts, about,
-            self.reporter, context.asked, step, self.job.max_steps, among=self.job.saving_ranks,
-        )  # fmt: skip
+        return restored(self.context, parts, post, facts)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Whether this rank cannot go on without any of these, which have ended or are silent."""
@@ -133,3 +107,42 @@ class Role(ABC, Generic[JobT]):
 
     def close(self) -> None:
         """Deliver everything, hear every peer's goodbye."""
+
+
+def restored(
+    context: RankContext[JobT],
+    parts: Mapping[str, Stateful],
+    post: Post | None,
+    facts: Mapping[str, str],
+) -> Checkpointer:
+    """Of all that this rank goes on from, which takes over its state if the ranks have agreed
+    on a checkpoint. Before the first step. facts: of the data, which must stay the same."""
+    job, rank, reporter = context.job, context.rank, context.reporter
+    holder, step = context.holder, context.verdict.from_step
+    if rank not in job.saving_ranks:
+        never = Checkpoints(every_steps=0, every_minutes=0)
+        writer = CheckpointWriter(holder.folder, rank, {})
+        return Checkpointer(Timing(never), writer, None, {}, reporter)
+    own = holder.own_step(step)
+    if own < step:
+        since = f"goes on from its own of step {own}" if own else "begins anew"
+        reporter.note(f"was lost before the checkpoint of step {step}, and {since}")
+    forgets = False
+    if own:
+        state, forgets = holder.restore(own, states_of(parts), facts)
+        load_states(parts, state, f"rank {rank}")
+    elif job.checkpoint.are_made:
+        bytes_to_copy(lambda: states_of(parts))  # digests are made here, not between updates
+    if step:  # of a run that begins anew nothing is deleted that is complete
+        holder.folder.delete_after(step, rank)
+    if context.is_resumed and rank == 0:
+        changed = holder.changes(step) if step else Changes()
+        reporter.event("resume", now=True, step=step, changed=changed.said)
+        if changed.said:
+            reporter.note(changed.price(forgets))
+    about = {**holder.about(context.verdict.attempt), "facts": dict(facts)}
+    return Checkpointer(
+        Timing(job.checkpoint, step, job.max_steps),
+        CheckpointWriter(holder.folder, rank, about),
+        post, parts, reporter, context.asked, job.saving_ranks,
+    )  # fmt: skip

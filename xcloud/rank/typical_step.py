@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,24 @@ from xcloud.cluster.frame import Kind, MessageKey
 from xcloud.cluster.line import MessageLog
 from xcloud.cluster.transport import machine_id
 from xcloud.comm.step_clock import RecordedStep, StepClock
+from xcloud.parallel.part import Part
 from xcloud.record.reporter import Reporter
 
 KEEP_STEPS = 8
 """Only the last steps of a run are recorded: caches are warm then, other steps cost nothing."""
 
 _ENTRIES_PER_EVENT = 500  # about 25 kB a line; the report link takes 256 KiB
+
+
+@dataclass(frozen=True)
+class TypicalStep(Part):
+    clock: StepClock
+    num_ranks: int
+    reporter: Reporter
+
+    def finish(self) -> None:
+        if self.clock.recorded:  # not if the last step was made before the run was resumed
+            report_typical_step(self.clock, self.num_ranks, self.reporter)
 
 
 def report_typical_step(clock: StepClock, num_ranks: int, reporter: Reporter) -> None:

@@ -1,4 +1,6 @@
-"""Turns link counters, which only grow, into what one step sent between clouds."""
+"""Reports each step: its times, its loss, and what it sent between clouds by the counters of its
+links, which only grow.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,25 @@ from collections import Counter
 from typing import Any
 
 from xcloud.cluster.frame import Kind
+from xcloud.parallel.part import Part, StepReport
 from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
-from xcloud.training.trainer import StepReport
+from xcloud.record.reporter import Reporter
 from xcloud.wire.wiring import Wiring
 
 
-class WanMeter:
-    """One rank's view: what it sent to other clouds since it last looked."""
+class WanMeter(Part):
+    """One rank's view: what it sent to other clouds since it last looked. tells_skips: it reports
+    the updates that were skipped; every rank that shares one knows."""
 
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
+    def __init__(self, wiring: Wiring, reporter: Reporter, tells_skips: bool) -> None:
+        self._wiring, self._reporter, self._tells_skips = wiring, reporter, tells_skips
         self._last = self._read()
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._reporter.event("step", **self.describe(report))
+        if report.skipped is not None and self._tells_skips:
+            self._reporter.event("skipped_update", step=step)
+            self._reporter.note(report.skipped)
 
     def forget(self) -> None:
         """What crossed since the last step belongs to no step (an evaluation)."""

@@ -1,22 +1,22 @@
-"""Follow a run's event log and merge the ranks' reports into steps. Statistics over steps are in
+"""Follow a run's event log and join the ranks' reports into steps. What is kept of them is in
 summary.py.
 
 `events.jsonl` (long: with finished segments before it, segments.py) is append-only, one JSON
-object per line; all have "event", "rank", "cloud", "t" and what event_kinds.py says. Rank 0 writes
-it for all ranks (reporter.py, intake.py), the parent follows. A step is complete when every rank
-has reported it, but those of clouds that are gone.
-
-A run that was interrupted goes on in the same file. "resume" says from which step: what was told
-before of later steps is superseded (`Attempts.one_timeline`).
+object per line; all have "event", "rank", "cloud", "t" and what intake.py says. Rank 0 writes it
+for all ranks, the parent follows. A step is complete when every rank has reported it, but those
+of clouds that are gone. A run that was interrupted continues in the same file: "resume" names the
+step, and what was reported of later ones no longer counts.
 """
 
-import itertools
+from __future__ import annotations
+
 import json
 import logging
 import math
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +28,14 @@ LOST_LINES_FILE = "events.lost.json"  # exists only if lines were lost
 
 Event = dict[str, Any]
 Line = tuple[str, str]  # from a cloud to another
+Key = tuple[object, ...]  # ("loss",), ("compute_s", cloud), ("line_busy_s", kind, line)
 
 # Kinds of seconds that a rank reports for a step, and kinds of traffic that every run counts, of
 # which some carry tensors. A job may count more, under the names of its channels' directions, and
 # AVERAGING where there are replicas to average.
 TIMES = ("compute_s", "codec_s", "waiting_s", "sync_s")
+OWN = "step_s"  # a rank's own time for a step, of which these are parts
+FEED = {"taken", "skipped", "fed_bytes", "line_s", "counts"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
@@ -40,6 +43,7 @@ MEMORY = ("peak", "gpu_peak", "parameters", "gradients", "optimizer", "activatio
           "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
 
+NO_LOSS = math.inf  # in Columns, of a step that reports none
 MAX_TIME_S = 1e11  # of a clock: beyond it there is no date
 MAX_DEPTH = 8  # of the lists and objects in a line
 
@@ -116,97 +120,13 @@ def is_too_deep(value: object, left: int = MAX_DEPTH) -> bool:
     return not left or any(is_too_deep(one, left - 1) for one in inside)
 
 
-class Attempts:
-    """What a first pass over the events of a run tells of the attempts at it; `one_timeline` is
-    the second pass. Two passes, because a log may be larger than memory.
-
-    num_resumes: how often the run went on. num_ranks: that report steps, at least.
-    """
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        self.num_ranks, self._num_events = 1, 0
-        self._resumes: list[tuple[int, Event]] = []  # place among the events, with what it cost
-        done, done_at_s = array("q"), array("d")  # steps, as each rank reported them
-        started_at_s = math.nan
-        for place, event in enumerate(events):
-            self._num_events += 1
-            if math.isnan(started_at_s):
-                started_at_s = _at_s(event)
-            if event["event"] == "step":
-                rank = event.get("rank")
-                if isinstance(rank, int):
-                    self.num_ranks = max(self.num_ranks, rank + 1)
-                done.append(_step(event))
-                done_at_s.append(_at_s(event))
-            elif event["event"] == "resume":
-                step = _step(event)
-                kept = [i for i, one in enumerate(done) if one <= step]
-                again = len({one for one in done if one > step})
-                done = array("q", (done[i] for i in kept))
-                done_at_s = array("d", (done_at_s[i] for i in kept))
-                lost_s = _at_s(event) - max(done_at_s, default=started_at_s)
-                costs = {"steps_again": again, "lost_s": lost_s}
-                self._resumes.append((place, {**event, **costs}))
-
-    @property
-    def num_resumes(self) -> int:
-        return len(self._resumes)
-
-    def one_timeline(self, events: Iterable[Event]) -> Iterator[Event]:
-        """The events of the first pass, without what was told of steps that were done again. A
-        "resume" event then has "steps_again", the number of these steps, and "lost_s": from the
-        end of the step that the run went on from until it did."""
-        ahead = deque(self._resumes)
-        lowest = self._lowest(ahead)
-        for place, event in enumerate(itertools.islice(events, self._num_events)):
-            if ahead and ahead[0][0] == place:
-                event = ahead.popleft()[1]
-                lowest = self._lowest(ahead)
-                if _step(event) >= lowest:  # its lost time lies within that of a later one
-                    event = {**event, "lost_s": 0.0}
-            elif _is_superseded(event, lowest):
-                continue
-            yield event
-
-    @staticmethod
-    def _lowest(ahead: Iterable[tuple[int, Event]]) -> float:
-        return min((_step(event) for _, event in ahead), default=math.inf)
-
-
-def one_timeline(events: Sequence[Event]) -> list[Event]:
-    return list(Attempts(events).one_timeline(events))
-
-
-def recorded_timeline(path: Path) -> Iterator[Event]:
-    """`one_timeline` of an event log."""
-    attempts = Attempts(EventReader(path, warn=False))
-    return attempts.one_timeline(EventReader(path))
-
-
-def _step(event: Event) -> int:
-    """0 for an event of no step, and for one that is malformed."""
-    step = event.get("step")
-    return step if isinstance(step, int) and abs(step) < 1 << 62 else 0
-
-
-def _at_s(event: Event) -> float:
-    at_s = event.get("t")
-    return at_s if isinstance(at_s, int | float) and abs(at_s) < MAX_TIME_S else 0.0
-
-
-def _is_superseded(event: Event, step: float) -> bool:
-    """step: the lowest from which the run went on later; infinite if it did not."""
-    if event["event"] in ("finish", "timeline"):  # of the end of an attempt
-        return step < math.inf
-    return event["event"] not in ("checkpoint", "lost_checkpoint") and _step(event) > step
-
-
 @dataclass
 class StepTotals:
     """One complete step over all ranks. Seconds are sums over the ranks of a cloud."""
 
     step: int
     step_s: float = 0.0  # see update_s
+    ended_s: float = 0.0  # when the last rank had ended it
     num_ranks: dict[str, int] = field(default_factory=dict)  # by cloud
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # kind -> cloud -> s
     sent: dict[str, float] = field(default_factory=dict)  # bytes on the WAN link, by traffic
@@ -219,12 +139,16 @@ class StepTotals:
     grad_norm: float | None = None
     learning_rate: float | None = None
     values: dict[str, float] = field(default_factory=dict)  # further measurements of a kind of job
+    # Of a one-way job, by FEED: producer -> batches, bytes, seconds.
+    feed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: int, reports: Mapping[int, Event]) -> "StepTotals":
+    def of(cls, step: int, reports: Mapping[int, Event]) -> StepTotals:
         """reports: the "step" event of each rank."""
         spans = [(r["t"], r.get("step_s", 0.0)) for r in reports.values()]
-        totals = cls(step, update_s(spans) if spans else 0.0)
+        totals = cls(step)
+        if spans:
+            totals.step_s, totals.ended_s = update_s(spans), max(at_s for at_s, _ in spans)
         for _, report in sorted(reports.items()):  # clouds in the layout's order
             totals._add(report)
         return totals
@@ -237,8 +161,10 @@ class StepTotals:
     def _add(self, report: Event) -> None:
         cloud = report["cloud"]
         self.num_ranks[cloud] = self.num_ranks.get(cloud, 0) + 1
-        for kind in TIMES:
+        for kind in (*TIMES, OWN):
             add_to(self.seconds.setdefault(kind, {}), {cloud: report.get(kind, 0.0)})
+        for kind in FEED & report.keys():
+            add_to(self.feed.setdefault(kind, {}), report[kind])
         add_to(self.sent, report.get("sent", {}))
         add_to(self.raw, report.get("raw", {}))
         for kind, busy_s in report.get("line_busy_s", {}).items():
@@ -254,18 +180,78 @@ class StepTotals:
                 setattr(self, name, report[name])
 
     def _count_loss(self, loss: float, tokens: float) -> None:
-        """One rank tells it, or, where replicas update apart, one of each: then their mean by
+        """One rank reports it, or, where replicas update apart, one of each: then their mean by
         token."""
         if self.loss is not None and self.tokens + tokens:
             loss = (self.loss * self.tokens + loss * tokens) / (self.tokens + tokens)
         self.loss = loss
 
 
+class Columns:
+    """Numbers of complete steps, in order: a column for each key, 0 where a step has none."""
+
+    def __init__(self) -> None:
+        self.step = array("q")
+        self._columns: dict[Key, array[float]] = {}
+
+    def append(self, totals: StepTotals) -> None:
+        place = len(self.step)
+        self.step.append(totals.step)
+        for key, value in _numbers(totals):
+            column = self._columns.setdefault(key, array("d"))
+            column.frombytes(bytes(8 * (place - len(column))))
+            column.append(value)
+
+    def cut(self, step: int) -> int:
+        """Forget all later steps; returns how many they were."""
+        keep = bisect_right(self.step, step)
+        num_later = len(self.step) - keep
+        del self.step[keep:]
+        for column in self._columns.values():
+            del column[keep:]
+        return num_later
+
+    def __getitem__(self, key: Key | str) -> array[float]:
+        """One number for each step."""
+        key = (key,) if isinstance(key, str) else key
+        column = array("d", self._columns.get(key, ()))
+        column.frombytes(bytes(8 * (len(self.step) - len(column))))
+        return column
+
+    def below(self, *head: object) -> list[Any]:
+        """What follows `head` in keys, in order of appearance."""
+        num = len(head)
+        found = (k[num] for k in self._columns if k[:num] == head and len(k) > num)
+        return list(dict.fromkeys(found))
+
+    def sums(self, *head: object, first: int = 0) -> dict[Any, float]:
+        """Of all steps from the place `first`, by what follows `head` in the keys."""
+        return {tail: sum(self[*head, tail][first:]) for tail in self.below(*head)}
+
+
+def _numbers(totals: StepTotals) -> Iterator[tuple[Key, float]]:
+    yield ("step_s",), totals.step_s
+    yield ("loss",), NO_LOSS if totals.loss is None else totals.loss
+    yield ("ended_s",), totals.ended_s
+    yield ("samples",), totals.samples
+    yield ("tokens",), totals.tokens
+    for name in ("num_ranks", "sent", "raw"):
+        for part, value in getattr(totals, name).items():
+            yield (name, part), value
+    for by_kind in (totals.seconds, totals.feed):
+        for kind, parts in by_kind.items():
+            for part, value in parts.items():
+                yield (kind, part), value
+    for kind, lines in totals.line_busy_s.items():
+        for line, value in (lines or {("", ""): 0.0}).items():  # none is busy with this kind
+            yield ("line_busy_s", kind, line), value
+
+
 class StepCollector:
     """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
 
-    Ranks of a cloud that is gone are not waited for, nor, once a run goes on, those that have not
-    told of the steps before. What this completes comes one by one with the next events.
+    Ranks of a cloud that is gone are not waited for, nor, once a run resumes, those that have not
+    reported the steps before. What this completes comes one by one with the next events.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -277,10 +263,15 @@ class StepCollector:
         self._done = -1  # the latest complete step, once ranks have gone
         self._complete: deque[StepTotals] = deque()
 
+    @property
+    def incomplete(self) -> list[int]:
+        """Steps that only some ranks have reported."""
+        return sorted(self._reports)
+
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":  # from a step before those that were done
-            for step in sorted(self._reports):
-                if step <= event["step"]:  # of a rank that was lost before it could tell
+            for step in self.incomplete:
+                if step <= event["step"]:  # of a rank that was lost before it could report
                     self._complete.append(StepTotals.of(step, self._reports[step]))
             self._reports.clear()
             self._done = min(self._done, event["step"])
@@ -310,9 +301,20 @@ class StepCollector:
             return
         self._complete.append(StepTotals.of(step, self._reports.pop(step)))
         # A rank reports in order: what is missing of earlier steps was lost.
-        self._reports = {later: found for later, found in self._reports.items() if later > step}
+        self._reports = {later: some for later, some in self._reports.items() if later > step}
         if self._gone_until:
             self._done = max(self._done, step)
+
+
+def steps_done(events: Iterable[Event]) -> list[Event]:
+    """The "step" events of a run, each as the step was done last."""
+    done: list[Event] = []
+    for event in events:
+        if event["event"] == "resume":
+            done = [earlier for earlier in done if earlier["step"] <= event["step"]]
+        elif event["event"] == "step":
+            done.append(event)
+    return done
 
 
 def update_s(spans: Iterable[tuple[float, float]]) -> float:
@@ -325,10 +327,10 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
 
 
-Key = TypeVar("Key")
+Name = TypeVar("Name")
 
 
-def add_to(sums: dict[Key, float], more: Mapping[Key, float]) -> None:
+def add_to(sums: dict[Name, float], more: Mapping[Name, float]) -> None:
     """sums[key] += more[key] for every key."""
     for key, value in more.items():
         sums[key] = sums.get(key, 0) + value

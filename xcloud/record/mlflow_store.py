@@ -1,7 +1,12 @@
-"""The MLflow store: its location, environment, views and artifacts. Does not log runs.
+"""The MLflow store: its location, environment, artifacts, and the prepared views of its pages.
+Does not log runs.
 
 `<root>/mlflow.db` (sqlite) and `<root>/artifacts`, or a tracking server. MLflow's own defaults
 are not relied on: they depend on the working directory and on what older versions left there.
+
+MLflow's table of runs shows no metrics until columns are selected by hand, and MLflow has no API
+for that. A view stored in an experiment tag does it; the link's viewStateShareKey names it. That
+is what the UI's "share" button writes; the format is private to MLflow 3.17.
 """
 
 import json
@@ -15,18 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcloud.base.project import project_root
+from xcloud.record.scores import LESS_IS_BETTER
+
 LOCK_TIMEOUT_S = 120.0
 REPORT_TAG = "report_of_sweep"
-VIEW_KEY = "xcloud"  # of the view of all runs
 
 UI_HOST, UI_PORT = "127.0.0.1", 5000  # where `python -m xcloud ui` serves by default
+VIEW_KEY = "xcloud"  # of the view of all runs
+VIEW_METRICS = (
+    "bleu",
+    "step_time_s",
+    "compression_ratio",
+    "bubble_ratio",
+    "wan_bytes_per_step_forward",
+    "wan_bytes_per_step_backward",
+    "wan_bytes_per_step_averaging",
+    "samples_per_s",
+    "final_loss",
+)
+COSTS = ("step_time_s", "compression_ratio")
+FIGURES, PARALLEL = "figures", "parallel"  # sections of charts
 
 log = logging.getLogger(__name__)
-
-
-def view_tag(key: str) -> str:
-    """The experiment tag under which MLflow looks up a view (private to MLflow, like the view)."""
-    return f"mlflow.sharedViewState.{key}"
 
 
 def prepare_environment() -> None:
@@ -70,9 +86,14 @@ class Store:
 
         return MlflowClient(self.tracking_uri)
 
-    def open(self, view: Mapping[str, object] | None = None) -> tuple[Any, str]:
-        """A client and the experiment's id; creates both if missing. view: the page
-        of all runs to prepare in a store on this machine."""
+    @property
+    def server(self) -> str:
+        """Where it is shown."""
+        return self.uri or f"http://{UI_HOST}:{UI_PORT}"
+
+    def open(self) -> tuple[Any, str]:
+        """A client and the experiment's id; creates both if missing, and in a store on this
+        machine the view of all runs."""
         from filelock import FileLock
 
         if self.uri is not None:
@@ -87,11 +108,11 @@ class Store:
                 log.warning("could not look for moved artifacts in %s: %s", self.database, error)
             client = self.client()
             experiment_id = self._experiment_id(client, self.artifacts.as_uri())
-            if view is not None:
-                try:
-                    client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), json.dumps(view))
-                except Exception as error:  # A view is not worth a run.
-                    log.debug("could not prepare the view of runs: %s", error)
+            try:
+                view = json.dumps(prepared_view())
+                client.set_experiment_tag(experiment_id, view_tag(VIEW_KEY), view)
+            except Exception as error:  # A view is not worth a run.
+                log.debug("could not prepare the view of runs: %s", error)
             return client, experiment_id
 
     def write_view(self, key: str, view: Mapping[str, object]) -> str:
@@ -174,3 +195,117 @@ class Store:
                 f"--experiment-id {found.experiment_id}, or choose another tracker.experiment"
             )
         return str(found.experiment_id)
+
+
+def view_tag(key: str) -> str:
+    """The experiment tag under which MLflow looks up a view."""
+    return f"mlflow.sharedViewState.{key}"
+
+
+def sweep_key(sweep: str) -> str:
+    return f"sweep-{sweep}"
+
+
+def page(server: str, experiment_id: str, key: str | None = None, *, charts: bool = False) -> str:
+    """Link to the runs of an experiment, shown with the view `key`.
+
+    Without workflowType MLflow opens its page for chat applications, with a pop-up.
+    """
+    link = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
+    link += "?workflowType=machine_learning"
+    link += "&compareRunsMode=CHART" if charts else ""
+    return link + (f"&viewStateShareKey={key}" if key else "")
+
+
+def ui_command(root: Path) -> str:
+    """The command that serves the store in the folder `root`."""
+    is_usual = root == project_root() / "mlruns"
+    return "python -m xcloud ui" + ("" if is_usual else f" --root {root}")
+
+
+def artifacts_page(server: str, experiment_id: str, run_id: str) -> str:
+    run = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{run}/artifacts?workflowType=machine_learning"
+
+
+def prepared_view(
+    sweep: str | None = None,
+    params: Sequence[str] = (),
+    numbers: Sequence[str] = (),
+    axes: Sequence[str] = (),
+    score: str = "bleu",
+) -> dict[str, Any]:
+    """A view with metrics as columns, best score first, and charts of the score against its costs.
+
+    sweep: only its runs. params: settings shown as columns. numbers: settings to plot the score
+    against. axes: of the parallel coordinates, which omit a run that lacks one of them.
+    """
+    # MLflow sorts columns by name: in a sweep show only as many as fit into any window.
+    metrics = [score, *COSTS] if sweep else list(dict.fromkeys([score, *VIEW_METRICS]))
+    columns = [f"params.`{name}`" for name in params] + [f"metrics.`{name}`" for name in metrics]
+    charts = [_scatter({"key": number, "type": "PARAM"}, score) for number in numbers]
+    charts += [_scatter({"key": cost, "type": "METRIC"}, score) for cost in COSTS]
+    sections = [_section(FIGURES, f"Sweep {sweep}" if sweep else "Quality and cost", columns=2)]
+    if axes:
+        sections.append(_section(PARALLEL, "All settings and figures", columns=1))
+        charts.append(
+            {
+                "uuid": "parallel coordinates",
+                "type": "PARALLEL",
+                "selectedParams": list(axes),
+                "selectedMetrics": ["compression_ratio", "step_time_s", score],
+                **_shown(PARALLEL),
+            }
+        )
+    return {
+        "orderByKey": f"metrics.`{score}`",
+        "orderByAsc": score in LESS_IS_BETTER,
+        "searchFilter": f"tags.sweep = '{sweep}'" if sweep else "",
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": columns if sweep else [*columns, "tags.`sweep`"],
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "runsHiddenMode": "SHOW_ALL",  # else charts show the first 10
+        "groupBy": None,
+        "hideEmptyCharts": True,
+        "useGroupedValuesInCharts": True,
+        "globalLineChartConfig": {},
+        "isAccordionReordered": True,
+        "compareRunSections": sections,
+        "compareRunCharts": charts,
+    }
+
+
+def _scatter(x: dict[str, str], score: str) -> dict[str, Any]:
+    return {
+        "uuid": f"{score} against {x['key']}",
+        "type": "SCATTER",
+        "xaxis": x,
+        "yaxis": {"key": score, "type": "METRIC"},
+        **_shown(FIGURES),
+    }
+
+
+def _shown(section: str) -> dict[str, Any]:
+    return {
+        "metricSectionId": section,
+        "runsCountToCompare": 100,
+        "deleted": False,
+        "isGenerated": False,
+    }
+
+
+def _section(key: str, name: str, columns: int) -> dict[str, Any]:
+    return {
+        "uuid": key,
+        "name": name,
+        "columns": columns,
+        "display": True,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
+    }

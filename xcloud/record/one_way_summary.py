@@ -15,12 +15,12 @@ How the figures are made:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from xcloud.record.events import TIMES, Event, StepTotals, add_to
-from xcloud.record.summary import RunStatistics, Summary
+from xcloud.record.events import TIMES, Event, StepCollector, StepTotals, add_to
+from xcloud.record.summary import RunStatistics, Summary, ratio
 
 LAST_STEPS = 50
 COUNTS = ("true_positives", "false_positives", "false_negatives")
@@ -29,127 +29,121 @@ COUNTS = ("true_positives", "false_positives", "false_negatives")
 def precision_recall(counts: Mapping[str, float]) -> dict[str, float]:
     """Precision and recall of "replaced"; each is left out if its denominator is 0."""
     hits, wrong, missed = (counts.get(name, 0.0) for name in COUNTS)
-    found = {}
+    scores = {}
     if hits + wrong:
-        found["precision"] = hits / (hits + wrong)
+        scores["precision"] = hits / (hits + wrong)
     if hits + missed:
-        found["recall"] = hits / (hits + missed)
-    return found
+        scores["recall"] = hits / (hits + missed)
+    return scores
+
+
+class FeedCollector(StepCollector):
+    """Steps of the consumer, with the producers' seconds since the step before.
+
+    group_sizes: the number of ranks of each producer, by its cloud.
+    """
+
+    def __init__(self, num_consumers: int, group_sizes: Mapping[str, int]) -> None:
+        super().__init__(num_consumers)
+        self.group_sizes = dict(group_sizes)
+        self.pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
+
+    def feed(self, event: Event) -> StepTotals | None:
+        if event["event"] == "fed":
+            for kind in TIMES:
+                add_to(self.pending[kind], {event["cloud"]: event.get(kind, 0.0)})
+        totals = super().feed(event)
+        if totals is not None:
+            totals.num_ranks |= self.group_sizes
+            for kind in TIMES:
+                # Every producer in every step: all means and curves have the same length.
+                totals.seconds[kind] |= dict.fromkeys(self.group_sizes, 0.0) | self.pending[kind]
+                self.pending[kind] = {}
+        return totals
 
 
 class OneWayStatistics(RunStatistics):
-    """shares, num_lanes: of each producer, by its cloud."""
+    """shares: of each producer, by its cloud; group_sizes: as of FeedCollector."""
 
     def __init__(
-        self,
-        num_consumers: int,
-        shares: Mapping[str, float],
-        num_lanes: Mapping[str, int],
+        self, num_consumers: int, shares: Mapping[str, float], group_sizes: Mapping[str, int]
     ) -> None:
-        super().__init__(num_consumers)
-        self._shares, self._num_lanes = dict(shares), dict(num_lanes)
-        self._taken: Counter[str] = Counter()
-        self._skipped: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._line_s: Counter[str] = Counter()
-        self._tokens = 0.0
-        self._step_time_s = 0.0
+        self._feed = FeedCollector(num_consumers, group_sizes)
+        super().__init__(self._feed)
+        self._shares = dict(shares)
         self._made: Counter[str] = Counter()
         self._loss: dict[str, float | None] = {}
-        self._skipped_updates: Counter[str] = Counter()
         self._seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
-        self._pending: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
-        self._states: dict[str, Counter[str]] = {name: Counter() for name in shares}
-        self._last_state: dict[str, str] = {}
-        self._num_finished: Counter[str] = Counter()
-        self._counts: deque[dict[str, float]] = deque(maxlen=LAST_STEPS)
 
     def feed(self, event: Event) -> StepTotals | None:
-        kind = event["event"]
-        if kind == "step":
-            self._taken.update(event["taken"])
-            self._skipped.update(event["skipped"])
-            self._bytes.update(event["fed_bytes"])
-            self._line_s.update(event["line_s"])
-            if "counts" in event:
-                self._counts.append(event["counts"])
-        elif kind == "fed":
+        if event["event"] == "fed":
             name = event["cloud"]
             self._made[name] += event["num_batches"]
             self._loss[name] = event.get("loss", self._loss.get(name))  # absent: all were skipped
-            for time in TIMES:
-                add_to(self._pending[time], {name: event.get(time, 0.0)})
-                add_to(self._seconds[time], {name: event.get(time, 0.0)})
-        elif kind == "producer":
-            self._states[event["producer"]][event["state"]] += 1
-            self._last_state[event["producer"]] = event["state"]
-        elif kind == "finish":
-            self._num_finished[event["cloud"]] += 1
+            for kind in TIMES:
+                add_to(self._seconds[kind], {name: event.get(kind, 0.0)})
         return super().feed(event)
 
-    def _count_skipped(self, event: Event) -> None:
-        """Count a producer's update for the producer, and the consumer's for the run."""
-        if event["cloud"] in self._num_lanes:
-            self._skipped_updates[event["cloud"]] += 1
-        else:
-            super()._count_skipped(event)
+    def seconds(self, kind: str, first: int) -> dict[str, float]:
+        sums = super().seconds(kind, first)
+        if self.num_steps:  # what was reported after the last step counts, too
+            add_to(sums, self._feed.pending[kind])
+        return sums
 
-    def _count(self, totals: StepTotals) -> None:
-        # Every producer in every step, so that all means and curves have the same length.
-        for name, lanes in self._num_lanes.items():
-            totals.num_ranks[name] = lanes
-            for kind in TIMES:
-                seconds = self._pending[kind].pop(name, 0.0)
-                totals.seconds.setdefault(kind, {})[name] = seconds
-        self._tokens += totals.tokens
-        self._step_time_s += totals.step_s
-        super()._count(totals)
+    def num_skipped(self) -> int:
+        """The consumer's updates; a producer's are its own."""
+        skipped = self.events("skipped_update")
+        return sum(event["cloud"] not in self._feed.group_sizes for event in skipped)
 
-    def summary(self, **known: Any) -> Summary:
-        if self.num_steps:  # reported after the last step
-            for kind in TIMES:
-                add_to(self._rest.seconds[kind], self._pending[kind])
-                self._pending[kind].clear()
-        summary = super().summary(**known)
-        use = {n: _ratio(self._line_s[n], self._step_time_s) for n in self._shares}
+    def summary(self, **facts: Any) -> Summary:
+        summary = super().summary(**facts)
+        steps = self.steps
+        line_s, elapsed_s = steps.sums("line_s"), sum(steps["step_s"])
+        use = {name: ratio(line_s.get(name) or None, elapsed_s) for name in self._shares}
         busiest = max((u for u in use.values() if u is not None), default=None)
         summary["link_utilisation"] = {"forward": busiest, "backward": None}
-        consumed = sum(self._bytes.values())
-        batches = sum(self._taken.values())
-        sums: Counter[str] = Counter()
-        for counts in self._counts:
-            sums.update(counts)
+        taken, skipped = Counter(steps.sums("taken")), Counter(steps.sums("skipped"))
+        num_bytes = sum(steps.sums("fed_bytes").values())
+        last = max(0, self.num_steps - LAST_STEPS)
+        scores = precision_recall(steps.sums("counts", first=last))
         summary["feed"] = {
             **{name: None for name in ("precision", "recall")},
-            **{name: round(value, 4) for name, value in precision_recall(sums).items()},
-            "bytes_per_token": _ratio(consumed, self._tokens, 4),
-            "num_batches": batches,
-            "num_skipped": sum(self._skipped.values()),
+            **{name: round(value, 4) for name, value in scores.items()},
+            "bytes_per_token": ratio(num_bytes or None, sum(steps["tokens"]), 4),
+            "num_batches": int(taken.total()),
+            "num_skipped": int(skipped.total()),
             "producers": {
                 name: {
                     "share": round(share, 4),
-                    "share_taken": _ratio(self._taken[name], batches, 4),
-                    "num_batches": self._taken[name],
-                    "num_made": self._made[name],
-                    "num_skipped": self._skipped[name],
-                    "num_skipped_updates": self._skipped_updates[name],
-                    "loss": self._loss.get(name),
-                    "compute_s_per_batch": self._per_batch("compute_s", name),
-                    "waiting_s_per_batch": self._per_batch("waiting_s", name),
+                    "share_taken": ratio(taken[name] or None, taken.total(), 4),
+                    "num_batches": int(taken[name]),
+                    "num_skipped": int(skipped[name]),
                     "link_utilisation": use[name],
-                    "state": self._last_state.get(name, "absent"),
-                    "num_slow": self._states[name]["slow"],
-                    "num_dead": self._states[name]["dead"],
-                    "finished": self._num_finished[name] == self._num_lanes[name],
+                    **self._producer(name),
                 }
                 for name, share in self._shares.items()
             },
         }
         return summary
 
-    def _per_batch(self, kind: str, name: str) -> float | None:
-        return _ratio(self._seconds[kind].get(name, 0.0), self._made[name], 6)
-
-
-def _ratio(above: float, below: float, digits: int = 3) -> float | None:
-    return round(above / below, digits) if above and below else None
+    def _producer(self, name: str) -> dict[str, Any]:
+        made = self._made[name]
+        states = [e["state"] for e in self.events("producer") if e["producer"] == name]
+        own = Counter(
+            event["event"]
+            for event in self.events("skipped_update", "finish")
+            if event["cloud"] == name
+        )
+        return {
+            "num_made": made,
+            "num_skipped_updates": own["skipped_update"],
+            "loss": self._loss.get(name),
+            **{
+                f"{kind}_per_batch": ratio(self._seconds[kind].get(name) or None, made, 6)
+                for kind in ("compute_s", "waiting_s")
+            },
+            "state": states[-1] if states else "absent",
+            "num_slow": states.count("slow"),
+            "num_dead": states.count("dead"),
+            "finished": own["finish"] == self._feed.group_sizes[name],
+        }

@@ -1,5 +1,5 @@
-"""Summarise a run: events in, one small dictionary out (`summary.json`).
-No tracker, no printing, no torch.
+"""One pass over a run's events, and what follows from it: `summary.json`, and the curves that
+pictures show. No tracker, no printing, no torch.
 
 How the figures are made:
 - `step_time_s` is the wall time of an update, from the end of the one before to its own
@@ -19,15 +19,15 @@ How the figures are made:
   are counted separately under `wan_bytes_per_step.other`.
 - `num_skipped_updates`: steps whose loss or gradient was not finite (training.on_divergence=skip).
   They count as steps in every figure except those of the loss.
-- `num_resumes`, `num_steps_done_twice`: how often the run went on from a checkpoint, and the
+- `num_resumes`, `num_steps_done_twice`: how often the run resumed from a checkpoint, and the
   steps that it lost by that. `goodput`: the share of the time from the first event to the last
   that was not lost so. `wall_s`: that time without what lay between two attempts. Figures are of
-  each step as it was done last (events.one_timeline).
+  each step as it was done last.
 - `quality_before`: of the test set before the first step, where the model is a pretrained one.
 - `num_cut`: by text field that rank 0 sees, texts of all splits that were cut to max_length.
 - `num_lost_checkpoints`: that a rank could not write.
 - `memory`: bytes of each rank at the end of training, see MemoryMeter; before the evaluation.
-- `privacy`: what clipping with noise guarantees, see rank/privacy_account.py; null without it.
+- `privacy`: what clipping with noise guarantees, see rank/privacy.py; null without it.
 - `merges`: of local updates where a cloud may be late or lost; a partial merge was without one.
 - `autopilot`: the switches of the compression, each with the step after which it was.
 - `lost_event_lines`, `lost_files`: lost to a full disk; figures are of the remaining lines.
@@ -36,11 +36,11 @@ How the figures are made:
 - `refused_reports`: by sending rank, those that no rank of this run would send (intake.py).
 """
 
+import contextlib
 import json
 import math
 import os
 import statistics
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -50,16 +50,19 @@ from typing import Any
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
 from xcloud.record.events import (
+    MALFORMED,
     MAX_TIME_S,
     MEMORY,
+    NO_LOSS,
+    OWN,
     TENSORS,
     TIMES,
     TRAFFIC,
+    Columns,
     Event,
-    Line,
+    EventReader,
     StepCollector,
     StepTotals,
-    add_to,
 )
 from xcloud.record.scores import score_digits
 
@@ -67,83 +70,118 @@ Summary = dict[str, Any]
 
 SUMMARY_FILE = "summary.json"  # in the run folder
 MAX_WARMUP_STEPS = 3
+OF_STEPS = {
+    "quality": ("split", "step", "values"), "skipped_update": ("cloud", "step"),
+    "merge": ("step",), "partial_merge": ("step",), "absence": ("what", "step"),
+    "autopilot": ("step", "choice", "before"), "producer": ("producer", "state", "step"),
+}  # fmt: skip
+"""Events that no longer count once the run has resumed from an earlier step, and what they must
+have."""
+OF_AN_ATTEMPT = {"timeline": ("rank",), "finish": ("cloud",)}  # of its end
+OF_A_RUN = {
+    "privacy": (), "cut": ("field", "num"), "lost_file": ("name",), "lost_checkpoint": ("step",),
+    "refused_reports": ("sender", "num"), "memory": ("rank",),
+}  # fmt: skip
+PRIVACY = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled", "sampling_rate",
+           "num_updates")  # fmt: skip
+MERGES = ("merge", "partial_merge", "absence")
+MERGED = {"merge": "whole", "partial_merge": "partial", "late": "clouds_late",
+          "left": "clouds_lost", "back": "clouds_back"}  # fmt: skip
+KEPT: dict[str, tuple[str, ...]] = {**OF_STEPS, **OF_AN_ATTEMPT, **OF_A_RUN}
+
+
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("step", "num", "rank"), int),
+    **dict.fromkeys(("split", "cloud", "what", "choice", "before", "producer", "state"), str),
+    **dict.fromkeys(("field", "name"), str),
+    "values": dict, "sender": (int, str),
+}  # fmt: skip
+
+
+def _check(event: Event) -> None:
+    """Raise one of MALFORMED for what no rank would report: it was damaged on its way."""
+    for name in KEPT[event["event"]]:
+        if not isinstance(event[name], FIELDS[name]):
+            raise TypeError(f"{event['event']} with {name} = {event[name]!r:.60}")
+    if event["event"] == "quality":
+        dict(event.get("signature") or {})
+        for value in event["values"].values():
+            _rounded(value, 0)
 
 
 class RunStatistics:
-    """Feed it every event of a run; `summary()` works at any time, also after a failure."""
+    """Feed it every event of a run, in order and once; `summary()` works at any time, also after
+    a failure. A run that resumed is joined by cutting what came after the step that it resumed
+    from.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.final_loss: float | None = None
-        self.num_skipped_updates = self.num_resumes = self.num_steps_done_twice = 0
-        self._lost_s = self._pause_s = 0.0
-        self._num_cut: dict[str, int] = {}
-        self._lost_checkpoints: set[int] = set()
+    steps: joins the ranks' reports; or how many ranks there are.
+    """
+
+    def __init__(self, steps: StepCollector | int) -> None:
+        self.collector = StepCollector(steps) if isinstance(steps, int) else steps
+        self.steps = Columns()
+        self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
         self.lost_files: list[str] = []
-        self._merges: Counter[str] = Counter()
-        self._switches: list[dict[str, Any]] = []
-        self._collector = StepCollector(num_ranks)
-        self._step_s = array("d")
-        # The number of warm-up steps is known only at the end: keep the first three apart.
-        self._first: list[_Sums] = []
-        self._rest = _Sums()
-        # The latest of each split: scores, and how they were made.
-        self._quality: dict[str, tuple[dict[str, float | None], dict[str, str], int]] = {}
-        self._privacy: dict[str, Any] | None = None
-        self._memory: dict[int, dict[str, Any]] = {}  # by rank
-        self._refused: dict[str, int] = {}  # by rank
+        self._events: list[Event] = []
+        self._pause_s = 0.0
         self._started_at_s: float | None = None
         self._last_event_at_s: float | None = None
 
     @property
     def num_steps(self) -> int:
         """Steps that all ranks have reported."""
-        return len(self._step_s)
+        return len(self.steps.step)
+
+    @property
+    def clouds(self) -> list[str]:
+        """That report steps, in the order of their ranks."""
+        return self.steps.below(OWN)
 
     def feed(self, event: Event) -> StepTotals | None:
         """Returns the totals of a step if this event completes it, else None."""
+        kind = event["event"]
         if (at_s := event.get("t")) is not None and abs(at_s) < MAX_TIME_S:
-            if event["event"] == "phase" and event.get("name") == "loading" and event["rank"] == 0:
+            if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
                 self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             self._started_at_s = at_s if self._started_at_s is None else self._started_at_s
             self._last_event_at_s = at_s
-        if event["event"] == "skipped_update":
-            self._count_skipped(event)
-        if event["event"] == "privacy":
-            known = ("unit", "clip", "noise", "delta", "epsilon", "epsilon_if_sampled",
-                     "sampling_rate", "num_updates")  # fmt: skip
-            self._privacy = {name: event.get(name) for name in known}
-        if event["event"] in ("merge", "partial_merge"):
-            self._merges[event["event"]] += 1
-        if event["event"] == "autopilot":
-            self._switches.append({name: event[name] for name in ("step", "choice", "before")})
-        if event["event"] == "absence":
-            self._merges[event["what"]] += 1
-        if event["event"] == "cut":
-            self._num_cut[str(event["field"])] = int(event["num"])
-        if event["event"] == "lost_file":
-            self.lost_files.append(str(event["name"]))
-        if event["event"] == "lost_checkpoint":
-            self._lost_checkpoints.add(int(event["step"]))
-        if event["event"] == "resume":
-            self.num_resumes += 1
-            self.num_steps_done_twice += event.get("steps_again", 0)
-            self._lost_s += event.get("lost_s", 0.0)
-        if event["event"] == "refused_reports":
-            self._refused[str(event["sender"])] = int(event["num"])
-        if event["event"] == "quality":
-            signature, step = dict(event.get("signature") or {}), int(event["step"])
-            self._quality[event["split"] if step else "before"] = (
-                _scores(event["values"]),
-                signature,
-                step,
-            )
-        if event["event"] == "memory":
-            kept = {"rank", "cloud", *MEMORY} & event.keys()
-            self._memory[event["rank"]] = {name: event[name] for name in sorted(kept)}
-        totals = self._collector.feed(event)
+        if kind == "resume":
+            self._go_back(int(event["step"]))
+        elif kind in KEPT:
+            _check(event)
+            self._events.append(event)
+        totals = self.collector.feed(event)
         if totals is not None:
-            self._count(totals)
+            self.steps.append(totals)
         return totals
+
+    def events(self, *kinds: str) -> list[Event]:
+        """That count, of these kinds."""
+        return [event for event in self._events if event["event"] in kinds]
+
+    def _go_back(self, step: int) -> None:
+        reported = sum(later > step for later in self.collector.incomplete)
+        again = self.steps.cut(step) + reported
+        until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
+        for earlier in self.resumes:
+            if earlier["step"] >= step:  # its lost time lies within that of this one
+                earlier["lost_s"] = 0.0
+        lost_s = (self._last_event_at_s or until_s) - until_s
+        self.resumes.append({"step": step, "steps_again": again, "lost_s": lost_s})
+        self._events = [
+            event
+            for event in self._events
+            if event["event"] not in OF_AN_ATTEMPT
+            and not (event["event"] in OF_STEPS and event["step"] > step)
+        ]
+
+    def dev_quality(self) -> dict[str, list[tuple[int, float]]]:
+        """(step, score), by name."""
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for event in self.events("quality"):
+            for name, value in event["values"].items() if event["split"] == "dev" else ():
+                curves.setdefault(name, []).append((event["step"], value))
+        return curves
 
     def summary(
         self,
@@ -156,104 +194,149 @@ class RunStatistics:
         cause: str | None = None,
     ) -> Summary:
         """status: "finished", "failed" or "stopped"; commit: None asks git now."""
-        num_left_out = num_warmup_steps(self.num_steps)
-        none: tuple[dict[str, float | None], dict[str, str], int] = {}, {}, self.num_steps
-        test, signatures, at_step = self._quality.get("test", none)
-        timed = _Sums.of([*self._first[num_left_out:], self._rest])
-        every = _Sums.of([*self._first[:num_left_out], timed])
-        step_s = sorted(self._step_s[num_left_out:])
-        # A loss counted in samples (classes, spans) says nothing about tokens.
-        tokens = timed.tokens if timed.tokens != timed.samples else None
-
-        summary: Summary = {
+        return {
             "name": name,
             "status": status,
             "seed": seed,
             "commit": project_commit() if commit is None else commit,
             "profile": profile,
-            "final_loss": _rounded(self.final_loss, 6),
-            "quality": test,
+            **self._of_steps(),
+            **self._of_attempts(),
+            **self._of_events(),
+            "xcloud_version": __version__,
+            **({} if cause is None else {"cause": cause}),
+        }
+
+    def seconds(self, kind: str, first: int) -> dict[str, float]:
+        """Of all steps from the place `first`, by cloud."""
+        return self.steps.sums(kind, first=first)
+
+    def num_skipped(self) -> int:
+        return len(self.events("skipped_update"))
+
+    def _of_steps(self) -> Summary:
+        steps, first = self.steps, num_warmup_steps(self.num_steps)
+        seconds = {kind: self.seconds(kind, first) for kind in TIMES}
+        ranks = steps.sums("num_ranks", first=first)
+        total_s = {kind: sum(parts.values()) for kind, parts in seconds.items()}
+        means = {
+            kind: {cloud: _rounded(value / ranks[cloud], 6) for cloud, value in parts.items()}
+            for kind, parts in seconds.items()
+        }
+        step_s = sorted(steps["step_s"][first:])
+        samples, tokens = (sum(steps[name][first:]) for name in ("samples", "tokens"))
+        losses = [loss for loss in steps["loss"] if loss != NO_LOSS]
+        return {
+            "final_loss": _rounded(losses[-1] if losses else None, 6),
             "step_time_s": {
                 "median": _rounded(statistics.median(step_s), 6) if step_s else None,
                 "p90": _rounded(_percentile(step_s, 0.9), 6),
             },
-            **{kind: timed.mean_s(kind) for kind in ("compute_s", "codec_s", "waiting_s")},
-            "bubble_ratio": _ratio(timed.total_s("waiting_s"), timed.total_s("compute_s")),
-            "wan_bytes_per_step": every.bytes_per_step(),
-            "compression_ratio": every.compression_ratio(),
-            "samples_per_s": _ratio(timed.samples or None, timed.step_s),
-            "tokens_per_s": _ratio(tokens or None, timed.step_s),
+            **means,
+            "bubble_ratio": ratio(total_s["waiting_s"], total_s["compute_s"]),
+            **self._traffic(sum(step_s), first),
+            "samples_per_s": ratio(samples or None, sum(step_s)),
+            # A loss counted in samples (classes, spans) says nothing about tokens.
+            "tokens_per_s": ratio(tokens if tokens and tokens != samples else None, sum(step_s)),
             "num_steps": self.num_steps,
-            "num_skipped_updates": self.num_skipped_updates,
-            "num_warmup_steps_left_out": num_left_out,
-            "sync_s": timed.mean_s("sync_s"),
-            "link_utilisation": timed.link_utilisation(),
-            "memory": [self._memory[rank] for rank in sorted(self._memory)],
-            "dev_quality": self._quality.get("dev", none)[0],
-            "quality_before": self._quality.get("before", none)[0],
-            "num_resumes": self.num_resumes,
-            "num_steps_done_twice": self.num_steps_done_twice,
-            "goodput": self._goodput(),
-            "num_lost_checkpoints": len(self._lost_checkpoints),
-            "privacy": self._privacy,
-            "num_cut": dict(self._num_cut),
-            "lost_files": list(self.lost_files),
-            "signatures": signatures,
-            "started_at": self._started_at(),
-            "wall_s": self._wall_s(),
-            "xcloud_version": __version__,
+            "num_skipped_updates": self.num_skipped(),
+            "num_warmup_steps_left_out": first,
         }
-        if self._merges:
-            summary["merges"] = {
-                "whole": self._merges["merge"],
-                "partial": self._merges["partial_merge"],
-                "clouds_late": self._merges["late"],
-                "clouds_lost": self._merges["left"],
-                "clouds_back": self._merges["back"],
-            }
-        if self._switches:
-            summary["autopilot"] = list(self._switches)
-        if self._refused:
-            summary["refused_reports"] = dict(self._refused)
-        if cause is not None:
-            summary["cause"] = cause
-        if at_step < self.num_steps:
-            summary["quality_at_step"] = at_step
+
+    def _traffic(self, timed_s: float, first: int) -> Summary:
+        """Bytes of all steps; use of links in those from the place `first`, which took timed_s."""
+        sent, raw = self.steps.sums("sent"), self.steps.sums("raw")
+        per_step: dict[str, int | None] = dict.fromkeys([*TRAFFIC, *sent])
+        if self.num_steps:
+            per_step = {kind: round(sent.get(kind, 0) / self.num_steps) for kind in per_step}
+        kinds = list(dict.fromkeys([*TENSORS, *raw]))
+        carried = [kind for kind in kinds if raw.get(kind)]
+        total_raw, total_sent = (sum(b.get(k, 0) for k in carried) for b in (raw, sent))
+        use = {}
+        for kind in kinds:
+            lines = self.steps.sums("line_busy_s", kind, first=first)
+            is_emulated = kind in self.steps.below("line_busy_s")
+            use[kind] = ratio(max(lines.values(), default=0.0) if is_emulated else None, timed_s)
+        return {
+            "wan_bytes_per_step": per_step,
+            "compression_ratio": {
+                **{kind: ratio(raw.get(kind) or None, sent.get(kind, 0)) for kind in kinds},
+                "total": ratio(total_raw or None, total_sent),
+            },
+            "link_utilisation": use,
+        }
+
+    def _of_attempts(self) -> Summary:
+        since_s, until_s = self._started_at_s, self._last_event_at_s
+        elapsed_s = 0.0 if since_s is None or until_s is None else until_s - since_s
+        lost_s = sum(one["lost_s"] for one in self.resumes)
+        started = None if since_s is None else datetime.fromtimestamp(since_s, UTC)
+        return {
+            "num_resumes": len(self.resumes),
+            "num_steps_done_twice": sum(one["steps_again"] for one in self.resumes),
+            "goodput": round(1 - lost_s / elapsed_s, 4) if elapsed_s else None,
+            "started_at": started and started.isoformat(timespec="seconds"),
+            "wall_s": round(elapsed_s - self._pause_s, 1) if until_s else None,
+        }
+
+    def _of_events(self) -> Summary:
+        lost = {int(event["step"]) for event in self.events("lost_checkpoint")}
+        memory = {event["rank"]: event for event in self.events("memory")}
+        kept = ["cloud", "rank", *MEMORY]
+        privacy = self.events("privacy")[-1:]
+        summary = {
+            **self._quality(),
+            "memory": [
+                {name: memory[rank][name] for name in sorted(kept) if name in memory[rank]}
+                for rank in sorted(memory)
+            ],
+            "num_lost_checkpoints": len(lost),
+            "privacy": {name: privacy[0].get(name) for name in PRIVACY} if privacy else None,
+            "num_cut": {str(e["field"]): int(e["num"]) for e in self.events("cut")},
+            "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
+        }
+        merges = Counter(event.get("what", event["event"]) for event in self.events(*MERGES))
+        if merges:
+            summary["merges"] = {name: merges[what] for what, name in MERGED.items()}
+        if switches := self.events("autopilot"):
+            names = ("step", "choice", "before")
+            summary["autopilot"] = [{name: event[name] for name in names} for event in switches]
+        if refused := self.events("refused_reports"):
+            summary["refused_reports"] = {str(e["sender"]): int(e["num"]) for e in refused}
         return summary
 
-    def _count_skipped(self, event: Event) -> None:
-        self.num_skipped_updates += 1
-
-    def _count(self, totals: StepTotals) -> None:
-        if totals.loss is not None:
-            self.final_loss = totals.loss
-        if self.num_steps < MAX_WARMUP_STEPS:
-            self._first.append(_Sums())
-            self._first[-1].count(totals)
-        else:
-            self._rest.count(totals)
-        self._step_s.append(totals.step_s)
-
-    def _started_at(self) -> str | None:
-        if self._started_at_s is None:
-            return None
-        return datetime.fromtimestamp(self._started_at_s, UTC).isoformat(timespec="seconds")
-
-    def _elapsed_s(self) -> float:
-        if self._started_at_s is None or self._last_event_at_s is None:
-            return 0.0
-        return self._last_event_at_s - self._started_at_s
-
-    def _wall_s(self) -> float | None:
-        return round(self._elapsed_s() - self._pause_s, 1) if self._last_event_at_s else None
-
-    def _goodput(self) -> float | None:
-        elapsed_s = self._elapsed_s()
-        return round(1 - self._lost_s / elapsed_s, 4) if elapsed_s else None
+    def _quality(self) -> Summary:
+        """The latest scores of each split, and how those of the test set were made."""
+        latest = {event["split"] if event["step"] else "before": event
+                  for event in self.events("quality")}  # fmt: skip
+        scores = {
+            split: {name: _rounded(value, score_digits(name)) for name, value in values.items()}
+            for split, values in ((split, event["values"]) for split, event in latest.items())
+        }
+        test = latest.get("test", {"step": self.num_steps})
+        at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
+        return {
+            "quality": scores.get("test", {}),
+            "dev_quality": scores.get("dev", {}),
+            "quality_before": scores.get("before", {}),
+            "signatures": dict(test.get("signature") or {}),
+            **at_step,
+        }
 
 
-def _scores(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {key: _rounded(value, score_digits(key)) for key, value in values.items()}
+def read_run(path: Path, run: RunStatistics | None = None) -> RunStatistics:
+    """Of a run's event log; of a missing one what a run has before its first event.
+
+    run: a fresh one of the run's job. Default: of all ranks that report steps, which producers of
+    one-way jobs do not.
+    """
+    if run is None:
+        steps = (event for event in EventReader(path, warn=False) if event["event"] == "step")
+        run = RunStatistics(1 + max((event["rank"] for event in steps), default=0))
+    for event in EventReader(path, warn=False):
+        with contextlib.suppress(*MALFORMED):
+            run.feed(event)
+    return run
 
 
 def num_warmup_steps(num_steps: int) -> int:
@@ -280,81 +363,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Sums:
-    """Sums over steps and the figures derived from them."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.step_s = 0.0
-        self.seconds: dict[str, dict[str, float]] = {kind: {} for kind in TIMES}
-        self.num_reports: dict[str, float] = {}  # by cloud: ranks * steps
-        self.sent: dict[str, float] = {}
-        self.raw: dict[str, float] = {}
-        self.line_busy_s: dict[str, dict[Line, float]] = {}
-        self.samples = 0
-        self.tokens = 0
-
-    @classmethod
-    def of(cls, parts: Sequence["_Sums"]) -> "_Sums":
-        joined = cls()
-        for part in parts:
-            joined._add(part, num_steps=part.num_steps, num_reports=part.num_reports)
-        return joined
-
-    def count(self, totals: StepTotals) -> None:
-        self._add(totals, num_steps=1, num_reports=totals.num_ranks)
-
-    def _add(
-        self, part: "_Sums | StepTotals", num_steps: int, num_reports: Mapping[str, float]
-    ) -> None:
-        self.num_steps += num_steps
-        self.step_s += part.step_s
-        self.samples += part.samples
-        self.tokens += part.tokens
-        for kind in TIMES:
-            add_to(self.seconds[kind], part.seconds.get(kind, {}))
-        add_to(self.num_reports, num_reports)
-        add_to(self.sent, part.sent)
-        add_to(self.raw, part.raw)
-        for kind, busy_s in part.line_busy_s.items():
-            add_to(self.line_busy_s.setdefault(kind, {}), busy_s)
-
-    def total_s(self, kind: str) -> float:
-        return sum(self.seconds[kind].values())
-
-    def mean_s(self, kind: str) -> dict[str, float | None]:
-        return {
-            cloud: _rounded(value / self.num_reports[cloud], 6)
-            for cloud, value in self.seconds[kind].items()
-        }
-
-    def bytes_per_step(self) -> dict[str, int | None]:
-        kinds = dict.fromkeys([*TRAFFIC, *self.sent])
-        if not self.num_steps:
-            return kinds
-        return {kind: round(self.sent.get(kind, 0) / self.num_steps) for kind in kinds}
-
-    def compression_ratio(self) -> dict[str, float | None]:
-        tensors = [kind for kind in self.raw if self.raw[kind]]
-        raw_bytes = sum(self.raw[kind] for kind in tensors)
-        sent_bytes = sum(self.sent.get(kind, 0) for kind in tensors)
-        return {
-            **{
-                kind: _ratio(self.raw.get(kind) or None, self.sent.get(kind, 0))
-                for kind in dict.fromkeys([*TENSORS, *self.raw])
-            },
-            "total": _ratio(raw_bytes or None, sent_bytes),
-        }
-
-    def link_utilisation(self) -> dict[str, float | None]:
-        busy = {kind: max(lines.values(), default=0.0) for kind, lines in self.line_busy_s.items()}
-        kinds = dict.fromkeys([*TENSORS, *self.raw])
-        return {kind: _ratio(busy.get(kind), self.step_s) for kind in kinds}
-
-
-def _ratio(above: float | None, below: float) -> float | None:
-    """above / below to three decimals; None if either was not measured."""
-    return round(above / below, 3) if above is not None and below else None
+def ratio(above: float | None, below: float, digits: int = 3) -> float | None:
+    """above / below; None if either was not measured."""
+    return round(above / below, digits) if above is not None and below else None
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -6,13 +6,13 @@ Times are whole microseconds since the first rank began the step.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from xcloud.record.clock_offsets import Offsets, Passage, clock_offsets
 from xcloud.record.events import Event, update_s
 
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
@@ -112,58 +112,49 @@ class Timeline:
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
-    """Join the "timeline" events of a run; None if there are none (it ended too early)."""
+    """Join the "timeline" events of a run's last attempt; None if there are none (it ended too
+    early)."""
     parts: dict[int, list[Event]] = {}
     for event in events:
+        if event["event"] == "resume":
+            parts.clear()
         if event["event"] == "timeline":
             parts.setdefault(event["rank"], []).append(event)
     if not parts:
         return None
-    ranks = sorted(parts)
-    heads = {rank: parts[rank][0] for rank in ranks}
+    heads = {rank: parts[rank][0] for rank in sorted(parts)}
     steps = {head["step"] for head in heads.values()}
     assert len(steps) == 1, f"the ranks report different steps: {sorted(steps)}"
-
     sent, received = _messages(parts)
     offsets = _offsets(heads, sent, received)
-    at = {r: heads[r]["started_us"] + offsets.shift_us[heads[r]["machine"]] for r in ranks}
-    zero_us = min(at.values())
-    begin = {rank: at[rank] - zero_us for rank in ranks}
-    lanes = tuple(
-        Lane(
-            rank,
-            heads[rank]["cloud"],
-            begin[rank],
-            begin[rank] + heads[rank]["step_us"],
-            tuple(
-                Box(what, direction, stage, number, begin[rank] + start, begin[rank] + end)
-                for part in parts[rank]
-                for what, direction, stage, number, start, end in part["spans"]
-            ),
-        )
-        for rank in ranks
-    )
-    cloud_of = {lane.rank: lane.cloud for lane in lanes}
-    until_us = max(lane.until_us for lane in lanes)
+    at = {r: one["started_us"] + offsets.shift_us[one["machine"]] for r, one in heads.items()}
+    begin = {rank: at_us - min(at.values()) for rank, at_us in at.items()}
+    lanes = tuple(_lane(parts[rank], begin[rank]) for rank in heads)
     flights: dict[tuple[str, str], list[Flight]] = {}
+    until_us = max(lane.until_us for lane in lanes)
     for key, message in sent.items():
-        sender, receiver = key[1], key[2]
-        if receiver not in cloud_of:  # it reported nothing: the run was cut off
+        if key[2] not in heads:  # the receiver reported nothing: the run was cut off
             continue
         flight = _flight(key, message, received.get(key), begin)
         # Leave out reports that overlap only the previous or the next step.
         if flight.kind != "report" or (flight.until_us > 0 and flight.from_us < until_us):
-            direction = (cloud_of[sender], cloud_of[receiver])
+            direction = heads[key[1]]["cloud"], heads[key[2]]["cloud"]
             flights.setdefault(direction, []).append(flight)
-    return Timeline(
-        steps.pop(),
-        lanes,
-        {
-            direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
-            for direction in sorted(flights)
-        },
-        _describe(offsets),
+    ordered = {
+        direction: tuple(sorted(flights[direction], key=lambda f: f.from_us))
+        for direction in sorted(flights)
+    }
+    return Timeline(steps.pop(), lanes, ordered, _describe(offsets))
+
+
+def _lane(parts: Sequence[Event], begin_us: int) -> Lane:
+    boxes = tuple(
+        Box(what, direction, stage, number, begin_us + start, begin_us + end)
+        for part in parts
+        for what, direction, stage, number, start, end in part["spans"]
     )
+    head = parts[0]
+    return Lane(head["rank"], head["cloud"], begin_us, begin_us + head["step_us"], boxes)
 
 
 _Key = tuple[int, int, int, int]  # boundary, sender, receiver, number on that link
@@ -240,66 +231,65 @@ def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
     return rows
 
 
-def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, Any]:
-    """Trace Event Format, JSON object form: a process for each cloud with a thread for each rank,
-    and one for the links with a thread (or more, where messages overlap) for each direction;
-    arrows point from a message on the line to its receiver. facts: for otherData."""
-    entries: list[dict[str, Any]] = []
-    process_of = {cloud: number for number, cloud in enumerate(timeline.clouds, 1)}
-    links = len(process_of) + 1
+class _Trace:
+    """Entries of the Trace Event Format."""
 
-    def name(process: int, thread: int | None, text: str) -> None:
-        kind = "process" if thread is None else "thread"
-        where = {"ph": "M", "pid": process, **({} if thread is None else {"tid": thread})}
-        entries.append({**where, "name": f"{kind}_name", "args": {"name": text}})
-        order = process if thread is None else thread
-        entries.append({**where, "name": f"{kind}_sort_index", "args": {"sort_index": order}})
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+
+    def name(self, process: int, thread: int | None, text: str) -> None:
+        kind, order = ("process", process) if thread is None else ("thread", thread)
+        for what, value in (("name", text), ("sort_index", order)):
+            entry = {"ph": "M", "pid": process, "name": f"{kind}_{what}", "args": {what: value}}
+            self.entries.append(entry if thread is None else {**entry, "tid": thread})
 
     def box(
-        process: int, thread: int, entry: Box | Flight, kind: str, **arguments: object
+        self, process: int, thread: int, entry: Box | Flight, kind: str, **arguments: object
     ) -> None:
-        entries.append(
+        self.entries.append(
             {"ph": "X", "pid": process, "tid": thread, "name": entry.name, "cat": kind,
              "ts": entry.from_us, "dur": entry.until_us - entry.from_us, "args": arguments}
         )  # fmt: skip
 
+    def flight(self, process: int, thread: int, flight: Flight, to: int, number: int) -> None:
+        """A message on the line, and an arrow to its receiver, in process `to`."""
+        self.box(
+            process, thread, flight, flight.kind,
+            bytes=flight.num_bytes, queued_us=flight.queued_us, arrived_us=flight.arrived_us,
+            sender=flight.sender, receiver=flight.receiver,
+        )  # fmt: skip
+        same = {"name": flight.name, "cat": "message", "id": number}
+        start = {"ph": "s", "pid": process, "tid": thread, "ts": flight.from_us}
+        end = {"ph": "f", "bp": "e", "pid": to, "tid": flight.receiver, "ts": flight.arrived_us}
+        self.entries += [{**start, **same}, {**end, **same}]
+
+
+def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Trace Event Format, JSON object form: a process for each cloud with a thread for each rank,
+    and one for the links with a thread (or more, where messages overlap) for each direction;
+    arrows point from a message on the line to its receiver. facts: for otherData."""
+    trace, arrows, threads = _Trace(), itertools.count(1), itertools.count(1)
+    process_of = {cloud: number for number, cloud in enumerate(timeline.clouds, 1)}
+    links = len(process_of) + 1
     for cloud, process in process_of.items():
-        name(process, None, cloud)
+        trace.name(process, None, cloud)
     for lane in timeline.lanes:
         process = process_of[lane.cloud]
-        name(process, lane.rank, f"rank {lane.rank}")
-        for span in lane.boxes:
-            place = (
-                {"stage": span.stage, "micro_batch": span.micro_batch} if span.direction else {}
-            )
-            box(process, lane.rank, span, span.what, **place)
+        trace.name(process, lane.rank, f"rank {lane.rank}")
+        for box in lane.boxes:
+            place = {"stage": box.stage, "micro_batch": box.micro_batch} if box.direction else {}
+            trace.box(process, lane.rank, box, box.what, **place)
     if timeline.flights:
-        name(links, None, "links")
-    lane_of = {lane.rank: lane for lane in timeline.lanes}
-    thread = arrow = 0
+        trace.name(links, None, "links")
     for (here, there), flights in timeline.flights.items():
         for number, row in enumerate(rows_of(flights)):
-            thread += 1
-            name(links, thread, f"{here} to {there}" + (f" ({number + 1})" if number else ""))
+            thread = next(threads)
+            several = f" ({number + 1})" if number else ""
+            trace.name(links, thread, f"{here} to {there}{several}")
             for flight in row:
-                arrow += 1
-                box(
-                    links, thread, flight, flight.kind,
-                    bytes=flight.num_bytes, queued_us=flight.queued_us,
-                    arrived_us=flight.arrived_us,
-                    sender=flight.sender, receiver=flight.receiver,
-                )  # fmt: skip
-                same = {"name": flight.name, "cat": "message", "id": arrow}
-                receiver = process_of[lane_of[flight.receiver].cloud]
-                entries.append(
-                    {"ph": "s", "pid": links, "tid": thread, "ts": flight.from_us, **same}
-                )
-                entries.append(
-                    {"ph": "f", "bp": "e", "pid": receiver, "tid": flight.receiver,
-                     "ts": flight.arrived_us, **same}
-                )  # fmt: skip
+                trace.flight(links, thread, flight, process_of[there], next(arrows))
     return {
-        "traceEvents": entries,
+        "traceEvents": trace.entries,
         "displayTimeUnit": "ms",
         "otherData": {"step": timeline.step, "clocks": timeline.clocks, **facts},
     }
@@ -307,3 +297,54 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
 
 def write_trace(path: Path, timeline: Timeline, facts: Mapping[str, object]) -> None:
     path.write_text(json.dumps(chrome_trace(timeline, facts)), encoding="utf-8")
+
+
+class Passage(NamedTuple):
+    """One message between two machines, each time by its own machine's clock."""
+
+    sender: str
+    receiver: str
+    sent_us: int
+    received_us: int
+
+
+class Offsets(NamedTuple):
+    """shift_us: to add to each machine's times. error_us: the largest possible error;
+    0 on one machine, None if it is unknown."""
+
+    shift_us: dict[str, int]
+    error_us: int | None
+
+
+def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[Passage]) -> Offsets:
+    """Offsets to the clock of the first machine of `unix_us`, which is the wall-clock time at
+    each machine's clock zero. Two clocks are joined as in NTP (RFC 5905, section 8), by the
+    fastest message each way, sent at s and received at r:
+        offset = (min(r - s there) - min(r - s back)) / 2,  off by at most half of the sum of both,
+    i.e. by half of the fastest round trip. Without messages both ways the machines' wall clocks
+    are trusted, and the error is unknown.
+    """
+    fastest: dict[tuple[str, str], int] = {}
+    for p in passages:
+        pair, took_us = (p.sender, p.receiver), p.received_us - p.sent_us
+        fastest[pair] = min(fastest.get(pair, took_us), took_us)
+    first, *others = unix_us
+    shift = {first: 0}
+    error: dict[str, int | None] = {first: 0}
+    while len(shift) <= len(others):
+        # Prefer messages: of all machines next to a known one, take the most accurate.
+        steps = [
+            ((fastest[a, b] + fastest[b, a]) / 2, a, b)
+            for a, b in fastest
+            if (b, a) in fastest and a in shift and b not in shift
+        ]
+        if not steps:
+            break
+        half_round_trip, a, b = min(steps)
+        shift[b] = shift[a] - round((fastest[a, b] - fastest[b, a]) / 2)
+        known = error[a]
+        error[b] = None if known is None else known + round(half_round_trip)
+    for machine in {*others} - shift.keys():
+        shift[machine], error[machine] = unix_us[machine] - unix_us[first], None
+    known_us = [e for e in error.values() if e is not None]
+    return Offsets(shift, max(known_us) if len(known_us) == len(error) else None)

@@ -1,20 +1,29 @@
-"""Names and values of a run's metrics and parameters for a tracker. Pure; sends nothing.
+"""Names and values of a run's metrics and parameters for a tracker, and how many points of a curve
+it gets. Pure; sends nothing.
 
 Curves over steps are `train/…`, `wan/…`, `dev/…`, `test/…`; final values have plain names (`bleu`,
 `step_time_s`), so a table of runs shows one value each and charts are grouped by prefix.
+
+A store can only append, so curves are thinned to a bounded number of points: steps are cut into
+buckets; kept of each curve are the smallest, the largest and the last value of a bucket, each at
+its own step. Where a bucket ends follows from the number of the step alone, so a run that resumes,
+or a store that comes back, gets the same points again.
 """
 
 import json
+import math
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from xcloud.record.events import MEMORY, Event, StepTotals
 
 # Limits of MLflow 3.17 (mlflow/utils/validation.py).
 MAX_KEY_CHARACTERS = 250
 MAX_VALUE_CHARACTERS = 6000
+
+PER_BUCKET = 3
 
 
 def step_metrics(totals: StepTotals) -> dict[str, float]:
@@ -83,9 +92,9 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
 
 def ratio_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Of a point that was timed together with others of its sweep; else empty."""
-    found = summary.get("step_time_ratio") or {}
+    timed = summary.get("step_time_ratio") or {}
     names = {"ratio": "", "low": "_low", "high": "_high"}
-    return {f"step_time_ratio{names[key]}": found[key] for key in names if key in found}
+    return {f"step_time_ratio{names[key]}": timed[key] for key in names if key in timed}
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
@@ -124,3 +133,67 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
             yield name, json.dumps(value, ensure_ascii=False, default=str)
     else:
         yield name, value
+
+
+class Point(NamedTuple):
+    """One value of one curve."""
+
+    key: str
+    value: float
+    at_s: float
+    step: int
+
+
+class Buckets:
+    """At most about `points` points for a run of num_steps, and enough of one that ends early.
+
+    Buckets are as wide as three quarters of the points allow; the first ones are narrower: of one
+    step, then of 2, 4, 8, ... steps, `num_alike` of each width, for the last quarter.
+    """
+
+    def __init__(self, points: int, num_steps: int) -> None:
+        self._doublings = self._num_alike = 0
+        if num_steps > points:
+            widest = 4 * num_steps / points  # PER_BUCKET points each: three quarters in all
+            self._doublings = math.ceil(math.log2(widest))
+            self._num_alike = max(1, points // (4 * PER_BUCKET * self._doublings))
+
+    def of(self, step: int) -> tuple[int, int]:
+        """Equal for all steps of a bucket: its width and its number among those."""
+        if not self._doublings:
+            return 1, step
+        doublings = (max(step, 1) // self._num_alike).bit_length() - 1
+        width = 1 << min(max(doublings, 0), self._doublings)
+        return width, step // width
+
+
+class Thinner:
+    """`feed` the values of each step, in order; it returns the points that are known by then."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._points: dict[str, list[Point]] = {}  # smallest, largest, last
+        self._open: tuple[int, int] | None = None  # the bucket of these points
+
+    def feed(self, step: int, values: Mapping[str, float], at_s: float) -> list[Point]:
+        bucket, points = self._buckets.of(step), []
+        if bucket != self._open:
+            points = self.close()
+            self._open = bucket
+        for key, value in values.items():
+            point = Point(key, value, at_s, step)
+            low, high, _ = self._points.get(key, (point, point, point))
+            low, high = min(low, point, key=_height), max(high, point, key=_height)
+            self._points[key] = [low, high, point]
+        return points + (self.close() if self._buckets.of(step + 1) != bucket else [])
+
+    def close(self) -> list[Point]:
+        """The rest, by step; of the last step in the order in which the values were given."""
+        points = [p for points in self._points.values() for p in dict.fromkeys(points)]
+        self._points.clear()
+        return sorted(points, key=lambda point: point.step)
+
+
+def _height(point: Point) -> float:
+    """Not a number counts as the largest: it must be seen."""
+    return math.inf if math.isnan(point.value) else point.value

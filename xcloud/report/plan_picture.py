@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from xcloud.plan.plans import Plan
 from xcloud.plan.report import Report
 from xcloud.plan.search import AtCount, Crossing
-from xcloud.report.picture_style import DPI, FAINT, INK, LINES, TITLE_POINTS, wrapped
+from xcloud.report.figures import FAINT, INK, LINES, TITLE_POINTS, canvas, save, wrapped
 from xcloud.report.plan_table import bandwidth_text
 
 FORMULAS = (("free", "(1): a free link"), ("overlapped", "(2'): transfers overlap"),
@@ -25,7 +24,7 @@ def write_plan_picture(path: Path, report: Report) -> bool:
     draws = [draw for draw, has in parts if has]
     if not draws:
         return False
-    figure = Figure(figsize=(8, 0.2 + 4.2 * len(draws)), dpi=DPI, layout="constrained")
+    figure = canvas("", 8, 0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -34,7 +33,7 @@ def write_plan_picture(path: Path, report: Report) -> bool:
         axes.tick_params(colors=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+    save(figure, path)
     return True
 
 

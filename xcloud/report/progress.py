@@ -5,10 +5,9 @@ line is printed about every 30 s:
 
     step 120/2000  13 min left  loss 3.214  0.412 s/step  waits 0.101 s  link 87 %
 
-In a one-way job precision and recall come after the loss, and each producer's loss and share.
-
 Times are smoothed; waiting is of the cloud that waits most, link use of the busiest line between
-two clouds. The summary has them separately.
+two clouds. A one-way job adds the consumer's scores and each producer's loss and share so far:
+"precision 0.61  recall 0.40  en 2.31 (50 %)". The summary has all of it separately.
 """
 
 from __future__ import annotations
@@ -52,36 +51,17 @@ class ProgressLine:
         self._rewrites = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
-        self._smooth = _Smooth()
+        self._sums: dict[str, tuple[float, float]] = {}  # of what is smoothed: value, weight
+        self._taken = Counter[str]()  # batches of each producer
+        self._losses: dict[str, float] = {}  # of each producer
         self._unprinted = ""  # not on a terminal: the latest line, if not printed yet
         self._printed_at_s = -math.inf
         self._phase = ""
-        # Of a one-way job, by producer: batches so far, last loss, seconds on its link this step.
-        self._taken: Counter[str] = Counter()
-        self._losses: dict[str, float] = {}
-        self._fed_s: Counter[str] = Counter()
 
     def update(self, totals: StepTotals) -> None:
-        smooth = self._smooth
-        smooth.count()
-        smooth.put("step_s", totals.step_s)
-        if totals.loss is not None:
-            smooth.put("loss", totals.loss)
-        for cloud, waiting_s in totals.mean_s("waiting_s").items():
-            smooth.put(f"waiting {cloud}", waiting_s)
-        for direction in ("forward", "backward", AVERAGING):
-            smooth.put(f"sent {direction}", totals.sent.get(direction, 0))
-        if totals.line_busy_s:  # only emulated lines report it
-            lines = Counter[Line]()
-            for busy_s in totals.line_busy_s.values():
-                lines.update(busy_s)
-            smooth.put("line_s", max(lines.values(), default=0.0))
-        if self._fed_s:
-            smooth.put("line_s", max(self._fed_s.values()))
-            self._fed_s.clear()
-        for name, value in totals.values.items():
-            smooth.put(name, value)
-        line = self._describe(totals.step, totals)
+        self._smooth(totals)
+        self._taken.update({name: int(n) for name, n in totals.feed.get("taken", {}).items()})
+        line = self._describe(totals)
         if self._rewrites:
             from rich.text import Text
 
@@ -100,11 +80,6 @@ class ProgressLine:
             self.note(f"{event['cloud']}: {event['headline']}")
         elif kind == "note":
             self.note(f"{event['cloud']}: {event['text']}")
-        elif kind == "step" and "taken" in event:
-            self._taken.update(event["taken"])
-            self._fed_s.update(event["line_s"])
-        elif kind == "fed" and "loss" in event:
-            self._losses[event["cloud"]] = event["loss"]
         elif kind == "phase" and event["name"] != self._phase:
             self._phase = event["name"]  # every rank reports it; print it once
             self._print_line()  # the last step before an evaluation, not after it
@@ -115,6 +90,8 @@ class ProgressLine:
             self.note(f"after step {event['step']} {event['choice']}; {event['reason']}")
         elif kind == "resume":
             self.note(_describe_resume(event))
+        elif kind == "fed" and "loss" in event:
+            self._losses[event["cloud"]] = event["loss"]
 
     def note(self, text: str) -> None:
         """Print one or more lines at once, on a terminal above the live line."""
@@ -132,60 +109,51 @@ class ProgressLine:
             self.note(self._unprinted)
             self._unprinted = ""
 
-    def _describe(self, step: int, totals: StepTotals) -> str:
-        smooth = self._smooth
-        step_s = smooth.get("step_s")
-        left_s = (self.max_steps - step) * step_s
+    def _smooth(self, totals: StepTotals) -> None:
+        """Exponential moving averages: sum(w^age * x) / sum(w^age), one age for all names."""
+        values = {"step_s": totals.step_s, **totals.values}
+        if totals.loss is not None:
+            values["loss"] = totals.loss
+        values["waits"] = max(totals.mean_s("waiting_s").values(), default=0.0)
+        for kind in ("forward", "backward", AVERAGING):
+            values[f"sent {kind}"] = totals.sent.get(kind, 0)
+        # Only emulated lines report how long they were busy.
+        lines = Counter[Line | str](totals.feed.get("line_s", {}))
+        for busy_s in totals.line_busy_s.values():
+            lines.update(busy_s)
+        if totals.line_busy_s or lines:
+            values["line_s"] = max(lines.values(), default=0.0)
+        for name, (value, weight) in self._sums.items():
+            self._sums[name] = SMOOTHING * value, SMOOTHING * weight
+        for name, value in values.items():
+            past, weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = past + value, weight + 1.0
+
+    def _describe(self, totals: StepTotals) -> str:
+        smooth = {name: value / weight for name, (value, weight) in self._sums.items()}
+        step_s = smooth["step_s"]
+        left_s = (self.max_steps - totals.step) * step_s
         # Most important first: a narrow window cuts off the end.
-        parts = [f"step {step}/{self.max_steps}", f"{human_duration(left_s)} left"]
-        if smooth.has("loss"):
-            parts.append(f"loss {smooth.get('loss'):.3f}")
-        scores = [name for name in ("precision", "recall") if smooth.has(name)]
-        parts += [f"{name} {smooth.get(name):.2f}" for name in scores]
+        parts = [f"step {totals.step}/{self.max_steps}", f"{human_duration(left_s)} left"]
+        if "loss" in smooth:
+            parts.append(f"loss {smooth['loss']:.3f}")
+        parts += [f"{n} {smooth[n]:.2f}" for n in ("precision", "recall") if n in smooth]
         for name, count in sorted(self._taken.items()):
             loss = f" {self._losses[name]:.2f}" if name in self._losses else ""
             parts.append(f"{name}{loss} ({100 * count / self._taken.total():.0f} %)")
-        parts.append(f"{step_s:.3f} s/step")
-        waiting_s = max(smooth.get(f"waiting {cloud}") for cloud in totals.num_ranks)
-        parts += [f"waits {waiting_s:.3f} s", self._describe_link(step_s)]
+        parts += [f"{step_s:.3f} s/step", f"waits {smooth['waits']:.3f} s"]
+        sent = {kind: smooth[f"sent {kind}"] for kind in ("forward", "backward", AVERAGING)}
+        if not any(sent.values()):
+            parts.append("nothing crosses clouds")
+        elif step_s and "line_s" in smooth:
+            parts.append(f"link {100 * smooth['line_s'] / step_s:.0f} %")
+        elif step_s:
+            parts.append(f"sends {8e-6 * max(sent.values()) / step_s:.1f} Mbit/s")
         return "  ".join(parts)
-
-    def _describe_link(self, step_s: float) -> str:
-        sent, averaged = self._smooth, self._smooth.get(f"sent {AVERAGING}")
-        busiest = max(sent.get("sent forward"), sent.get("sent backward"))
-        if not busiest + averaged:
-            return "nothing crosses clouds"
-        if not step_s:
-            return ""
-        if sent.has("line_s"):
-            return f"link {100 * sent.get('line_s') / step_s:.0f} %"
-        return f"sends {8e-6 * max(busiest, averaged) / step_s:.1f} Mbit/s"
-
-
-class _Smooth:
-    """Exponential moving averages: sum(w^age * x) / sum(w^age), one age for all names."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-
-    def count(self) -> None:
-        for name, (value, weight) in self._sums.items():
-            self._sums[name] = (SMOOTHING * value, SMOOTHING * weight)
-
-    def put(self, name: str, value: float) -> None:
-        sum_, weight = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (sum_ + value, weight + 1.0)
-
-    def has(self, name: str) -> bool:
-        return name in self._sums
-
-    def get(self, name: str) -> float:
-        value, weight = self._sums[name]
-        return value / weight
 
 
 def _describe_resume(event: Event) -> str:
-    text = f"goes on from step {event['step']}" if event["step"] else "begins anew"
+    text = f"resumes from step {event['step']}" if event["step"] else "begins anew"
     if again := event.get("steps_again"):
         text += f"; {again} step{'s' if again > 1 else ''} done before are done again"
     changed = ", ".join(event.get("changed", ()))

@@ -11,11 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
-from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, TITLE_POINTS, ink_on, wrapped
+from xcloud.report.figures import (
+    COLOURS,
+    FAINT,
+    INK,
+    TITLE_POINTS,
+    canvas,
+    column,
+    ink_on,
+    plain,
+    save,
+)
 
 # what -> (colour, name in the legend)
 KINDS = {
@@ -44,25 +53,16 @@ _NARROW_IN = 0.03
 
 def write_timeline(
     path: Path, timeline: Timeline, title: str, predicted: Timeline | None = None
-) -> None:
+) -> Path:
     """predicted: a step that a plan foresaw, drawn above at the same scale."""
     shown = [timeline] if predicted is None else [predicted, timeline]
     lanes = [list(_lanes(one)) for one in shown]
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 2e7 else (1e-6, "s")
-    figure = Figure(
-        figsize=(_WIDTH_IN, _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)),
-        dpi=DPI, layout="constrained",
-    )  # fmt: skip
-    figure.suptitle(wrapped(title, _WIDTH_IN), fontsize=TITLE_POINTS)
-    drawn = figure.subplots(
-        len(shown),
-        1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=[len(rows) + 0.7 for rows in lanes],
-    )[:, 0]
-    for axes, one, rows in zip(drawn, shown, lanes, strict=True):
+    height_in = _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)
+    figure = canvas(title, _WIDTH_IN, height_in)
+    panels = column(figure, [len(rows) + 0.7 for rows in lanes])
+    for axes, one, rows in zip(panels, shown, lanes, strict=True):
         painter = _Painter(axes, per_us, 0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9))
         for y, (_, content) in enumerate(rows):
             if isinstance(content, Lane):
@@ -73,17 +73,16 @@ def write_timeline(
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlim(0, per_us * longest_us)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        plain(axes, "x")
+        axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
-        axes.grid(axis="x", color="#F2F2F2")
-        axes.set_axisbelow(True)
-    drawn[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
+    panels[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
     handles = {handle.get_label(): handle for one in shown for handle in _legend(one)}
     figure.legend(
         handles=list(handles.values()), loc="outside lower center",
         ncols=math.ceil(len(handles) / 2), frameon=False, fontsize=8,
     )  # fmt: skip
-    figure.savefig(path)
+    return save(figure, path)
 
 
 def _headed(timeline: Timeline, is_predicted: bool) -> str:

@@ -22,10 +22,11 @@ from xcloud.record.mlflow_store import (
     UI_PORT,
     VIEW_KEY,
     Store,
+    page,
     prepare_environment,
+    sweep_key,
     view_tag,
 )
-from xcloud.report.mlflow_view import page, sweep_key
 
 HOST = UI_HOST
 LATEST_SWEEPS = 5  # to print links of

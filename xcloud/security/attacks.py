@@ -1,4 +1,5 @@
-"""Attacks on what crosses a boundary. Pure tensor code: reads no file.
+"""Attacks on what crosses a boundary, and scores of tokens that attacks guess. Pure tensor code:
+reads no file.
 
 Shapes: N samples or rows, D features, C classes. Attacks that learn are fitted on the known
 samples and judged on the others. Deterministic.
@@ -6,10 +7,16 @@ samples and judged on the others. Deterministic.
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TEXTS = "texts"  # the attack that guesses whole texts; the others guess sets of tokens
 _NUM_KNOWN_POSITIVES = 16
 _PROBE_PENALTY = 1e-2
 _NETWORK_WIDTH = 256
@@ -20,13 +27,11 @@ _NETWORK_BATCH = 256
 def auc(scores_N: Tensor, is_positive_N: Tensor) -> float:
     """Probability that a positive scores above a negative (a tie counts half); nan if either
     class is missing."""
-    positives, negatives = scores_N[is_positive_N].double(), scores_N[~is_positive_N].double()
-    if not len(positives) or not len(negatives):
+    from sklearn.metrics import roc_auc_score
+
+    if bool(is_positive_N.all()) or not bool(is_positive_N.any()):
         return float("nan")
-    ordered = negatives.sort().values
-    below = torch.searchsorted(ordered, positives, right=False)
-    up_to = torch.searchsorted(ordered, positives, right=True)
-    return float((below + up_to).double().mean() / (2 * len(negatives)))
+    return float(roc_auc_score(is_positive_N.numpy(), scores_N.nan_to_num().numpy()))
 
 
 def norm_attack(norms_N: Tensor, is_positive_N: Tensor) -> float:
@@ -51,31 +56,30 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
 def spectral_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     """AUC of the projection on the direction of largest variance: uses no labels; the sign is
     given (Sun et al., arXiv:2203.01451, use it on activations)."""
-    centred = (vectors_ND - vectors_ND.mean(0)).double()
-    _, vectors = torch.linalg.eigh(centred.T @ centred)
-    found = auc(centred @ vectors[:, -1], is_positive_N)
+    from sklearn.decomposition import PCA
+
+    projected = PCA(1, svd_solver="covariance_eigh").fit_transform(vectors_ND.double().numpy())
+    found = auc(torch.from_numpy(projected[:, 0]), is_positive_N)
     return max(found, 1 - found)
 
 
 def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classes: int) -> Tensor:
-    """Class scores [unknown, C] of a logistic regression fitted on the known samples."""
-    known = features_ND[is_known_N].double()
-    mean, spread = known.mean(0), known.std(0, correction=0)
-    used = spread > 1e-9 * spread.max().clamp(min=1e-30)
-    scaled = ((features_ND.double() - mean) / spread)[:, used]
-    weight = torch.zeros(scaled.shape[1] + 1, num_classes, dtype=torch.float64, requires_grad=True)
-    x = F.pad(scaled, (0, 1), value=1.0)
-    optimizer = torch.optim.LBFGS([weight], max_iter=60, line_search_fn="strong_wolfe")
+    """Log-probabilities [unknown, C] of a logistic regression fitted on the known samples."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = F.cross_entropy(x[is_known_N] @ weight, classes_N[is_known_N])
-        value = value + _PROBE_PENALTY * weight[:-1].square().sum()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return (x[~is_known_N] @ weight).detach()
+    known, unknown = features_ND[is_known_N].double(), features_ND[~is_known_N].double()
+    scores = torch.full((len(unknown), num_classes), -math.inf, dtype=torch.float64)
+    seen = torch.unique(classes_N[is_known_N])
+    if len(seen) == 1:
+        scores[:, seen] = 0.0
+        return scores
+    strength = 1 / (2 * _PROBE_PENALTY * len(known))
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+    model.fit(known.numpy(), classes_N[is_known_N].numpy())
+    scores[:, seen] = torch.from_numpy(model.predict_log_proba(unknown.numpy()))
+    return scores
 
 
 def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
@@ -100,32 +104,74 @@ def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Te
 
 def network_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Tensor:
     """The token guessed for each unknown row by a network with one hidden layer."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.neural_network import MLPClassifier
+
     known = rows_ND[is_known_N].float()
-    tokens, index = torch.unique(tokens_N[is_known_N], return_inverse=True)
     mean, spread = known.mean(0), known.std(0, correction=0).clamp(min=1e-9)
-    x = (rows_ND.float() - mean) / spread
-    generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = torch.nn.Sequential(
-            torch.nn.Linear(x.shape[1], _NETWORK_WIDTH),
-            torch.nn.ReLU(),
-            torch.nn.Linear(_NETWORK_WIDTH, len(tokens)),
-        )
-    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
-    inputs = x[is_known_N]
-    for _ in range(_NETWORK_EPOCHS):
-        order = torch.randperm(len(inputs), generator=generator)
-        for batch in torch.split(order, _NETWORK_BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(network(inputs[batch]), index[batch]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    with torch.no_grad():
-        guessed: Tensor = tokens[network(x[~is_known_N]).argmax(1)]
-    return guessed
+    x = ((rows_ND.float() - mean) / spread).numpy()
+    network = MLPClassifier(
+        _NETWORK_WIDTH, batch_size=_NETWORK_BATCH, learning_rate_init=3e-3,
+        max_iter=_NETWORK_EPOCHS, random_state=0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # so few epochs are meant
+        network.fit(x[is_known_N.numpy()], tokens_N[is_known_N].numpy())
+    return torch.from_numpy(network.predict(x[~is_known_N.numpy()]))
 
 
 def most_frequent(tokens_N: Tensor) -> int:
     """The guess of an attacker who sees nothing."""
     values, counts = torch.unique(tokens_N, return_counts=True)
     return int(values[counts.argmax()])
+
+
+def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
+    """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
+    distinct tokens."""
+    right = len(set(guessed) & set(true))
+    return 2 * right / (len(set(guessed)) + len(set(true))) if right else 0.0
+
+
+def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
+    """ROUGE-N (F1) over runs of n neighbouring tokens of all texts together; n = 1 ignores
+    order, n = 2 needs it."""
+    runs = [
+        Counter(tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1))
+        for texts in (guessed, true)
+    ]
+    right = sum((runs[0] & runs[1]).values())
+    return 2 * right / (runs[0].total() + runs[1].total()) if right else 0.0
+
+
+def score(
+    attack: str,
+    guesses: Mapping[int, Sequence[Sequence[int]]],
+    truth: Mapping[int, Sequence[Sequence[int]]],
+    public: Sequence[Sequence[int]],
+) -> dict[str, float] | None:
+    """Means over the steps whose texts are known: tokens = F1 of the distinct tokens guessed,
+    baseline = that of guessing as many of the most frequent tokens of the `public` texts, order =
+    ROUGE-2 of guessed texts. None without a step to judge."""
+    steps = sorted(guesses.keys() & truth.keys())
+    if not steps:
+        return None
+    tokens, baselines, orders = [], [], []
+    for step in steps:
+        true = {token for text in truth[step] for token in text}
+        tokens.append(f1_of_sets([t for text in guesses[step] for t in text], sorted(true)))
+        baselines.append(f1_of_sets(_most_frequent(public, len(true)), sorted(true)))
+        orders.append(rouge(guesses[step], truth[step], 2))
+    found = {"tokens": _mean(tokens), "baseline": _mean(baselines)}
+    if attack == TEXTS:
+        found["order"] = _mean(orders)
+    return found | {"num_updates": len(steps)}
+
+
+def _most_frequent(texts: Sequence[Sequence[int]], count: int) -> list[int]:
+    counts = Counter(token for text in texts for token in text)
+    return sorted(counts, key=lambda token: (-counts[token], token))[:count]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(sum(values) / len(values), 4)

@@ -19,11 +19,11 @@ models.causal.CausalLM models.causal_base.NextTokenPretraining models.causal_bas
 models.decoding.Beam models.decoding.Greedy models.lora.Lora models.low_rank_split.LowRankSplit
 models.pretraining.MaskedLanguageModelling models.split_point.Split models.transformer.Transformer
 parallel.local_updates.LocalUpdates parallel.merging.Median parallel.merging.NormBound
-parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_optimizer.OuterOptimizer
+parallel.merging.TrimmedMean parallel.one_way.feed.Feed parallel.outer_parameters.OuterOptimizer
 parallel.schedule.GPipe parallel.schedule.OneForwardOneBackward parallel.schedule.ZeroBubble
-parallel.strategy.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
+parallel.gradient_averaging.GradientAveraging parallel.strategy.Strategy plan.autopilot.Autopilot
 plan.autopilot.no_autopilot plan.settings.Planning plan.settings.no_plan
-record.tracking.MlflowTracker record.tracking.NullTracker security.defences.Defences
+record.mlflow_tracker.MlflowTracker record.tracking.NullTracker security.defences.Defences
 security.defences.GaussianNoise security.defences.Marvell security.defences.MaxNorm
 security.defences.no_defence security.observer.LeakMeter security.observer.no_meter
 security.privacy.CloudPrivacy security.privacy.SamplePrivacy security.privacy.no_privacy

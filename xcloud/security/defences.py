@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcloud.base.checks import check_choice, check_number
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
 
 LABEL = "label"
 """The batch field that `Marvell` reads."""
@@ -47,7 +47,7 @@ class Defence(Protocol):
         """What to send instead of `tensor`, [R, D]. counts: None if every sample is one row."""
 
 
-@dataclass(frozen=True)
+@settings("GaussianNoise")
 class GaussianNoise:
     """The Gaussian mechanism: clip each row to norm `clip`, then add noise to every value.
 
@@ -59,15 +59,10 @@ class GaussianNoise:
         suits activations and gradients of any size but gives no formal guarantee.
     """
 
-    clip: float
-    sigma: float
+    clip: PositiveFloat
+    sigma: NotNegativeFloat
     unit: Literal["absolute", "largest"] = "largest"
     needs_labels = False
-
-    def __post_init__(self) -> None:
-        check_number("GaussianNoise.clip", self.clip, 0, above=True)
-        check_number("GaussianNoise.sigma", self.sigma, 0)
-        check_choice("GaussianNoise.unit", self.unit, ("absolute", "largest"))
 
     @property
     def label(self) -> str:
@@ -138,7 +133,7 @@ class NoiseShape(NamedTuple):
     across_1: float
 
 
-@dataclass(frozen=True)
+@settings("Marvell")
 class Marvell:
     """Noise with the class covariances that best hide a binary label at a given power.
 
@@ -160,11 +155,8 @@ class Marvell:
     power: s of the paper; 0.25 .. 25 there. Needs labels 0 and 1 in the sender's cloud.
     """
 
-    power: float
+    power: PositiveFloat
     needs_labels = True
-
-    def __post_init__(self) -> None:
-        check_number("Marvell.power", self.power, 0, above=True)
 
     @property
     def label(self) -> str:
@@ -256,7 +248,7 @@ def noise_shape(
     return NoiseShape(along_0, across_0, along_1, 0.0)
 
 
-@dataclass(frozen=True)
+@settings("security.defences")
 class Defences:
     """forward: for activations, in training and in evaluation. backward: for gradients.
 
@@ -269,13 +261,6 @@ class Defences:
     backward: Defence | None = None
 
     def __post_init__(self) -> None:
-        for direction in ("forward", "backward"):
-            defence = getattr(self, direction)
-            if defence is not None and not isinstance(defence, Defence):
-                raise ConfigError(
-                    f"security.defences.{direction} must be a defence, such as "
-                    f"security/defences/{direction}=gaussian_noise, got {defence!r}"
-                )
         if self.forward is not None and self.forward.needs_labels:
             raise ConfigError(
                 f"security.defences.forward: {self.forward.label} needs labels, which are "

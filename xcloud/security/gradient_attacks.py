@@ -301,24 +301,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def f1_of_sets(guessed: Sequence[int], true: Sequence[int]) -> float:
-    """Harmonic mean of the shares of guessed tokens that are true and of true ones guessed;
-    distinct tokens."""
-    right = len(set(guessed) & set(true))
-    return 2 * right / (len(set(guessed)) + len(set(true))) if right else 0.0
-
-
-def rouge(guessed: Sequence[Sequence[int]], true: Sequence[Sequence[int]], n: int) -> float:
-    """ROUGE-N (F1) over runs of n neighbouring tokens of all texts together; n = 1 ignores
-    order, n = 2 needs it."""
-    runs = [
-        Counter(tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1))
-        for texts in (guessed, true)
-    ]
-    right = sum((runs[0] & runs[1]).values())
-    return 2 * right / (runs[0].total() + runs[1].total()) if right else 0.0
-
-
 def _before_drop(scores_N: Tensor, least: float = _LEAST_DROP) -> Tensor:
     """The places of the scores before their steepest drop, the largest first."""
     ordered = scores_N.sort(descending=True)

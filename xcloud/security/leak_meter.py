@@ -51,9 +51,9 @@ from xcloud.security.attacks import (
     network_inverter,
     norm_attack,
     probe,
+    score,
     spectral_attack,
 )
-from xcloud.security.averaging_leaks import score
 from xcloud.security.defences import LABEL
 from xcloud.security.observer import GUESS, OBSERVATIONS_DIR, STEPS, TRUTH, Stream
 
@@ -290,7 +290,7 @@ def _invert(
 
 
 def _averaging(notes: _Notes) -> dict[str, dict[str, dict[str, float]]]:
-    """cloud -> attack on which replica -> scores of averaging_leaks.py."""
+    """cloud -> attack on which replica -> scores."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     fields = [name for name in notes.truth if name in notes.special_ids]
     if len(fields) != 1:

@@ -1,5 +1,6 @@
-"""Record what an honest-but-curious cloud sees of others, for the leak meter. Sends nothing: every
-rank writes a file in its own run folder.
+"""Record what an honest-but-curious cloud sees of others, for the leak meter: messages at stage
+boundaries, and what other replicas give to an averaging, which a rank attacks itself after
+training, as it has the weights. Sends nothing: every rank writes a file in its own run folder.
 
 Shapes: B samples of a message; R rows, sample after sample, counts [B] of them; D features.
 """
@@ -8,23 +9,27 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from xcloud.base.checks import check_choice, check_int
+from xcloud.base.settings import Positive, settings
+from xcloud.security.attacks import TEXTS
 from xcloud.security.defences import LABEL
+from xcloud.security.gradient_attacks import attack_layers, changed_rows, raised_words
 
 OBSERVATIONS_DIR = "observations"
 TRUTH, GUESS, STEPS = "truth", "guess", "steps"
 
 
-@dataclass(frozen=True)
+@settings("security.meter")
 class LeakMeter:
     """Settings of the leak meter.
 
@@ -36,16 +41,10 @@ class LeakMeter:
         file stays with that rank, and by default they are deleted once measured.
     """
 
-    last_steps: int = 50
-    max_rows: int = 20_000
-    averaging_steps: int = 3
+    last_steps: Positive = 50
+    max_rows: Annotated[int, Field(ge=100)] = 20_000
+    averaging_steps: Positive = 3
     keep: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("security.meter.last_steps", self.last_steps, 1)
-        check_int("security.meter.max_rows", self.max_rows, 100)
-        check_int("security.meter.averaging_steps", self.averaging_steps, 1)
-        check_choice("security.meter.keep", self.keep, (True, False))
 
 
 def no_meter() -> None:
@@ -176,3 +175,96 @@ class Observer:
     def _add(self, name: str, ids: Tensor, counts: Tensor | None, rows: Tensor) -> None:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         self._streams.setdefault(name, _Rows(self._max_rows)).add(ids.clone(), wide, rows)
+
+
+@dataclass(frozen=True)
+class Victim:
+    """What an attacker knows of a stage that reads text.
+
+    run: computes the stage on token ids [N, S]. words_N: ids that may stand in a text.
+    covers: updates that one contribution sums up.
+    """
+
+    module: nn.Module
+    run: Callable[[Tensor], object]
+    words_N: Tensor
+    max_length: int
+    covers: int = 1
+
+
+@dataclass
+class _Seen:
+    step: int
+    replica: int
+    changes: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class AveragingObserver:
+    """Keeps the contributions of the last merges, and attacks them when training is over.
+
+    One update or one merge at a time: what several of them together tell is not tried.
+    """
+
+    def __init__(self, observer: Observer, victim: Victim, num_others: int) -> None:
+        self._observer, self._victim = observer, victim
+        observer.covers = victim.covers
+        self._seen: deque[_Seen] = deque(maxlen=observer.averaging_steps * num_others)
+
+    def received(self, step: int, replica: int, tensors: Mapping[str, Tensor]) -> None:
+        """Another replica's gradient or weight change, as decoded, by "stage.name"; the victim is
+        stage 0. A tensor of which only a part came (a share of its rows) is left out."""
+        if not self._observer.wants(step - self._victim.covers + 1):
+            return
+        own = {f"0.{name}": p for name, p in self._victim.module.named_parameters()}
+        changes = {
+            name: tensor.detach().float().cpu().clone()
+            for name, tensor in tensors.items()
+            if name in own and tensor.shape == own[name].shape
+        }
+        known = [seen.weights for seen in self._seen if seen.step == step]
+        weights = known[0] if known else {n: p.detach().clone() for n, p in own.items()}
+        self._seen.append(_Seen(step, replica, _without_stage(changes), _without_stage(weights)))
+
+    def attack(self) -> None:
+        """Note what the attacks guess."""
+        for seen in self._seen:
+            with _holding(self._victim.module, seen.weights):
+                for name, guess in self._guesses(seen):
+                    self._observer.guess(seen.replica, name, seen.step, guess)
+        self._seen.clear()
+
+    def _guesses(self, seen: _Seen) -> Iterator[tuple[str, list[list[int]]]]:
+        victim = self._victim
+        num_words = int(victim.words_N.max()) + 1
+        for name, module in victim.module.named_modules():
+            change = seen.changes.get(f"{name}.weight")
+            if change is None or len(change) < num_words:
+                continue
+            if isinstance(module, nn.Embedding):
+                before = seen.weights[f"{name}.weight"].cpu() if victim.covers > 1 else None
+                yield "embedding_rows", [changed_rows(change, before).tolist()]
+            elif isinstance(module, nn.Linear):
+                yield "head_rows", [raised_words(change).tolist()]
+        found = attack_layers(
+            victim.module, victim.run, seen.changes, victim.words_N, victim.max_length
+        )
+        yield "layer_inputs", [found.tokens.tolist()]
+        yield TEXTS, found.texts
+
+
+def _without_stage(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("0."): tensor for name, tensor in named.items()}
+
+
+@contextmanager
+def _holding(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The module with the weights of another step."""
+    own = {name: parameter.data for name, parameter in module.named_parameters()}
+    try:
+        for name, parameter in module.named_parameters():
+            parameter.data = weights[name]
+        yield
+    finally:
+        for name, parameter in module.named_parameters():
+            parameter.data = own[name]

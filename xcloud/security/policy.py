@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
+from xcloud.base.settings import Positive, settings
 from xcloud.security.constructors import CONSTRUCTORS
 
 POLICY_FILE = "policy.yaml"
 
 
-@dataclass(frozen=True)
+@settings()
 class Policy:
     """What an experiment file may ask of this cloud. Folders are relative to the project's.
 
@@ -39,25 +39,18 @@ class Policy:
     clouds: Sequence[str] | None = None
     holders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    max_ranks: int = 1024
+    max_ranks: Positive = 1024
 
     @classmethod
-    def of(cls, settings: object, file: Path) -> Policy:
+    def of(cls, content: object, file: Path) -> Policy:
         """Of what a file holds. Raises ConfigError."""
         known = [one.name for one in fields(cls)]
-        if not isinstance(settings, Mapping) or not settings.keys() <= set(known):
-            raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {settings!r}")
-        for key, value in settings.items():
-            if key == "max_ranks":
-                check_int(f"{file}: max_ranks", value, 1)
-                continue
-            by_name = key in ("holders", "weights")
-            lists = list(value.values()) if isinstance(value, Mapping) else [value]
-            are_lists = all(isinstance(entry, list) for entry in lists)
-            if not are_lists or isinstance(value, Mapping) != by_name:
-                what = "lists of clouds, by name" if by_name else "a list"
-                raise ConfigError(f"{file}: {key} must be {what}, got {value!r}")
-        return cls(**settings)
+        if not isinstance(content, Mapping) or not content.keys() <= set(known):
+            raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {content!r}")
+        try:
+            return cls(**content)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
 
     def check_build(self, settings: Mapping[str, Any]) -> None:
         """Refuse what building the job would call or make that it may not."""

@@ -11,30 +11,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from xcloud.base.checks import check_number
+from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class _Noised:
     """clip: largest norm of one contribution. noise: standard deviation of the noise on every
     value, in units of clip. delta: of the guarantee; choose less than 1 / number of samples."""
 
-    clip: float
-    noise: float
-    delta: float = 1e-5
+    clip: PositiveFloat
+    noise: NotNegativeFloat
+    delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
 
     unit = ""
-
-    def __post_init__(self) -> None:
-        check_number("security.privacy.clip", self.clip, 0, above=True)
-        check_number("security.privacy.noise", self.noise, 0)
-        check_number("security.privacy.delta", self.delta, 0, 0.999999, above=True)
 
     @property
     def label(self) -> str:
@@ -45,7 +41,7 @@ class _Noised:
         return gaussian_epsilon(self.noise, squared_uses, self.delta)
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class SamplePrivacy(_Noised):
     """DP-SGD (Abadi et al., arXiv:1607.00133): every sample's gradient is clipped, each replica
     adds noise to the sum of its own before any of it leaves the cloud.
@@ -59,7 +55,7 @@ class SamplePrivacy(_Noised):
     unit = "sample"
 
 
-@dataclass(frozen=True)
+@settings("security.privacy")
 class CloudPrivacy(_Noised):
     """DP-FedAvg (McMahan et al., arXiv:1710.06963), noised by each cloud: what a replica gives to
     a merge, gradient or weight change, is clipped as a whole and noised before it is sent.
@@ -118,22 +114,22 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
         return 0.0
     if not noise:
         return math.inf
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr
+
     mu = math.sqrt(squared_uses) / noise
 
     def failure(epsilon: float) -> float:
         # e^epsilon Phi(-x) by its logarithm: the factors overflow and vanish.
-        beyond = _log_phi(-mu / 2 - epsilon / mu) + epsilon
-        return math.exp(_log_phi(mu / 2 - epsilon / mu)) - math.exp(beyond)
+        beyond = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
+        return math.exp(log_ndtr(mu / 2 - epsilon / mu)) - math.exp(beyond)
 
-    low, high = 0.0, 1.0
     if failure(0.0) <= delta:
         return 0.0
+    high = 1.0
     while failure(high) > delta:
         high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if failure(middle) > delta else (low, middle)
-    return high
+    return float(brentq(lambda epsilon: failure(epsilon) - delta, 0.0, high, xtol=1e-12))
 
 
 def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -> float:
@@ -149,8 +145,3 @@ def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -
     with warnings.catch_warnings():  # of the grid on which it begins its search
         warnings.simplefilter("ignore")
         return float(accountant.get_epsilon(delta))
-
-
-def _log_phi(x: float) -> float:
-    """log of the normal distribution function."""
-    return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))

@@ -9,16 +9,16 @@ stage that reads or holds it elsewhere is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from xcloud.base.checks import check_choice
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import settings
 from xcloud.security.defences import Defences
 from xcloud.security.observer import LeakMeter
 from xcloud.security.privacy import Privacy
 
 
-@dataclass(frozen=True)
+@settings("security")
 class Visibility:
     """The settings of `security`.
 
@@ -37,32 +37,6 @@ class Visibility:
     defences: Defences = field(default_factory=Defences)
     meter: LeakMeter | None = None
     privacy: Privacy | None = None
-
-    def __post_init__(self) -> None:
-        for setting in ("holders", "weights"):
-            rule = getattr(self, setting)
-            if not isinstance(rule, Mapping):
-                raise ConfigError(f"security.{setting} must map names to clouds, got {rule!r}")
-            for name, clouds in rule.items():
-                listed = isinstance(clouds, Sequence) and not isinstance(clouds, str)
-                if not listed or not all(isinstance(cloud, str) for cloud in clouds):
-                    raise ConfigError(
-                        f"security.{setting}.{name} must be a list of cloud names, got {clouds!r}"
-                    )
-        check_choice("security.may_keep_rows", self.may_keep_rows, (True, False))
-        if not isinstance(self.defences, Defences):
-            raise ConfigError(f"security.defences must be Defences, got {self.defences!r}")
-        if self.meter is not None and not isinstance(self.meter, LeakMeter):
-            raise ConfigError(
-                f"security.meter must be a LeakMeter or null, got {self.meter!r}; enable it "
-                "with security/meter=attack"
-            )
-
-        if self.privacy is not None and not isinstance(self.privacy, Privacy):
-            raise ConfigError(
-                f"security.privacy must be a SamplePrivacy, a CloudPrivacy or null, got "
-                f"{self.privacy!r}; choose security/privacy=sample or cloud"
-            )
 
     def check(self, clouds: Sequence[str], needs: Mapping[int, frozenset[str]],
               stage_cloud: Mapping[int, str]) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import DataError
-from xcloud.cluster.clouds import Layout
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.link import LinkRecord
 
 AUDIT_FILE = "wire_audit.json"

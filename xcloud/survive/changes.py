@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from xcloud.cluster.layout import ClusterLayout
 from xcloud.job.experiment import Experiment
 from xcloud.job.job import Job
-from xcloud.parallel.local_updates import LocalUpdates
 from xcloud.parallel.strategy import Strategy
 
 _REMEMBERED = "what compression remembers of earlier steps"
@@ -138,13 +137,9 @@ class Places:
 
     @classmethod
     def held(cls, layout: ClusterLayout, strategy: Strategy, last_step: int) -> Places:
-        column, every, merging = "pipeline", 1, strategy.averaging
-        if layout.num_replicas > 1:
-            column = "data parallel"
-            if isinstance(merging, LocalUpdates):
-                at_once = merging.fragments == 1 and not merging.overlap and not merging.mix
-                column = "elastic" if merging.is_elastic else "local updates"
-                column, every = (column, merging.every) if at_once else ("streaming", 0)
+        column, every, averaging = "pipeline", 1, strategy.averaging
+        if layout.num_replicas > 1 and averaging is not None:
+            column, every = averaging.column, averaging.equal_every
         clouds, places = list(layout.clouds), map(layout.placement, range(layout.num_ranks))
         ranks = [
             Place(clouds.index(p.cloud), p.replica, p.stages, layout.clouds[p.cloud].shard)

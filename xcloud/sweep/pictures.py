@@ -1,27 +1,50 @@
-"""A sweep in three pictures: quality against step time, quality against compression ratio, and
-where the step time goes. Figures are made without pyplot, whose state is global.
+"""A sweep in pictures: quality against step time, quality against compression ratio, where the
+step time goes; and the training losses of its settings with their differences to the reference,
+seed by seed. The reference is the single cloud, else the setting without compression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
+from xcloud.record.events import EVENTS_FILE
 from xcloud.record.scores import LESS_IS_BETTER, score_name
-from xcloud.report.picture_style import COLOURS, DPI, FAINT, INK, LINES
-from xcloud.sweep.results import Row, Spread
+from xcloud.record.summary import read_run
+from xcloud.report.figures import (
+    COLOURS,
+    FAINT,
+    INK,
+    LINES,
+    canvas,
+    column,
+    over_steps,
+    plain,
+    save,
+    smoothed,
+)
+from xcloud.sweep.points import UNCOMPRESSED
+from xcloud.sweep.results import ONE_CLOUD, Row, Spread
 
 QUALITY_AND_TIME = "quality_and_step_time.png"
 QUALITY_AND_RATIO = "quality_and_ratio.png"
 STEP_TIME = "step_time.png"
+LOSSES = "losses.png"
+
+MOST_CURVES = 8  # more cannot be told apart
+STYLES = ("--", ":", "-.")
+Values = NDArray[np.float64]
 
 PARTS = {
     "compute_s": ("computing", "#4C8DBF"),
@@ -99,12 +122,10 @@ def _marks(rows: Sequence[Row], score: str, x_name: str, sweeps: Sequence[str]) 
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 5.5), dpi=DPI, layout="constrained")
+    figure = canvas(title, 8, 5.5)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
     axes = figure.subplots()
-    axes.grid(color="#EEEEEE")
-    axes.set_axisbelow(True)
+    plain(axes, "both")
     return figure, axes
 
 
@@ -156,9 +177,7 @@ def _save(
         axes.legend(fontsize=8, frameon=False, loc="best")
     figure.draw_without_rendering()
     _label(figure, axes, marks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _label(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
@@ -200,10 +219,8 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     shown = [row for row in rows if row.parts_s("compute_s")]
     shown.sort(key=lambda row: row.step_time_s.mean if row.step_time_s else 0.0)
     bars = [(row, cloud) for row in shown for cloud in sorted(row.parts_s("compute_s"))]
-    figure = Figure(
-        figsize=(8, 1.6 + 0.28 * len(bars) + 0.12 * len(shown)), dpi=DPI, layout="constrained"
-    )
-    figure.suptitle(f"{title}: where a step's time goes", fontsize=11)
+    height_in = 1.6 + 0.28 * len(bars) + 0.12 * len(shown)
+    figure = canvas(f"{title}: where a step's time goes", 8, height_in)
     axes = figure.subplots()
     heights, ticks = [], []
     height = 0.0
@@ -226,6 +243,107 @@ def _write_step_time(path: Path, rows: Sequence[Row], title: str, several: bool)
     axes.set_xlabel("seconds in a step, mean over steps, ranks of the cloud and seeds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss of a row at steps, by seed: [num steps] each."""
+
+    label: str
+    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]]
+
+    def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
+        """Differences at common steps, for each common seed."""
+        found = {}
+        for seed in self.by_seed.keys() & other.by_seed.keys():
+            (step, loss), (there, base) = self.by_seed[seed], other.by_seed[seed]
+            both, i, j = np.intersect1d(step, there, return_indices=True)
+            if len(both):
+                found[seed] = (both, loss[i] - base[j])
+        return found
+
+
+def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:
+    """The reference, if there is one, and the other settings, best first; empty if no two have
+    a loss."""
+    chosen = _reference(rows)
+    reference, others = None, []
+    for row in sorted(rows, key=lambda row: row is not chosen):
+        by_seed = {}
+        for result in row.results:
+            steps = read_run(result.run_dir / EVENTS_FILE).steps
+            step, loss = np.asarray(steps.step), np.asarray(steps["loss"])
+            known = np.isfinite(loss)
+            if result.status == "finished" and known.any():
+                by_seed[result.settings.get("seed")] = step[known], loss[known]
+        if by_seed and row is chosen:
+            reference = Curve(_name(row, rows), by_seed)
+        elif by_seed:
+            others.append(Curve(_name(row, rows), by_seed))
+        if len(others) == MOST_CURVES:
+            break
+    return (reference, others) if len(others) + (reference is not None) > 1 else (None, [])
+
+
+def write_losses(
+    folder: Path, reference: Curve | None, others: Sequence[Curve], title: str
+) -> Path:
+    figure = canvas(f"{title}: training loss", 8, 6.2 if reference else 4.6)
+    panels = column(figure, [2, 1] if reference else [1])
+    if reference:
+        # Broad and pale, so that it stays visible under an equal curve.
+        pale = {"color": "#B5B5B5", "linewidth": 4.5}
+        _draw_losses(panels[0], reference.by_seed, pale, reference.label)
+        panels[1].axhline(0, color=INK, linewidth=0.8, zorder=0)
+        panels[1].set_ylabel(f"minus {reference.label},\nsame seed")
+    for index, curve in enumerate(others):
+        style = {"color": LINES[index % len(LINES)], "linewidth": 1.6,
+                 "linestyle": STYLES[index % len(STYLES)]}  # fmt: skip
+        label = curve.label
+        if reference and (differences := curve.minus(reference)):
+            _draw_losses(panels[1], differences, style)
+            largest = max(float(np.abs(values).max()) for _, values in differences.values())
+            label += ": equal at every step" if largest == 0 else f": differs by ≤ {largest:.2g}"
+        _draw_losses(panels[0], curve.by_seed, style, label)
+    seeds = max(len(curve.by_seed) for curve in others)
+    panels[0].set_ylabel("training loss" + (f"\n(mean, ± std of {seeds} seeds)" * (seeds > 1)))
+    panels[0].legend(frameon=False, fontsize=8.5)
+    panels[-1].set_xlabel("step")
+    for axes in panels:
+        over_steps(axes)
+    return save(figure, folder / LOSSES)
+
+
+def _draw_losses(
+    axes: Axes,
+    by_seed: Mapping[object, tuple[NDArray[np.int64], Values]],
+    style: dict[str, Any],
+    label: str | None = None,
+) -> None:
+    """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
+    runs = list(by_seed.values())
+    steps = runs[0][0]
+    for step, _ in runs[1:]:
+        steps = np.intersect1d(steps, step)
+    if not len(steps):
+        return
+    smooth = np.stack([smoothed(loss[np.searchsorted(step, steps)])[0] for step, loss in runs])
+    mean = smooth.mean(axis=0)
+    axes.plot(steps, mean, label=label, **style)
+    if len(runs) > 1:
+        std = smooth.std(axis=0, ddof=1)
+        colour = str(style["color"])
+        axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+
+
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """The label, plus the cluster if there are several and the label does not name it."""
+    is_clear = row.cluster in row.label or len({other.cluster for other in rows}) == 1
+    return row.label if is_clear else f"{row.label}, {row.cluster}"
+
+
+def _reference(rows: Sequence[Row]) -> Row | None:
+    alone = [row for row in rows if row.cluster == ONE_CLOUD]
+    plain = [row for row in rows if row.compression == UNCOMPRESSED]
+    return next(iter([*alone, *plain]), None)

@@ -1,26 +1,38 @@
-"""`python -m xcloud report SWEEP [OTHER ...]`: make tables and pictures of sweeps again, from
-their run folders or from MLflow; compare several sweeps. Runs nothing.
-"""
+"""The end of a sweep, and `python -m xcloud report SWEEP [OTHER ...]`: tables and pictures from
+run folders or from MLflow, a page in MLflow, comparisons of several sweeps. Runs nothing."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import project_root
-from xcloud.record.mlflow_store import Store
+from xcloud.record.mlflow_store import (
+    Store,
+    artifacts_page,
+    page,
+    prepare_environment,
+    prepared_view,
+    sweep_key,
+    ui_command,
+)
 from xcloud.record.scores import score_text
 from xcloud.record.tracking import Tracker
-from xcloud.sweep import view
-from xcloud.sweep.points import differences, varying
+from xcloud.sweep.points import CUT_LAYER, CUT_RANK, Settings, differences, varying
 from xcloud.sweep.results import Result, Row, from_folder, known_sweeps, open_sweep, rows_of
-from xcloud.sweep.swept import print_swept, swept_of, write_swept
 from xcloud.sweep.table import print_sweep, write_csv
 
 MOST_DIFFERENCES = 12
+MOST_PARAMS = 6  # columns of MLflow's table; more do not fit a window
+TIMEOUT_S = 30.0  # of MLflow
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,21 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = [folder for folder, _ in opened]
     target = settings.to or folders[0].parent / "+".join(folder.name for folder in folders)
     results = [result for _, found in opened for result in found]
-    rows = report(results, target, " and ".join(folder.name for folder in folders))
+    rows, _ = report(results, target, " and ".join(folder.name for folder in folders))
     if len(opened) > 1:
         _compare([found for _, found in opened], rows)
     return 0
 
 
-def report(results: Sequence[Result], folder: Path, title: str) -> list[Row]:
-    """Print the table; write CSV and pictures into `folder`."""
-    return _report(results, folder, title)[0]
-
-
-def _report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
-    from xcloud.sweep.losses import curves_of, write_losses
-    from xcloud.sweep.pictures import write_pictures
-    from xcloud.sweep.swept_picture import write_swept_picture
+def report(results: Sequence[Result], folder: Path, title: str) -> tuple[list[Row], list[Path]]:
+    """Print the table; write CSV and pictures into `folder`. Returns the rows, and the files."""
+    from xcloud.sweep.pictures import curves_of, write_losses, write_pictures
+    from xcloud.sweep.swept import print_swept, swept_of, write_swept, write_swept_picture
 
     rows = rows_of(results)
     print_sweep(rows)
@@ -77,10 +84,10 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
     results = from_folder(folder)
     if not results:
         return
-    rows, written = _report(results, folder, f"sweep {folder.name}")
+    rows, written = report(results, folder, f"sweep {folder.name}")
     score = next((name for row in rows for name in row.quality), "bleu")
     all_settings = [result.settings for result in results]
-    for line in view.prepare(results[0].sweep, tracker, all_settings, score, written)():
+    for line in prepare(results[0].sweep, tracker, all_settings, score, written)():
         print(line, flush=True)
 
 
@@ -114,3 +121,78 @@ def _compare(found: Sequence[Sequence[Result]], rows: Sequence[Row]) -> None:
             if row.step_time_s and base.step_time_s:
                 line += f", step time x{row.step_time_s.mean / base.step_time_s.mean:.2f}"
             print(line)
+
+
+def view_of(sweep: str, settings: Sequence[Settings], score: str = "bleu") -> dict[str, Any]:
+    """Columns and charts of the settings that differ. A setting that only some points have is
+    shown only if it is a number that varies (a compressor's rate); the label covers the rest."""
+    shown, numbers = [], []
+    for key in varying(settings):
+        values = [s[key] for s in settings if s.get(key) is not None]
+        is_number = all(_is_number(value) for value in values) and len(set(map(str, values))) > 1
+        if key != "seed" and (is_number or len(values) == len(settings)):
+            shown.append(key)
+            numbers += [key] if is_number else []
+    shown = shown[:MOST_PARAMS]
+    seed = ["seed"] if "seed" in varying(settings) else []
+    # The unsplit model has no cut layer, so it is not drawn in the parallel coordinates.
+    cut = [key for key in (CUT_LAYER, CUT_RANK) if key in shown]
+    everywhere = [key for key in shown if all(s.get(key) is not None for s in settings)]
+    everywhere = [*cut, *(key for key in everywhere if key not in cut)]
+    return prepared_view(
+        sweep,
+        params=["label", *shown, *seed],
+        numbers=[key for key in numbers if key in shown],
+        axes=[*([] if cut else ["label"]), *everywhere, *seed],
+        score=score,
+    )
+
+
+def prepare(
+    sweep: str,
+    tracker: Tracker,
+    settings: Sequence[Settings],
+    score: str = "bleu",
+    files: Sequence[Path] = (),
+) -> Callable[[], list[str]]:
+    """Start writing a sweep's page in MLflow, which never fails the sweep; call the result to
+    wait for it and get its links.
+
+    files: tables and pictures to log as artifacts.
+    """
+    store = tracker.store
+    if store is None:
+        return list
+    links: list[str] = []
+
+    def write() -> None:
+        try:
+            prepare_environment()
+            experiment_id = store.write_view(sweep_key(sweep), view_of(sweep, settings, score))
+            runs = page(store.server, experiment_id, sweep_key(sweep))
+            charts = page(store.server, experiment_id, sweep_key(sweep), charts=True)
+            lines = [f"MLflow table   {runs}", f"MLflow charts  {charts}"]
+            if files:
+                run_id = store.keep_report(sweep, files)
+                place = artifacts_page(store.server, experiment_id, run_id)
+                lines.append(f"MLflow report  {place}")
+            if store.uri is None:
+                lines.append(f"served by      {ui_command(store.root)} --sweep {sweep}")
+            links.extend(lines)
+        except Exception as error:  # MLflow may be down or refuse; the sweep continues.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            links.append(f"MLflow: no page could be prepared: {reason}")
+            log.debug("no page for sweep %s", sweep, exc_info=True)
+
+    thread = threading.Thread(target=write, name="sweep page", daemon=True)
+    thread.start()
+
+    def wait() -> list[str]:
+        thread.join(TIMEOUT_S)
+        return list(links) or [f"MLflow: no answer within {TIMEOUT_S:g} s"]
+
+    return wait
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,5 +1,6 @@
 """Results of a sweep: one Result per run, one Row per setting over its seeds.
-Read from the run folders, or from MLflow if these are gone. Prints and draws nothing.
+Read from the run folders, or from MLflow if these are gone; published figures beside them. Prints
+and draws nothing.
 """
 
 from __future__ import annotations
@@ -7,33 +8,39 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
 from xcloud.job.config import EXPERIMENT_FILE, flatten, read_config
 from xcloud.record.mlflow_store import Store
 from xcloud.record.scores import LEAKS, LESS_IS_BETTER
 from xcloud.record.summary import SUMMARY_FILE, read_summary
+from xcloud.sweep.interleaving import KEY, StepRatio
 from xcloud.sweep.points import (
     UNCOMPRESSED,
     Settings,
     identity,
+    is_unsplit,
     reference_key,
     setting_key,
     varying,
     workload_key,
 )
 from xcloud.sweep.state import EARLIER_DIR, STATE_FILE, read_points
-from xcloud.sweep.step_ratio import KEY, StepRatio
 
 ONE_CLOUD = "one_cloud"  # cluster.name of the reference: all ranks in one cloud
 _NUM_RANKS = r"cluster\.clouds\.[^.]+\.num_ranks"
 RATES = ("samples_per_s", "tokens_per_s")
+PUBLISHED = Path("experiments", "published.toml")  # and which rows its figures belong to
 
 
 @dataclass(frozen=True)
@@ -262,3 +269,48 @@ def _by_score(row: Row) -> tuple[bool, float, float]:
     mean = score.mean if score else 0.0
     by_score = mean if name in LESS_IS_BETTER else -mean
     return score is None, by_score, row.step_time_s.mean if row.step_time_s else 0.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """quality: as printed there. share: of the uncompressed step time. ratio: of traffic.
+    of_one_cloud: throughput across clouds. notes: remarks to show with it."""
+
+    quality: str = ""
+    share: float | None = None
+    ratio: float | None = None
+    of_one_cloud: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+Where = dict[str, str | bool | list[str]]
+
+
+def published_for(row: Row) -> Published | None:
+    """The first matching entry; None without one, or without the file."""
+    for where, found in entries(project_root() / PUBLISHED):
+        if all(_fits(row, key, wanted) for key, wanted in where.items()):
+            return found if found.notes else None
+    return None
+
+
+@cache
+def entries(path: Path) -> list[tuple[Where, Published]]:
+    """(conditions, figures) of the file. Raises ConfigError if it is malformed."""
+    if not path.is_file():
+        return []
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return [(entry.pop("where"), Published(**{
+            **entry, "notes": tuple(data["notes"][name] for name in entry.get("notes", ())),
+        })) for entry in data["published"]]  # fmt: skip
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a list of published figures: {error!r}") from error
+
+
+def _fits(row: Row, key: str, wanted: str | bool | list[str]) -> bool:
+    if key == "unsplit":
+        return is_unsplit(row.settings) == wanted
+    value = str(row.compression if key == "compression" else row.settings.get(key))
+    options = wanted if isinstance(wanted, list) else [str(wanted)]
+    return any(fnmatchcase(value, option) for option in options)

@@ -12,14 +12,15 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import ConfigError, XcloudError
+from xcloud.base.settings import Positive, settings
 from xcloud.base.units import human_duration, human_seconds
 from xcloud.cluster.transport import num_cores
 from xcloud.job.config import EXPERIMENT_FILE, write
@@ -28,35 +29,78 @@ from xcloud.rank.interleaved import ADDRESS, check_takes_turns
 from xcloud.record.scores import score_name, score_text
 from xcloud.record.summary import read_summary
 from xcloud.sweep.children import Children
-from xcloud.sweep.conductor import InterleavingServer
+from xcloud.sweep.interleaving import InterleavingServer, record
 from xcloud.sweep.points import Overrides, Point, name_points, same_overrides
 from xcloud.sweep.state import LOCK_FILE, Decision, SweepState
-from xcloud.sweep.step_ratio import record
 
-TIMINGS = ("alone", "together")
 FINISHED, SOME_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "goes on"}
+_VERBS = {"run": "runs", "again": "runs again", "skip": "is kept", "resume": "resumes"}
 MOST_REASONS = 10  # shown of why points are invalid
 
 Compose = Callable[[Sequence[str]], Any]
 RunHere = Callable[[Point, Path], None]
 
 
+@settings("hydra.launcher")
+class LauncherSettings:
+    """stop_on_failure: no further point starts after a failure. parallel: points at once.
+    accept_changes: keep finished points even if code or config has changed since. also: every
+    point again with these. timing: together makes the points' steps in turns."""
+
+    stop_on_failure: bool = False
+    parallel: Positive = 1
+    accept_changes: bool = False
+    also: Mapping[str, Any] | None = None
+    timing: Literal["alone", "together"] = "alone"
+
+    def __post_init__(self) -> None:
+        if self.timing == "together" and self.parallel != 1:
+            raise ConfigError(
+                f"hydra.launcher.timing=together lets one point compute at a time, and "
+                f"hydra.launcher.parallel={self.parallel} asks for more: leave one of the two out"
+            )
+        if self.timing == "together" and self.stop_on_failure:
+            raise ConfigError(
+                "hydra.launcher.timing=together starts all points before the first step, so "
+                "hydra.launcher.stop_on_failure=true could keep none from starting: leave one of "
+                "the two out"
+            )
+
+
+def check_name(name: object) -> None:
+    """Raises ConfigError. name: of a sweep; None: it gets one."""
+    if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
+        raise ConfigError(
+            f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
+            f"an MLflow tag; got {name!r}"
+        )
+
+
+@dataclass
+class _Running:
+    """A point at work. rounds: seconds of its turns, where points are timed together."""
+
+    point: Point
+    run_dir: Path
+    future: Future[str | None]
+    started_s: float
+    rounds: dict[int, float] = field(default_factory=dict)
+
+
 @dataclass
 class Sweep:
-    """One sweep; `run` runs it. Settings: conf/hydra/launcher/xcloud.yaml."""
+    """One sweep; `run` runs it."""
 
     name: str
     folder: Path
-    stop_on_failure: bool = False
-    parallel: int = 1
-    accept_changes: bool = False
-    timing: str = "alone"  # or "together": points make their steps in turns
+    settings: LauncherSettings = field(default_factory=LauncherSettings)
     causes: dict[Overrides, str] = field(default_factory=dict)  # why points failed
+    _took_s: list[float] = field(default_factory=list)  # of the points that have ended
+    _todo: list[Decision] = field(default_factory=list)
 
     def run(self, asked: Sequence[Overrides], compose: Compose, run_here: RunHere) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
-        points, wrong = _composed(asked, compose, self.timing == "together")
+        points, wrong = _composed(asked, compose, self._is_together)
         if wrong:
             self._forget_folder()
             return refuse(_reasons(wrong, asked))
@@ -68,8 +112,7 @@ class Sweep:
             return refuse([str(error)])
 
     def _run(self, points: list[Point], state: SweepState, run_here: RunHere) -> int:
-        from xcloud.sweep import view
-        from xcloud.sweep.report import close_sweep
+        from xcloud.sweep.report import close_sweep, prepare
 
         earlier = [
             tuple(entry["overrides"])
@@ -79,21 +122,20 @@ class Sweep:
         name_points(points, earlier)
         for point in points:
             point.config.sweep, point.config.label = self.name, point.label
-        decisions = state.decide(points, self.accept_changes)
-        todo = [decision for decision in decisions if decision.verdict != "skip"]
+        decisions = state.decide(points, self.settings.accept_changes)
+        self._todo = [decision for decision in decisions if decision.verdict != "skip"]
         self._announce(decisions, len(earlier))
         tracker = points[0].experiment.tracker
-        view.prepare(self.name, tracker, [point.settings for point in points])
-        clock = _Clock(len(todo), self.parallel)
+        prepare(self.name, tracker, [point.settings for point in points])
         try:
-            if self.timing == "together" and len(todo) > 1:
-                self._together(todo, state, clock)
-            elif self.parallel == 1:
-                self._one_by_one(todo, state, run_here, clock)
+            if self._is_together and len(self._todo) > 1:
+                self._together(state)
+            elif self.settings.parallel == 1:
+                self._one_by_one(state, run_here)
             else:
-                self._several(todo, state, clock)
+                self._several(state)
         except (KeyboardInterrupt, SystemExit):
-            left = len(todo) - clock.num_done + len(self.causes)
+            left = self._num_left + len(self.causes)
             _say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             usual = self.folder == Path("multirun", self.name).absolute()
             _say(f"continue it:    {self.command}")
@@ -101,13 +143,10 @@ class Sweep:
             return INTERRUPTED
         close_sweep(self.folder, tracker)
         if self.causes:
-            not_tried = len(todo) - clock.num_done
-            _say(
-                f"{len(self.causes)} of {len(todo)} points failed"
-                + (f", {not_tried} not tried (stop_on_failure)" if not_tried else "")
-                + f"; to run {'all of these' if not_tried else 'them'} again, and nothing else:"
-                + f"\n{self.command}"
-            )
+            not_tried = f", {self._num_left} not tried (stop_on_failure)" * bool(self._num_left)
+            which = "all of these" if self._num_left else "them"
+            failed = f"{len(self.causes)} of {len(self._todo)} points failed{not_tried}"
+            _say(f"{failed}; to run {which} again, and nothing else:\n{self.command}")
         return SOME_FAILED if self.causes else FINISHED
 
     @property
@@ -117,139 +156,145 @@ class Sweep:
         script = os.path.relpath(words[0]) if os.path.exists(words[0]) else words[0]
         return shlex.join(["python", script, *words[1:], f"sweep={self.name}"])
 
+    @property
+    def _is_together(self) -> bool:
+        return self.settings.timing == "together"
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._todo) - len(self._took_s)
+
+    @property
+    def _starts_no_more(self) -> bool:
+        return self.settings.stop_on_failure and bool(self.causes)
+
     def _announce(self, decisions: Sequence[Decision], num_others: int) -> None:
-        todo = [decision for decision in decisions if decision.verdict != "skip"]
-        done = len(decisions) - len(todo)
+        todo, done = self._todo, len(decisions) - len(self._todo)
         count = f"{len(decisions)} point{'s' if len(decisions) > 1 else ''}"
         parts = [f"sweep {self.name}: {count}", f"{len(todo)} to run"]
-        if done:
-            parts.append(f"{done} finished before")
-        if num_others:
-            parts.append(f"{num_others} more recorded by other commands")
+        parts += [f"{done} finished before"] * bool(done)
+        parts += [f"{num_others} more recorded by other commands"] * bool(num_others)
         _say(", ".join(parts))
         for decision in decisions:
             if decision.why:
                 _say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             _say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
-        if self.timing == "together" and len(todo) == 1:
+        if self._is_together and len(todo) == 1:
             _say("  one point is left to run: it has no others to be timed with")
         if todo:
             _say(f"  to continue it later: {self.command}")
         if any(decision.point.experiment.next_experiment for decision in todo):
             _say("  points of a sweep run no follow_up; what they leave is in their run folders")
-        self._warn_of_crowding([decision.point for decision in todo])
-
-    def _warn_of_crowding(self, points: Sequence[Point]) -> None:
-        ranks = sorted((point.experiment.cluster.num_ranks for point in points), reverse=True)
-        needed, cores = sum(ranks[: self.parallel]), num_cores()
-        if self.parallel > 1 and needed > cores:
+        parallel, cores = self.settings.parallel, num_cores()
+        ranks = sorted(decision.point.experiment.cluster.num_ranks for decision in todo)
+        if parallel > 1 and (needed := sum(ranks[-parallel:])) > cores:
             _say(
-                f"  warning: {self.parallel} points at once are {needed} ranks on {cores} "
-                f"cores; they slow each other down, so do not trust step times of this sweep"
+                f"  warning: {parallel} points at once are {needed} ranks on {cores} cores; they "
+                "slow each other down, so do not trust step times of this sweep"
             )
 
-    def _one_by_one(
-        self, todo: Sequence[Decision], state: SweepState, run_here: RunHere, clock: _Clock
-    ) -> None:
-        for number, decision in enumerate(todo, 1):
-            _say(f"\n[{number}/{len(todo)}] {decision.point.name}")
+    def _one_by_one(self, state: SweepState, run_here: RunHere) -> None:
+        for number, decision in enumerate(self._todo, 1):
+            _say(f"\n[{number}/{len(self._todo)}] {decision.point.name}")
             started_s, cause, run_dir = time.monotonic(), None, self.folder
             try:
-                run_dir = state.begin(decision, self.parallel)
+                run_dir = state.begin(decision, self.settings.parallel)
                 run_here(decision.point, run_dir)
             except Exception as error:
                 cause = _one_line(error)
-            self._ended(decision.point, run_dir, cause, time.monotonic() - started_s, clock)
-            if cause and self.stop_on_failure:
+            self._ended(decision.point, run_dir, cause, time.monotonic() - started_s)
+            if self._starts_no_more:
                 return
 
-    def _several(self, todo: Sequence[Decision], state: SweepState, clock: _Clock) -> None:
-        children = Children(self.parallel, _say)
-        waiting = list(todo)
-        running: dict[Future[str | None], tuple[Point, Path, float]] = {}
-        with ThreadPoolExecutor(self.parallel) as pool:
+    def _several(self, state: SweepState) -> None:
+        waiting, parallel = list(self._todo), self.settings.parallel
+        children = Children(parallel, _say)
+        with self._at_work(children, parallel) as (running, pool):
+            while running or (waiting and not self._starts_no_more):
+                while waiting and len(running) < parallel and not self._starts_no_more:
+                    running.append(self._start(waiting.pop(0), state, pool, children))
+                wait([one.future for one in running], return_when=FIRST_COMPLETED)
+                for one in [one for one in running if one.future.done()]:
+                    running.remove(one)
+                    self._close(one)
+
+    def _together(self, state: SweepState) -> None:
+        """All points at once, but one at a time makes steps, ends or loads."""
+        finished: list[_Running] = []
+        with InterleavingServer() as server:
+            children = Children(1, _say, {ADDRESS: server.address})
+            with self._at_work(children, len(self._todo), server.close) as (running, pool):
+                for decision in self._todo:
+                    one = self._start(decision, state, pool, children)
+                    running.append(one)
+                    server.await_ready(one.run_dir, one.future.done)
+                for number in itertools.count():
+                    # There and back, so that a steady drift favours none.
+                    for one in running[:: -1 if number % 2 else 1]:
+                        seconds = server.turn(one.run_dir, one.future.done)
+                        if seconds is not None and number > 0:  # the first is the warm-up
+                            one.rounds[number] = seconds
+                        if one.future.done():
+                            running.remove(one)
+                            finished += [one] if self._close(one) is None else []
+                    if not running:
+                        break
+        for line in record([(one.point, one.run_dir, one.rounds) for one in finished]):
+            _say(line)
+
+    @contextmanager
+    def _at_work(
+        self, children: Children, at_once: int, let_go: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[list[_Running], ThreadPoolExecutor]]:
+        """Running points, and threads that wait for them; if interrupted, all are ended."""
+        running: list[_Running] = []
+        with ThreadPoolExecutor(at_once) as pool:
             try:
-                while running or (waiting and not (self.causes and self.stop_on_failure)):
-                    while waiting and len(running) < self.parallel:
-                        if self.causes and self.stop_on_failure:
-                            break
-                        decision = waiting.pop(0)
-                        point, run_dir = decision.point, self.folder / decision.folder
-                        _say(f"[{len(todo) - len(waiting)}/{len(todo)}] {point.name} starts")
-                        future = self._start(decision, state, pool, children)
-                        running[future] = (point, run_dir, time.monotonic())
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        point, run_dir, started_s = running.pop(future)
-                        elapsed_s = time.monotonic() - started_s
-                        self._ended(point, run_dir, _cause(future), elapsed_s, clock)
+                yield running, pool
             except BaseException:
                 _say(f"ending {len(running)} runs ...")
+                let_go()
                 children.end()
                 raise
 
     def _start(
         self, decision: Decision, state: SweepState, pool: ThreadPoolExecutor, children: Children
-    ) -> Future[str | None]:
+    ) -> _Running:
+        point, run_dir = decision.point, self.folder / decision.folder
+        number = 1 + self._todo.index(decision)
+        _say(f"[{number}/{len(self._todo)}] {point.name} starts")
         try:
-            run_dir = state.begin(decision, self.parallel)
-            write(decision.point.config, run_dir / EXPERIMENT_FILE)
+            state.begin(decision, self.settings.parallel)
+            write(point.config, run_dir / EXPERIMENT_FILE)
+            future = pool.submit(children.run, point, run_dir)
         except OSError as error:  # a full disk ends no sweep
-            failed = Future[str | None]()
-            failed.set_exception(error)
-            return failed
-        return pool.submit(children.run, decision.point, run_dir)
+            future = Future()
+            future.set_exception(error)
+        return _Running(point, run_dir, future, time.monotonic())
 
-    def _together(self, todo: Sequence[Decision], state: SweepState, clock: _Clock) -> None:
-        """All points at once, but one at a time makes steps, ends or loads."""
-        running: list[_Running] = []
-        finished: list[_Running] = []
-        with InterleavingServer() as conductor, ThreadPoolExecutor(len(todo)) as pool:
-            children = Children(1, _say, {ADDRESS: conductor.address})
-            try:
-                for number, decision in enumerate(todo, 1):
-                    point, run_dir = decision.point, self.folder / decision.folder
-                    _say(f"[{number}/{len(todo)}] {point.name} starts")
-                    future = self._start(decision, state, pool, children)
-                    running.append(_Running(point, run_dir, future, time.monotonic()))
-                    conductor.await_ready(run_dir, future.done)
-                for number in itertools.count():
-                    # There and back, so that a steady drift favours none.
-                    for one in running[:: -1 if number % 2 else 1]:
-                        seconds = conductor.turn(one.run_dir, one.future.done)
-                        if seconds is not None and number > 0:  # the first is the warm-up
-                            one.rounds[number] = seconds
-                        if one.future.done():
-                            running.remove(one)
-                            cause = _cause(one.future)
-                            elapsed_s = time.monotonic() - one.started_s
-                            self._ended(one.point, one.run_dir, cause, elapsed_s, clock)
-                            finished += [one] if cause is None else []
-                    if not running:
-                        break
-            except BaseException:
-                _say(f"ending {len(running)} runs ...")
-                conductor.close()
-                children.end()
-                raise
-        for line in record([(one.point, one.run_dir, one.rounds) for one in finished]):
-            _say(line)
+    def _close(self, one: _Running) -> str | None:
+        """Report the end of a point; returns why it failed, or None."""
+        error = one.future.exception()
+        cause = one.future.result() if error is None else _one_line(error)
+        self._ended(one.point, one.run_dir, cause, time.monotonic() - one.started_s)
+        return cause
 
-    def _ended(
-        self, point: Point, run_dir: Path, cause: str | None, elapsed_s: float, clock: _Clock
-    ) -> None:
-        clock.count(elapsed_s)
+    def _ended(self, point: Point, run_dir: Path, cause: str | None, took_s: float) -> None:
+        self._took_s.append(took_s)
         if cause is None:
-            text = f"finished in {human_duration(elapsed_s)}{_figures(run_dir)}"
+            text = f"finished in {human_duration(took_s)}{_figures(run_dir)}"
         else:
             self.causes[point.overrides] = cause
-            text = f"FAILED after {human_duration(elapsed_s)}: {cause}"
-            if clock.num_left:
-                text += "; no other starts" if self.stop_on_failure else "; the others go on"
-        goes_on = clock.num_left and not (self.causes and self.stop_on_failure)
+            text = f"FAILED after {human_duration(took_s)}: {cause}"
+            if self._num_left:
+                text += "; no other starts" if self._starts_no_more else "; the others go on"
         # Points that take turns end one soon after the other.
-        left = f" ({clock.describe()})" if goes_on and self.timing == "alone" else ""
-        _say(f"{point.name}: {text}{left}")
+        if self._num_left and not self._starts_no_more and not self._is_together:
+            done = len(self._took_s)
+            left_s = sum(self._took_s) / done * self._num_left / self.settings.parallel
+            text += f" ({done} of {len(self._todo)} done, about {human_duration(left_s)} left)"
+        _say(f"{point.name}: {text}")
 
     def _forget_folder(self) -> None:
         """Remove the folder that Hydra has already made for a refused sweep."""
@@ -258,61 +303,6 @@ class Sweep:
             for name in by_hydra:
                 (self.folder / name).unlink(missing_ok=True)
             self.folder.rmdir()
-
-
-@dataclass
-class _Running:
-    """A point among others that take turns. rounds: seconds of its turns."""
-
-    point: Point
-    run_dir: Path
-    future: Future[str | None]
-    started_s: float
-    rounds: dict[int, float] = field(default_factory=dict)
-
-
-class _Clock:
-    """Counts finished points and estimates the remaining time."""
-
-    def __init__(self, num_points: int, parallel: int) -> None:
-        self.num_points, self.parallel = num_points, parallel
-        self.num_done, self.total_s = 0, 0.0
-
-    def count(self, elapsed_s: float) -> None:
-        self.num_done += 1
-        self.total_s += elapsed_s
-
-    @property
-    def num_left(self) -> int:
-        return self.num_points - self.num_done
-
-    def describe(self) -> str:
-        left_s = self.total_s / self.num_done * self.num_left / self.parallel
-        return f"{self.num_done} of {self.num_points} done, about {human_duration(left_s)} left"
-
-
-def check_settings(
-    name: object, parallel: object, timing: str = "alone", stop_on_failure: bool = False
-) -> None:
-    """Raises ConfigError."""
-    check_int("hydra.launcher.parallel", parallel, 1)
-    check_choice("hydra.launcher.timing", timing, TIMINGS)
-    if timing == "together" and parallel != 1:
-        raise ConfigError(
-            f"hydra.launcher.timing=together lets one point compute at a time, and "
-            f"hydra.launcher.parallel={parallel} asks for more: leave one of the two out"
-        )
-    if timing == "together" and stop_on_failure:
-        raise ConfigError(
-            "hydra.launcher.timing=together starts all points before the first step, so "
-            "hydra.launcher.stop_on_failure=true could keep none from starting: leave one of the "
-            "two out"
-        )
-    if name is not None and not re.fullmatch(r"\w[\w.-]*", str(name), re.ASCII):
-        raise ConfigError(
-            f"sweep must be a name of letters, digits, '_', '-' and '.', for it is a folder and "
-            f"an MLflow tag; got {name!r}"
-        )
 
 
 def refuse(reasons: Sequence[str]) -> int:
@@ -372,12 +362,6 @@ def _figures(run_dir: Path) -> str:
     parts += [f"{human_seconds(step_s)} a step"] if step_s is not None else []
     parts += [f"ratio {ratio:.2f}x"] if ratio is not None else []
     return "".join(f", {part}" for part in parts)
-
-
-def _cause(future: Future[str | None]) -> str | None:
-    """Why the point failed, or None."""
-    error = future.exception()
-    return future.result() if error is None else _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

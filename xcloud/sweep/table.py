@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcloud.base.units import UNKNOWN, human_percent, human_seconds
+from xcloud.record.events import TIMES
 from xcloud.record.scores import score_name, score_text, shown_scores
 from xcloud.record.tracked_values import final_metrics
 from xcloud.report.tables import WIDTH_OF_A_FILE, Column, console_of, print_table
 from xcloud.sweep.points import identity, varying
-from xcloud.sweep.published import Published, published_for
-from xcloud.sweep.results import Result, Row, Spread
+from xcloud.sweep.results import Published, Result, Row, Spread, published_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,68 +25,54 @@ WIDTH_OF_A_SWEEP = 200  # in a file: a wrapped label cannot be searched for
 
 def print_sweep(rows: Sequence[Row], console: Console | None = None) -> None:
     console = console or console_of(WIDTH_OF_A_SWEEP)
-    columns = _columns(rows)
+    # A column without a figure is left out.
+    columns = [(heading, cells) for heading, cells in _columns(rows) if any(cells)]
     heads = [
-        Column(c.heading, right=i > 0, wraps=i == 0, dim=c.heading.startswith(PAPER))
-        for i, c in enumerate(columns)
+        Column(heading, right=i > 0, wraps=i == 0, dim=heading.startswith(PAPER))
+        for i, (heading, _) in enumerate(columns)
     ]
     console.print()
-    print_table(console, heads, zip(*(column.cells for column in columns), strict=True))
+    print_table(console, heads, zip(*(cells for _, cells in columns), strict=True))
     width = min(console.width, WIDTH_OF_A_FILE)
     for line in _remarks(rows):
         console.print(line, style="dim", width=width, markup=False, highlight=False)
 
 
-@dataclass(frozen=True)
-class _Column:
-    heading: str
-    cells: list[str]
-
-
-def _columns(rows: Sequence[Row]) -> list[_Column]:
-    """The columns of the table, without empty ones."""
+def _columns(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
+    """Headings with a cell for each row."""
     published = [published_for(row) or Published() for row in rows]
-    columns = [_Column("setting", [row.label for row in rows])]
+    yield "setting", [row.label for row in rows]
     if len({row.sweep for row in rows}) > 1:
-        columns.append(_Column("sweep", [row.sweep for row in rows]))
-    columns.append(_Column("runs", [_runs(row) for row in rows]))
+        yield "sweep", [row.sweep for row in rows]
+    yield "runs", [_runs(row) for row in rows]
     for index, name in enumerate(shown_scores(name for row in rows for name in row.quality)):
-        cells = [spread_text(name, row.quality.get(name)) for row in rows]
-        columns.append(_Column(score_name(name), cells))
+        yield score_name(name), [spread_text(name, row.quality.get(name)) for row in rows]
         if index == 0:
-            heading = f"{PAPER}{score_name(name)}"
-            columns += _known(heading, [known.quality or None for known in published])
-    columns.append(_Column("step time", [_seconds(row.step_time_s) for row in rows]))
+            yield f"{PAPER}{score_name(name)}", [known.quality for known in published]
+    yield "step time", [_seconds(row.step_time_s) for row in rows]
     if any(row.step_ratio for row in rows):
-        cells = [str(row.step_ratio or UNKNOWN) for row in rows]
-        columns.append(_Column("step time ratio", cells))
-    if _tells_something(rows):
+        yield "step time ratio", [str(row.step_ratio or UNKNOWN) for row in rows]
+    if _compares(rows):
         heading = "share" if _are_timed_together(rows) else "share, one after another"
-        columns.append(_Column(heading, [_share(row) for row in rows]))
-    columns += _known(f"{PAPER}share", [_knownhuman_percent(known.share) for known in published])
+        yield heading, [_share(row) for row in rows]
+    yield f"{PAPER}share", [_percent(known.share) for known in published]
     if any(row.share_of_one_cloud for row in rows):
         name, heading = _rate(rows)
-        columns.append(_Column(heading, [_rate_text(row.rates.get(name)) for row in rows]))
+        yield heading, [_rate_text(row.rates.get(name)) for row in rows]
         alone = [row.share_of_one_cloud.get(name) for row in rows]
-        columns.append(_Column("of one cloud", [human_percent(share, 1) for share in alone]))
-        there = [_knownhuman_percent(known.of_one_cloud) for known in published]
-        columns += _known(f"{PAPER}of one cloud", there)
+        yield "of one cloud", [human_percent(share, 1) for share in alone]
+        yield f"{PAPER}of one cloud", [_percent(known.of_one_cloud) for known in published]
     ratios = [row.compression_ratio for row in rows]
-    columns.append(_Column("ratio", [f"{r.mean:.2f}x" if r else UNKNOWN for r in ratios]))
-    there = [f"{known.ratio:g}x" if known.ratio else None for known in published]
-    columns += _known(f"{PAPER}ratio", there)
-    return columns
+    yield "ratio", [f"{ratio.mean:.2f}x" if ratio else UNKNOWN for ratio in ratios]
+    yield f"{PAPER}ratio", [f"{known.ratio:g}x" if known.ratio else "" for known in published]
 
 
-def _known(heading: str, cells: Sequence[str | None]) -> list[_Column]:
-    return [_Column(heading, [cell or "" for cell in cells])] if any(cells) else []
+def _percent(share: float | None) -> str:
+    """Of a published figure, empty where there is none."""
+    return "" if share is None else human_percent(share)
 
 
-def _knownhuman_percent(share: float | None) -> str | None:
-    return None if share is None else human_percent(share)
-
-
-def _tells_something(rows: Sequence[Row]) -> bool:
+def _compares(rows: Sequence[Row]) -> bool:
     """Whether a share compares a row with another row."""
     return any(row.share is not None and row.share != 1.0 for row in rows)
 
@@ -134,34 +119,34 @@ def write_csv(folder: Path, rows: Sequence[Row], results: Sequence[Result]) -> l
 
 
 def _flat_row(row: Row) -> Iterator[tuple[str, object]]:
+    def spread(name: str, value: Spread | None, digits: int) -> Iterator[tuple[str, object]]:
+        yield name, round(value.mean, digits) if value else None
+        yield f"{name}_std", rounded(value.std if value else None, digits)
+
+    def rounded(value: float | None, digits: int = 4) -> float | None:
+        return None if value is None else round(value, digits)
+
     yield "sweep", row.sweep
     yield "setting", row.label
     yield "compression", row.compression
     yield "runs", len(row.results)
     yield "finished", row.num_finished
-    spreads = {
-        **row.quality,
-        "step_time_s": row.step_time_s,
-        "compression_ratio": row.compression_ratio,
-    }
-    for name, spread in spreads.items():
-        yield name, round(spread.mean, 6) if spread else None
-        yield f"{name}_std", round(spread.std, 6) if spread and spread.std is not None else None
-    yield "share_of_uncompressed_step_time", round(row.share, 4) if row.share else None
-    yield "share_std", round(row.share_std, 4) if row.share_std else None
+    spreads = {**row.quality, "step_time_s": row.step_time_s,
+               "compression_ratio": row.compression_ratio}  # fmt: skip
+    for name, value in spreads.items():
+        yield from spread(name, value, 6)
+    yield "share_of_uncompressed_step_time", rounded(row.share)
+    yield "share_std", rounded(row.share_std)
     if (ratio := row.step_ratio) is not None:
-        yield "step_time_ratio", round(ratio.ratio, 4)
-        yield "step_time_ratio_low", round(ratio.low, 4)
-        yield "step_time_ratio_high", round(ratio.high, 4)
+        figures = {"": ratio.ratio, "_low": ratio.low, "_high": ratio.high}
+        yield from ((f"step_time_ratio{end}", round(figure, 4)) for end, figure in figures.items())
         yield "step_time_ratio_to", ratio.to
     for name, rate in row.rates.items():
-        yield name, round(rate.mean, 3)
-        yield f"{name}_std", round(rate.std, 3) if rate.std is not None else None
-        share = row.share_of_one_cloud.get(name)
-        yield f"{name}_share_of_one_cloud", round(share, 4) if share else None
-    for kind in ("compute_s", "codec_s", "waiting_s", "sync_s"):
-        for cloud, value in row.parts_s(kind).items():
-            yield f"{kind}_{cloud}", round(value, 6)
+        yield from spread(name, rate, 3)
+        yield f"{name}_share_of_one_cloud", rounded(row.share_of_one_cloud.get(name))
+    for kind in TIMES:
+        for cloud, seconds in row.parts_s(kind).items():
+            yield f"{kind}_{cloud}", round(seconds, 6)
     known = published_for(row) or Published()
     yield "paper_quality", known.quality or None
     yield "paper_share", known.share
@@ -173,7 +158,7 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     results = [result for row in rows for result in row.results]
     if any(row.num_finished > 1 for row in rows):
         yield "± is the standard deviation over seeds."
-    if _tells_something(rows):
+    if _compares(rows):
         yield "share: of the step time of the uncompressed runs of the same sweep."
         if not _are_timed_together(rows):
             yield (
@@ -205,14 +190,16 @@ def spread_text(name: str, spread: Spread | None) -> str:
     """A score as 41.92 ± 0.31."""
     if spread is None:
         return UNKNOWN
-    text = score_text(name, spread.mean)
-    return text if spread.std is None else f"{text} ± {score_text(name, spread.std)}"
+    return _plus_minus(spread, lambda value: score_text(name, value))
 
 
 def _rate_text(rate: Spread | None) -> str:
-    if rate is None:
-        return UNKNOWN
-    return f"{rate.mean:,.0f}" if rate.std is None else f"{rate.mean:,.0f} ± {rate.std:,.0f}"
+    return UNKNOWN if rate is None else _plus_minus(rate, lambda value: f"{value:,.0f}")
+
+
+def _plus_minus(spread: Spread, text: Callable[[float], str]) -> str:
+    mean = text(spread.mean)
+    return mean if spread.std is None else f"{mean} ± {text(spread.std)}"
 
 
 def _seconds(spread: Spread | None) -> str:

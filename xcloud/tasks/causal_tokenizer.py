@@ -74,6 +74,10 @@ class CausalTokenizer:
         first = self._first[0] if self._first else self._eos
         return TokenIds(len(self._pretrained), NO_TOKEN, first, self._eos, NO_TOKEN)
 
+    @property
+    def vocabularies(self) -> dict[str, TokenIds]:
+        return {"text": self.token_ids}
+
     @cached_property
     def digest(self) -> str:
         described = f"{self._pretrained.backend_tokenizer.to_str()} {self._template}"

@@ -12,14 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from xcloud.base.checks import check_int
 from xcloud.base.errors import DataError
 from xcloud.contracts.model import NO_LABEL, Batch, TokenIds
-from xcloud.contracts.task import Split
+from xcloud.contracts.task import Split, UsedAs
 from xcloud.tasks.causal_tokenizer import CausalTokenizer, Document
 from xcloud.tasks.classification import check_fields
 from xcloud.tasks.corpus.documents import (
@@ -52,6 +52,8 @@ class LanguageModelling(SizedTask):
     A cloud that sees the labels but not the text reads the same file and keeps the answers only.
     """
 
+    used_as: ClassVar[UsedAs] = "causal language model"
+
     corpus: Documents
     tokenizer: TokenizerChoice = field(default_factory=TrainedTokenizer)
     max_length: int = 128
@@ -62,6 +64,9 @@ class LanguageModelling(SizedTask):
     def __post_init__(self) -> None:
         check_int("task.max_length", self.max_length, MIN_LENGTH)
         check_sizes(self.sizes)
+
+    def saved_text(self, folder: Path) -> CausalTokenizer:
+        return CausalTokenizer.load(folder / FOLDER_NAME)
 
     def load(self, fields: frozenset[str], seed: int) -> LanguageData:
         """`seed` changes nothing: runs of several seeds learn and are scored on the same text."""

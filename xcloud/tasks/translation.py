@@ -19,7 +19,7 @@ from xcloud.base.checks import check_int
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.project import in_project
 from xcloud.contracts.model import Batch, TokenIds
-from xcloud.contracts.task import Split
+from xcloud.contracts.task import Split, UsedAs
 from xcloud.tasks.corpus.demo_grammar import DemoGrammar
 from xcloud.tasks.corpus.folder import Folder
 from xcloud.tasks.corpus.pairs import Pairs
@@ -48,6 +48,8 @@ class Translation:
     cache_dir: for trained tokenizers; relative to the checkout.
     """
 
+    used_as: ClassVar[UsedAs] = "translation task"
+
     corpus: Corpus
     source: str = "es"
     target: str = "en"
@@ -64,6 +66,9 @@ class Translation:
                 raise ConfigError(f"task.{key} must name a language or column, such as es")
         if self.source == self.target:
             raise ConfigError(f"task.source and task.target are both {self.source!r}")
+
+    def saved_text(self, folder: Path) -> TranslationText:
+        return TranslationText.load(folder, self.max_length)
 
     def describe(self) -> str:
         return f"{self.corpus.describe()} {self.source}→{self.target}"

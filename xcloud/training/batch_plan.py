@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
+from xcloud.contracts.model import Batch
+from xcloud.parallel.exchange import Work
 
 
 class BatchPlan:
@@ -91,14 +94,42 @@ def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
     return list(torch.tensor_split(ids, num_pieces))
 
 
-def samples_of(
-    pieces: Sequence[Tensor], num_micro_batches: int, replica: int, num_replicas: int
-) -> Tensor:
-    """Sample ids that one of the replicas trains on in an update. pieces: of all its passes, each
-    of num_micro_batches."""
-    numbered = enumerate(pieces)
-    own = [ids for i, ids in numbered if i % num_micro_batches % num_replicas == replica]
-    return torch.cat(own)
+@dataclass
+class Feed:
+    """The samples of one rank's updates, micro-batch by micro-batch.
+
+    turns: (first, period) of each stage of this rank, see Pipeline. fetch(ids): the visible fields
+    of samples. weigh(ids): their weight in the loss; None in ranks without the last stage.
+    of_replica: (number, how many), where each replica updates apart, from its own micro-batches.
+    work: of the update that was begun last.
+    """
+
+    plan: BatchPlan
+    turns: Collection[tuple[int, int]]
+    fetch: Callable[[Tensor], Batch]
+    weigh: Callable[[Tensor], float] | None
+    of_replica: tuple[int, int] = (0, 1)
+    work: Work = field(default_factory=Work)
+
+    def begin(self, step: int, num_micro_batches: int, num_passes: int) -> list[Tensor]:
+        """Sample ids of all micro-batches of an update: num_micro_batches of each pass."""
+        pieces = cut(self.plan.ids(step), num_passes * num_micro_batches)
+        replica, num_replicas = self.of_replica
+        numbered = enumerate(pieces)
+        ids = torch.cat(
+            [piece for i, piece in numbered if i % num_micro_batches % num_replicas == replica]
+        )
+        self.work = Work(len(ids), self.weigh(ids) if self.weigh else 1.0)
+        return pieces
+
+    def batches(self, pieces: Sequence[Tensor]) -> dict[int, Batch]:
+        """Of this rank, in one pass. pieces: of the pass."""
+        found = {}
+        for i, ids in enumerate(pieces):
+            if any(i % period == first for first, period in self.turns):
+                found[i] = self.fetch(ids)
+                self.work.num_own += len(ids)
+        return found
 
 
 def _shares(total: int, weights: list[int]) -> list[int]:

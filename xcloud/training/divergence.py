@@ -9,18 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xcloud.base.checks import check_choice, check_int
 from xcloud.base.errors import TrainingDiverged
 from xcloud.comm.state import State, whole_number
 
 OnDivergence = Literal["stop", "skip"]
 
 _ADVICE = "A lower learning_rate, more warmup_steps or a clip_norm of its optimizer may help"
-
-
-def check_divergence_settings(on_divergence: str, max_skips_in_a_row: int) -> None:
-    check_choice("training.on_divergence", on_divergence, ("stop", "skip"))
-    check_int("training.max_skips_in_a_row", max_skips_in_a_row, 1)
 
 
 @dataclass

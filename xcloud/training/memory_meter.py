@@ -7,15 +7,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xcloud.parallel.sharded import local_part
+from xcloud.comm.state import bytes_to_copy
+from xcloud.parallel.part import Part, StepReport
+from xcloud.parallel.partition import local_part
+from xcloud.record.reporter import Reporter
+from xcloud.training.trainer import Trainer
 
 
 class MemoryMeter:
@@ -61,6 +65,28 @@ class MemoryMeter:
             "optimizer": optimizer_bytes,
             "activations": self._activations.peak_bytes,
         }
+
+
+class MemoryReport(Part):
+    """Of a pipeline's rank. states: takes the state that checkpoints copy; None: none are made."""
+
+    def __init__(
+        self, trainer: Trainer, reporter: Reporter, states: Callable[[], object] | None
+    ) -> None:
+        self._trainer, self._reporter, self._states = trainer, reporter, states
+        self._meter, self._first = MemoryMeter(trainer.pipeline.device), ExitStack()
+
+    def before_update(self, step: int) -> None:
+        self._first.enter_context(self._meter.first_step())
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._first.close()
+
+    def finish(self) -> None:
+        moments = optimizer_bytes(self._trainer.optimizers)
+        figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
+        copied = bytes_to_copy(self._states) if self._states is not None else 0
+        self._reporter.event("memory", **figures, checkpoint=copied)
 
 
 class SavedTensors:

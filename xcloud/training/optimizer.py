@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from inspect import unwrap
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from xcloud.base.checks import check_choice, check_int, check_number
-from xcloud.base.errors import ConfigError
+from xcloud.base.settings import NotNegative, NotNegativeFloat, PositiveFloat, settings
 
 
 class AdamW(torch.optim.AdamW):
@@ -26,7 +25,7 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-@dataclass(frozen=True)
+@settings("optimizer")
 class Optimizer:
     """AdamW; the learning rate rises linearly over warmup_steps, then follows `decay`:
 
@@ -36,25 +35,16 @@ class Optimizer:
     (parameters of fewer than two axes) are spared, as in BERT (arXiv:1810.04805) and nanoGPT.
     """
 
-    learning_rate: float = 5e-4
-    warmup_steps: int = 4000
+    learning_rate: PositiveFloat = 5e-4
+    warmup_steps: NotNegative = 4000
     decay: Literal["inverse_sqrt", "linear", "constant"] = "inverse_sqrt"
-    betas: Sequence[float] = (0.9, 0.98)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("optimizer.learning_rate", self.learning_rate, 0.0, above=True)
-        check_int("optimizer.warmup_steps", self.warmup_steps, 0)
-        check_choice("optimizer.decay", self.decay, ("inverse_sqrt", "linear", "constant"))
-        check_number("optimizer.eps", self.eps, 0.0, above=True)
-        check_number("optimizer.weight_decay", self.weight_decay, 0.0)
-        check_number("optimizer.clip_norm", self.clip_norm, 0.0)
-        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
-            raise ConfigError(f"optimizer.betas must be two numbers, got {self.betas!r}")
-        for beta in self.betas:
-            check_number("optimizer.betas", beta, 0.0, 0.999999)
+    betas: Annotated[
+        Sequence[Annotated[float, Field(ge=0.0, le=0.999999)]],
+        Field(min_length=2, max_length=2),
+    ] = (0.9, 0.98)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NotNegativeFloat = 0.0
+    clip_norm: NotNegativeFloat = 0.0
 
     def learning_rate_at(self, step: int, max_steps: int) -> float:
         """Learning rate of update `step` (1-based), never above the peak. With decay=linear it is

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from xcloud.base.checks import check_choice, check_int, check_number
-from xcloud.base.errors import ConfigError
-from xcloud.training.divergence import OnDivergence, check_divergence_settings
+from xcloud.base.settings import NotNegative, NotNegativeFloat, Positive, settings
+from xcloud.training.divergence import OnDivergence
 from xcloud.training.optimizer import Optimizer
 
 
-@dataclass(frozen=True)
+@settings("training.checkpoint")
 class Checkpoints:
     """When a run saves what it can go on from (survive/checkpointing.py).
 
@@ -24,21 +23,16 @@ class Checkpoints:
     keep: of the checkpoints that all ranks have completed, the newest so many.
     """
 
-    every_steps: int = 500
-    every_minutes: float = 10.0
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        check_int("training.checkpoint.every_steps", self.every_steps, 0)
-        check_number("training.checkpoint.every_minutes", self.every_minutes, 0.0)
-        check_int("training.checkpoint.keep", self.keep, 1)
+    every_steps: NotNegative = 500
+    every_minutes: NotNegativeFloat = 10.0
+    keep: Positive = 2
 
     @property
     def are_made(self) -> bool:
         return bool(self.every_steps or self.every_minutes)
 
 
-@dataclass(frozen=True)
+@settings("training")
 class Training:
     """batch_size: samples of one update, over all ranks and accumulation steps together.
 
@@ -56,34 +50,18 @@ class Training:
     stop the run, or skip the update in every rank, at most max_skips_in_a_row times in a row.
     """
 
-    max_steps: int
-    batch_size: int = 64
-    accumulate_steps: int = 1
+    max_steps: Positive
+    batch_size: Positive = 64
+    accumulate_steps: Positive = 1
     precision: Literal["fp32", "bf16", "auto"] = "auto"
-    evaluate_every: int = 0
-    eval_batch_size: int = 64
-    eval_samples: int | None = None
-    activation_cache_mb: int = 0
+    evaluate_every: NotNegative = 0
+    eval_batch_size: Positive = 64
+    eval_samples: Positive | None = None
+    activation_cache_mb: NotNegative = 0
     on_divergence: OnDivergence = "stop"
-    max_skips_in_a_row: int = 10
+    max_skips_in_a_row: Positive = 10
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
-
-    def __post_init__(self) -> None:
-        check_int("training.max_steps", self.max_steps, 1)
-        check_int("training.batch_size", self.batch_size, 1)
-        check_int("training.accumulate_steps", self.accumulate_steps, 1)
-        check_int("training.evaluate_every", self.evaluate_every, 0)
-        check_int("training.eval_batch_size", self.eval_batch_size, 1)
-        if self.eval_samples is not None:
-            check_int("training.eval_samples", self.eval_samples, 1)
-        check_int("training.activation_cache_mb", self.activation_cache_mb, 0)
-        check_divergence_settings(self.on_divergence, self.max_skips_in_a_row)
-        check_choice("training.precision", self.precision, ("fp32", "bf16", "auto"))
-        if not isinstance(self.optimizer, Optimizer):
-            raise ConfigError(f"training.optimizer must be an Optimizer, got {self.optimizer!r}")
-        if not isinstance(self.checkpoint, Checkpoints):
-            raise ConfigError(f"training.checkpoint must be Checkpoints, got {self.checkpoint!r}")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

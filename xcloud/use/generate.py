@@ -12,21 +12,22 @@ training; --no-cache sends the whole text for each token, as an evaluation does.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from xcloud.base.errors import DataError, XcloudError
 from xcloud.comm.boundary import Message
-from xcloud.models.causal_network import Past
-from xcloud.models.causal_stage import TEXT, TYPES, CausalStage
-from xcloud.use.causal import TrainedCausal
-from xcloud.use.trained_boundaries import TrainedBorders
+from xcloud.models.causal_stage import CausalStage, Past
+from xcloud.models.stages import TEXT, TYPES
+from xcloud.tasks.causal_tokenizer import CausalTokenizer
+from xcloud.use.trained import TrainedRun, parser_of
 
 UNFINISHED = "\ufffd"  # a tokenizer's word for bytes that are no character yet
 
@@ -81,17 +82,17 @@ class Writer:
 
 
 class Generator:
-    """A trained run that writes on."""
+    """A trained run that writes on. Raises ConfigError or DataError if the folder holds no
+    finished run of a causal language model."""
 
-    def __init__(
-        self, trained: TrainedCausal, compressed: bool = True, cached: bool = True
-    ) -> None:
-        self._tokenizer = trained.tokenizer
-        self.between = "\n" if trained.tokenizer.learns_chats else ""  # question and answer
-        stages = [stage for stage in trained.stages() if isinstance(stage, CausalStage)]
-        boundaries = TrainedBorders(trained.experiment, compressed)
-        self._writer = Writer(stages, boundaries.carry, cached)
-        self._longest = int(stages[-1].architecture["config"]["max_position_embeddings"])
+    def __init__(self, run_dir: Path, compressed: bool = True, cached: bool = True) -> None:
+        run = TrainedRun.open(run_dir, "causal language model")
+        self._tokenizer = cast(CausalTokenizer, run.text)
+        self.between = "\n" if self._tokenizer.learns_chats else ""  # question and answer
+        stages = cast(list[CausalStage], run.stages())
+        self._writer = Writer(stages, partial(run.carry, compressed=compressed), cached)
+        config = stages[-1].architecture["config"]
+        self._longest = int(config["max_position_embeddings"])
 
     def write_on(self, prompt: str, max_new_tokens: int, choice: Choice | None = None) -> str:
         """What follows the prompt, up to the end token."""
@@ -103,7 +104,7 @@ class Generator:
         """The same as it comes."""
         tokenizer = self._tokenizer
         given = tokenizer.prompt(prompt)
-        ids, said = list(given), tokenizer.decode(given)
+        ids, written = list(given), tokenizer.decode(given)
         if len(given) >= self._longest:
             raise DataError(
                 f"the prompt has {len(given)} tokens; the model has {self._longest} positions"
@@ -116,19 +117,14 @@ class Generator:
             ids.append(token)
             text = tokenizer.decode(ids)
             # Later tokens may change what the last ones mean: a character of several bytes.
-            if text.startswith(said) and not text.endswith(UNFINISHED):
-                yield text[len(said) :]
-                said = text
-        yield tokenizer.decode(ids)[len(said) :]
+            if text.startswith(written) and not text.endswith(UNFINISHED):
+                yield text[len(written) :]
+                written = text
+        yield tokenizer.decode(ids)[len(written) :]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m xcloud generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    parser = parser_of("generate", __doc__)
     parser.add_argument("text", nargs="+", help="what to go on from")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: no drawing (default)")
@@ -144,9 +140,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top-p must be above 0 and at most 1, got {arguments.top_p}")
     try:
-        generator = Generator(
-            TrainedCausal(arguments.run), not arguments.uncompressed, not arguments.no_cache
-        )
+        compressed, cached = not arguments.uncompressed, not arguments.no_cache
+        generator = Generator(arguments.run, compressed, cached)
         for text in arguments.text:
             choice = Choice(arguments.temperature, arguments.top_p, arguments.seed)
             print(text, end=generator.between, flush=True)

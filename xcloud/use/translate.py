@@ -7,70 +7,41 @@ With no text, lines are read from standard input.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from xcloud.base.errors import ConfigError, XcloudError
-from xcloud.base.project import MODEL_DIR
+from xcloud.base.errors import XcloudError
 from xcloud.comm.boundary import Message
-from xcloud.contracts.model import Stage
-from xcloud.job.config import EXPERIMENT_FILE, read_job
-from xcloud.job.experiment import Experiment
-from xcloud.rank.export import fill, read_stage
-from xcloud.record.segments import check_is_run
-from xcloud.tasks.translation import Translation, TranslationText
-from xcloud.use.trained_boundaries import TrainedBorders
+from xcloud.tasks.translation import TranslationText
+from xcloud.use.trained import TrainedRun, parser_of
 
 
 class Translator:
-    """All stages of a trained run in one process."""
+    """All stages of a trained run in one process. Raises ConfigError or DataError if the folder
+    holds no finished translation run."""
 
     def __init__(self, run_dir: Path, *, compressed: bool = True) -> None:
-        """Raises ConfigError or DataError if the folder holds no finished translation run."""
-        check_is_run(run_dir, EXPERIMENT_FILE)
-        job = read_job(run_dir / EXPERIMENT_FILE)
-        if not isinstance(job, Experiment) or not isinstance(job.task, Translation):
-            raise ConfigError(f"{run_dir} is no run of a translation task: {job.headline}")
-        self.experiment, task = job, job.task
-        self.text = TranslationText.load(run_dir / MODEL_DIR, task.max_length)
-        self.stages = [self._stage(run_dir, i) for i in range(self.experiment.cluster.num_stages)]
-        self.boundaries = TrainedBorders(self.experiment, compressed)
-
-    def _stage(self, run_dir: Path, number: int) -> Stage:
-        architecture, path = read_stage(run_dir, number)
-        stage = self.experiment.model.empty_stage(
-            number,
-            self.experiment.cluster.num_stages,
-            self.text.vocabularies,
-            self.experiment.task.max_length,
-            architecture,
-        )
-        fill(stage, path)
-        return stage.eval()
+        self.run = TrainedRun.open(run_dir, "translation task")
+        self.text = cast(TranslationText, self.run.text)
+        self.stages, self.compressed = self.run.stages(), compressed
 
     @torch.no_grad()
     def translate(self, lines: Sequence[str]) -> list[str]:
-        ids = torch.arange(len(lines))
-        batch = {"ids": ids, "source": self.text.source_batch(lines)}
+        batch = {"ids": torch.arange(len(lines)), "source": self.text.source_batch(lines)}
         message: Message | None = None
         for number, stage in enumerate(self.stages[:-1]):
             message = stage(message, batch).send
             assert message is not None
-            message = self.boundaries.carry(number, message)
+            message = self.run.carry(number, message, self.compressed)
         return [self.text.decode(tokens) for tokens in self.stages[-1].predict(message, batch)]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m xcloud translate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    parser = parser_of("translate", __doc__)
     parser.add_argument("text", nargs="*", help="lines to translate; none = standard input")
     parser.add_argument("--uncompressed", action="store_true", help="omit the compressors")
     arguments = parser.parse_args(words)

@@ -1,5 +1,5 @@
 """`python -m xcloud status RUN`: what every rank of a run does, from the files of its folder.
-Works while the run goes on, hangs, or has ended. Starts and changes nothing.
+Works while the run is running, hangs, or has ended. Starts and changes nothing.
 
 Of a run over several machines each cloud's folder tells of its own ranks.
 """
@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from xcloud.base.errors import XcloudError
+from xcloud.base.units import human_duration
+from xcloud.record.events import EVENTS_FILE, EventReader
 from xcloud.record.rank_state import LAUNCHER_FILE, failure_of
-from xcloud.record.segments import EVENTS_FILE, check_is_run
+from xcloud.record.segments import check_is_run
+from xcloud.record.summary import SUMMARY_FILE
 
 STALE_S = 5.0  # a rank writes its state every second
 
@@ -39,52 +43,74 @@ class RankStatus:
     has_ended: bool
     process: str
     waits: tuple[tuple[int, str, float], ...]
-    by_torchrun: bool = False
-    is_away: bool = False
+    by_torchrun: bool
+    is_away: bool
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], now: float) -> RankStatus:
+        """state: as RankState writes it."""
+        waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
+        process = "gone" if state["ended"] else _process(state["pid"], state["host"])
+        return cls(
+            rank=state["rank"],
+            phase=state["phase"],
+            phase_s=now - state["phase_since"],
+            step=state.get("step"),
+            step_s=now - state["step_at"] if "step_at" in state else None,
+            silent_s=now - state["written"],
+            has_ended=state["ended"],
+            process=process,
+            waits=tuple(sorted(waits, key=lambda wait: -wait[2])),
+            by_torchrun=state.get("torchrun", False),
+            is_away=process == "gone" and state.get("may_leave", False),
+        )
 
     @property
     def is_well(self) -> bool:
         return self.process in ("running", "unknown") and self.silent_s <= STALE_S
 
+    @property
+    def trouble(self) -> str:
+        what = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}
+        silent = f"gave no sign of life for {human_duration(self.silent_s)}"
+        return f"rank {self.rank} {what.get(self.process, silent)}"
+
+    def line(self, wait: tuple[int, str, float] | None) -> str:
+        """wait: the one to show."""
+        text = f"rank {self.rank}: {self.phase} for {human_duration(self.phase_s)}"
+        if self.step is not None:
+            text += f", step {self.step} done {human_duration(self.step_s or 0.0)} ago"
+        if self.has_ended:
+            return text
+        if wait is not None:
+            text += f"; waits for {wait[1]} from rank {wait[0]} for {human_duration(wait[2])}"
+        silent = human_duration(self.silent_s)
+        return f"{text}; process {self.process}, last sign of life {silent} ago"
+
 
 def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
     now = time.time() if now is None else now
-    found = []
+    ranks = []
     for path in run_dir.glob("rank*.state.json"):
         try:
-            found.append(_status(json.loads(path.read_text("utf-8")), now))
+            ranks.append(RankStatus.of(json.loads(path.read_text("utf-8")), now))
         except (OSError, ValueError, LookupError, TypeError) as error:
             print(f"{path} cannot be read: {error!r}", file=sys.stderr)
-    return sorted(found, key=lambda status: status.rank)
-
-
-def _status(state: dict[str, Any], now: float) -> RankStatus:
-    waits = [(one["rank"], one["message"], now - one["since"]) for one in state["waits_for"]]
-    process = "gone" if state["ended"] else _process(state["pid"], state["host"])
-    is_away = process == "gone" and state.get("may_leave", False)
-    step_at = state.get("step_at")
-    return RankStatus(
-        state["rank"], state["phase"], now - state["phase_since"], state.get("step"),
-        None if step_at is None else now - step_at, now - state["written"], state["ended"],
-        process, tuple(sorted(waits, key=lambda wait: -wait[2])), state.get("torchrun", False),
-        is_away,
-    )  # fmt: skip
+    return sorted(ranks, key=lambda status: status.rank)
 
 
 def _process(pid: int, host: str) -> str:
     if host != socket.gethostname():
         return "unknown"
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return "gone"
-    except PermissionError:
-        pass
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "running"  # where there is no /proc
-    return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(state, "running")
+    except psutil.AccessDenied:
+        return "running"
+    ends = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped",
+            psutil.STATUS_ZOMBIE: "gone"}  # fmt: skip
+    return ends.get(state, "running")
 
 
 def waited_for(ranks: Sequence[RankStatus]) -> dict[int, tuple[int, str, float]]:
@@ -119,7 +145,7 @@ def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     return found
 
 
-def _checkpoints(run_dir: Path) -> dict[int, float]:
+def checkpoints(run_dir: Path) -> dict[int, float]:
     """When each that counts was agreed on, by step."""
     return {
         int(match[1]): path.stat().st_mtime
@@ -128,90 +154,70 @@ def _checkpoints(run_dir: Path) -> dict[int, float]:
     }
 
 
-def last_checkpoint(run_dir: Path, now: float) -> str:
-    marks = _checkpoints(run_dir)
-    if not marks:
-        return "no checkpoint yet that all ranks have agreed on"
-    step = max(marks)
-    return f"last checkpoint: step {step}, {_age(now - marks[step])} ago"
-
-
 def describe(run_dir: Path) -> str:
     """Raises ConfigError if there is no run."""
     now = time.time()
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.gz", "rank*.state.json")
     ranks = ranks_of(run_dir, now)
-    lines = [f"{run_dir}: {_whole(run_dir, ranks, now)}", ""]
     waits = waited_for(ranks)
-    lines += [_line(one, waits.get(one.rank)) for one in ranks]
+    lines = [f"{run_dir}: {_whole(run_dir, ranks, now)}", ""]
+    lines += [one.line(waits.get(one.rank)) for one in ranks]
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
         lines.append(f"rank {rank} is waited for by rank{'s' * (len(waiting) > 1)} {names}")
-    return "\n".join([*lines, last_checkpoint(run_dir, now)])
+    last = {event["sender"]: event for event in EventReader(run_dir / EVENTS_FILE, warn=False)
+            if event["event"] == "refused_reports"}  # fmt: skip
+    lines += [f"{event['num']} reports of rank {sender} were refused, the last one as: "
+              f"{event.get('reason')}" for sender, event in sorted(last.items())]  # fmt: skip
+    if marks := checkpoints(run_dir):
+        step = max(marks)
+        lines.append(f"last checkpoint: step {step}, {human_duration(now - marks[step])} ago")
+    else:
+        lines.append("no checkpoint yet that all ranks have agreed on")
+    return "\n".join(lines)
 
 
 def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
-        ill = [one for one in ranks if not one.is_well and not one.is_away]
-        if not ill:
-            away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
-            return "; ".join(["running", *away])
-        return "running, but not well: " + ", ".join(f"rank {one.rank} {_ill(one)}" for one in ill)
-    try:
-        launcher = json.loads((run_dir / LAUNCHER_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        launcher = None
-    if launcher is not None and _process(launcher["pid"], launcher["host"]) != "gone":
-        return _without_ranks(run_dir, ranks, now - launcher["started"], launcher["restarts_left"])
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        if all(one.phase.startswith("has done its part") for one in ranks) and ranks:
-            return "this cloud's part is done; the first cloud has the summary"
-        if any(one.by_torchrun for one in ranks):
-            return "ended before its time; go on: give the same torchrun command again"
-        return f"ended without a summary; go on: python run.py resume={run_dir.resolve()}"
-    cause = summary.get("cause")
-    return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
+        ill = [one.trouble for one in ranks if not one.is_well and not one.is_away]
+        away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
+        return f"degraded: {', '.join(ill)}" if ill else "; ".join(["running", *away])
+    launcher = _read(run_dir / LAUNCHER_FILE)
+    if launcher and _process(launcher["pid"], launcher["host"]) != "gone":
+        return _between_attempts(run_dir, ranks, launcher, now)
+    if summary := _read(run_dir / SUMMARY_FILE):
+        cause = summary.get("cause")
+        return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
+    if ranks and all(one.phase.startswith("has done its part") for one in ranks):
+        return "this cloud's part is done; the first cloud has the summary"
+    if any(one.by_torchrun for one in ranks):
+        return "ended before its time; to resume, give the same torchrun command again"
+    return f"ended without a summary; to resume: python run.py resume={run_dir.resolve()}"
 
 
-def _without_ranks(
-    run_dir: Path, ranks: Sequence[RankStatus], attempt_s: float, restarts_left: int
+def _between_attempts(
+    run_dir: Path, ranks: Sequence[RankStatus], launcher: Mapping[str, Any], now: float
 ) -> str:
-    """What the launcher does while none runs. attempt_s: since it began to start them last."""
-    found = _checkpoints(run_dir)
-    again = f"starting again from step {max(found)}" if found else "starting"
-    if all(one.silent_s > attempt_s for one in ranks):  # what they did was the attempt before
+    """What the launcher does while no rank runs."""
+    marks = checkpoints(run_dir)
+    again = f"starting again from step {max(marks)}" if marks else "starting"
+    if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before
         return again
     failures = [failure_of(run_dir, one.rank) for one in ranks]
     is_lost = any(failures) or not all(one.has_ended for one in ranks)
     would_come_again = any(failure and failure["expected"] for failure in failures)
-    if is_lost and found and restarts_left and not would_come_again:
+    if is_lost and marks and launcher["restarts_left"] and not would_come_again:
         return again
     return "ended; run.py is writing the record"
 
 
-def _ill(one: RankStatus) -> str:
-    what = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}
-    return what.get(one.process, f"gave no sign of life for {_age(one.silent_s)}")
-
-
-def _line(one: RankStatus, wait: tuple[int, str, float] | None) -> str:
-    done = "" if one.step is None else f", step {one.step} done {_age(one.step_s or 0.0)} ago"
-    head = f"rank {one.rank}: {one.phase} for {_age(one.phase_s)}{done}"
-    if one.has_ended:
-        return head
-    if wait is not None:
-        peer, message, seconds = wait
-        head += f"; waits for {message} from rank {peer} for {_age(seconds)}"
-    return f"{head}; process {one.process}, last sign of life {_age(one.silent_s)} ago"
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _read(path: Path) -> dict[str, Any]:
+    """Empty if there is no such file."""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from xcloud.comm.channel import (
     SendChannel,
     Sender,
 )
-from xcloud.comm.compression import Compression, Phased, Selectable, Selection
+from xcloud.comm.compression import Compression, CompressionPlan, Selectable, Selection
 from xcloud.comm.compressor import ChannelId
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.experiment import Experiment
@@ -223,7 +223,7 @@ def _plain() -> Codecs:
 
 
 def _codecs(
-    compression: Compression | Phased | Selectable, direction: str, switches: Selection
+    compression: CompressionPlan, direction: str, switches: Selection
 ) -> Callable[[], Codecs]:
     """Makes fresh codecs: every channel has its own state."""
 
@@ -232,12 +232,7 @@ def _codecs(
             return Codec(c.forward, c.forward_memory)
         return Codec(c.backward, c.backward_memory)
 
+    phases = compression.by_step
     if isinstance(compression, Selectable):
-        choices = list(compression.choices.values())
-        return lambda: SelectableCodecs([codec(c) for c in choices], switches)
-    phases: list[tuple[int | None, Compression]] = (
-        [(phase.until_step, phase.compression) for phase in compression.phases.values()]
-        if isinstance(compression, Phased)
-        else [(None, compression)]
-    )
+        return lambda: SelectableCodecs([codec(c) for _, c in phases], switches)
     return lambda: Codecs([(until, codec(c)) for until, c in phases])

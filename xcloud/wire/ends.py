@@ -7,16 +7,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from xcloud.base.errors import ConfigError, FrameError, LinkError
-from xcloud.cluster.clouds import Layout
 from xcloud.cluster.frame import Frame, Kind
+from xcloud.cluster.layout import Layout
 from xcloud.cluster.line import CONTROL, LineMeter, LinkClock, LinkLog, LinkName, MessageLog
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.link_end import InSettings, OutSettings, ReceivingEnd, SendingEnd
-from xcloud.cluster.link_profile import LinkProfile, LinkWindow
+from xcloud.cluster.link_profile import LinkWindow
 from xcloud.cluster.liveness import PeerLife
 from xcloud.cluster.transport import Transport
 from xcloud.parallel.rank_group import RankGroup
@@ -132,12 +133,12 @@ class Ends:
                 for kind, handler in (handlers or {}).items()
             }
         meter, wan = None, self.layout.wan_between(self.rank, peer)
-        if boundary != CONTROL and wan == "real":
+        if boundary != CONTROL and wan is not None and wan.is_metered:
             meter = self.meters.setdefault(peer, LineMeter())
         settings = InSettings(
             self._name(peer), capacity_bytes, handlers or {}, window,
             self._log(LinkName(boundary, peer, self.rank), peer), on_end, self.lives[peer], advice,
-            meter, isinstance(wan, LinkProfile),
+            meter, wan is not None and wan.emulated,
         )  # fmt: skip
         end = self._transport.incoming(line, peer, settings)
         self.ins.append(end)
@@ -253,8 +254,8 @@ class LinkClocks:
     def __init__(self, transport: Transport, layout: Layout[Any], run_dir: Path) -> None:
         self._rank, self._layout, self._run_dir = transport.rank, layout, run_dir
         self._clocks: dict[str, LinkClock] = {}
-        emulated = [layout.wan, *layout.links.values()]
-        if layout.crosses_clouds and any(isinstance(wan, LinkProfile) for wan in emulated):
+        pairs = combinations(layout.clouds, 2)
+        if layout.crosses_clouds and any(layout.wan_of(*pair).emulated for pair in pairs):
             # A name that no earlier run in this folder used: link time starts at 0 in every run.
             self._run_number = transport.run_number()
             if len(set(transport.machines())) > 1:
@@ -271,11 +272,11 @@ class LinkClocks:
     def to(self, peer: int) -> LinkClock | None:
         """Clock for messages from this rank to `peer`; None where nothing is emulated."""
         wan = self._layout.wan_between(self._rank, peer)
-        if not isinstance(wan, LinkProfile):
+        if wan is None or not wan.emulated or wan.profile is None:
             return None
         here = self._layout.placement(self._rank).cloud
         there = self._layout.placement(peer).cloud
         name = f"link-{here}-to-{there}.{self._run_number}.clock"
         if name not in self._clocks:
-            self._clocks[name] = LinkClock(wan, self._run_dir / name)
+            self._clocks[name] = LinkClock(wan.profile, self._run_dir / name)
         return self._clocks[name]

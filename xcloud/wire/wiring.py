@@ -22,7 +22,7 @@ from xcloud.parallel.control import REPORT_CAPACITY_BYTES, Control, StageSums, n
 from xcloud.parallel.rank_group import RankGroup
 from xcloud.wire.boundaries import Boundaries, join_boundaries
 from xcloud.wire.ends import FRAME_SLACK_BYTES, Ends, OnReport
-from xcloud.wire.replicas import HubEnds, PeerEnds, ReplicaEnds, tied_ends
+from xcloud.wire.replicas import PeerLinks, replica_links, tied_links
 
 _CONTROL_AHEAD = 8  # small messages under way on a control link: a norm, reports
 
@@ -38,8 +38,8 @@ class Wiring:
     lanes: dict[int, RankGroup]
     control: Control | None
     sums: StageSums
-    replicas: ReplicaEnds | None
-    tied: PeerEnds | None
+    replicas: PeerLinks | None
+    tied: PeerLinks | None
     boundaries: Boundaries
     is_elastic: bool
 
@@ -106,13 +106,12 @@ def wire(
     sums = _join_sums(job, ends, control)
     replicas = None
     if layout.num_replicas > 1:
-        ReplicaEnds.join_lines(ends, layout)
-        replicas = ReplicaEnds(ends, layout, device)
+        rejoin = None
         if job.is_elastic:
             assert control is not None
             rejoin = partial(_join_peer, control, ends, on_report)
-            replicas = HubEnds(ends, layout, device, rejoin)
-    tied = tied_ends(ends, layout, device) if job.ties_ends else None
+        replicas = replica_links(ends, layout, device, rejoin)
+    tied = tied_links(ends, layout, device) if job.ties_ends else None
     boundaries = join_boundaries(job, ends, clock, device)
     return Wiring(ends, lanes, control, sums, replicas, tied, boundaries, job.is_elastic)
 

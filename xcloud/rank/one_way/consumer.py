@@ -18,7 +18,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import SUMS, Consumer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.inbox import Arrived
 from xcloud.parallel.one_way.plan import ConsumptionPlan, Round, Source, State
 from xcloud.rank.export import exporting
@@ -50,7 +50,7 @@ class ConsumerRun:
             self.plan, rank.links.inbox, rank.place.group_rank, self._clock, self._events
         )
         self._buffer = FlatBuffer(part.module.parameters())
-        self._exchange, self._guard = AllReduce(rank.group), rank.divergence_guard()
+        self._guard = rank.divergence_guard()
         self._step = 0
 
     @property
@@ -61,7 +61,7 @@ class ConsumerRun:
     def _stateful(self) -> dict[str, Stateful]:
         return {
             "part": self._part, "plan": self.plan, "inbox": self._rank.links.inbox,
-            "guard": self._guard, "exchange": self._exchange,
+            "guard": self._guard,
         }  # fmt: skip
 
     def state_dict(self) -> Saved:
@@ -115,8 +115,6 @@ class ConsumerRun:
                 self._part.skip(step)
             else:
                 self._part.update(step, sums["weight"])
-        with self._clock.during("average"):
-            self._exchange.after_update(step, self._buffer)
         self._events.step(
             step, self._clock, used, skipped, other_bytes(self._rank), sums, is_skipped
         )
@@ -162,7 +160,7 @@ class ConsumerRun:
             checkpoints.decide(step) if self._leads else Signal.GO_ON,
         )
         with self._clock.during("average"):
-            self._exchange.before_update(step, self._buffer, torch.zeros(()))
+            self._buffer.sum_over(rank.group, torch.zeros(()))
             packed = rank.group.sum(mine.pack(self.plan.pairs))
         agreed = Round.unpack(packed, self.plan.pairs, self.plan.num_producers)
         self._move_on(step, agreed, checkpoints)

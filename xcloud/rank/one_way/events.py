@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.step_clock import StepClock
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.one_way.inbox import Arrived
@@ -94,8 +93,8 @@ class ConsumerEvents:
             if self._layout.crosses_clouds:
                 fed_bytes[name] += arrived.num_bytes
                 wan = self._layout.wan_between(self._layout.ranks_in(name)[0], 0)
-                if isinstance(wan, LinkProfile):
-                    line_s[name] = line_s.get(name, 0.0) + wan.line_s(arrived.num_bytes)
+                if wan is not None and wan.profile is not None:
+                    line_s[name] = line_s.get(name, 0.0) + wan.profile.line_s(arrived.num_bytes)
         event: dict[str, Any] = {
             "step": step,
             "step_s": round(clock.end_step(), 6),

@@ -25,7 +25,7 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way_parts import Fed, Producer
 from xcloud.job.one_way import OneWayExperiment
 from xcloud.parallel.control import Signal
-from xcloud.parallel.exchange import AllReduce, FlatBuffer
+from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.one_way.orders import NOBODY, Ordered, SaveNow
 from xcloud.rank.export import exporting
 from xcloud.rank.one_way.wiring import OneWayRank, ProducerLinks, producer_links
@@ -56,7 +56,6 @@ class ProducerRun:
         self._guard = rank.divergence_guard()
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
-        self._exchange = AllReduce(rank.group)
         self.clock = StepClock()
         self.number = self._num_planned = 0
         self.kept: dict[int, Tensor] = {}
@@ -98,7 +97,7 @@ class ProducerRun:
 
     @property
     def _stateful(self) -> dict[str, Stateful]:
-        return {"part": self.part, "guard": self._guard, "exchange": self._exchange}
+        return {"part": self.part, "guard": self._guard}
 
     def carry_out(self, order: Ordered, links: ProducerLinks) -> None:
         if order.number in self.kept:
@@ -136,7 +135,7 @@ class ProducerRun:
             size = self._rank.group.num_lanes
             with self.clock.during("average"):
                 mine = torch.tensor(fed.loss)
-                summed = self._exchange.before_update(number, self._buffer, mine)
+                summed = self._buffer.sum_over(self._rank.group, mine)
                 self._buffer.scale(1.0 / size)
                 loss = float(summed) / size
             is_finite = self._buffer.is_finite()  # of the sums, so alike in all ranks
@@ -152,9 +151,6 @@ class ProducerRun:
                 with self._rank.computing_in(self.clock), self.clock.during("optimizer"):
                     self.part.update(number)
             self._made.losses.append(loss)
-        if self._buffer is not None:
-            with self.clock.during("average"):
-                self._exchange.after_update(number, self._buffer)
         self.number = number
         self._made.num_batches += 1
         self._made.samples += fed.num_samples

@@ -94,27 +94,20 @@ class SweepSweeper(Sweeper):
 class SweepLauncher(Launcher):
     """Settings: conf/hydra/launcher/xcloud.yaml."""
 
-    def __init__(
-        self,
-        stop_on_failure: bool = False,
-        parallel: int = 1,
-        accept_changes: bool = False,
-        also: Mapping[str, object] | None = None,
-        timing: str = "alone",
-    ) -> None:
-        self.stop_on_failure, self.parallel, self.timing = stop_on_failure, parallel, timing
-        self.accept_changes, self.also = accept_changes, dict(also or {})
+    def __init__(self, also: Mapping[str, object] | None = None, **given: object) -> None:
+        self.given: dict[str, Any] = {**given, "also": None if also is None else dict(also)}
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         from xcloud.base.errors import ConfigError
-        from xcloud.sweep.runner import check_settings, refuse
+        from xcloud.sweep.runner import LauncherSettings, check_name, refuse
 
         self.context, self.task_function, self.config = hydra_context, task_function, config
         self.returned: dict[tuple[str, ...], JobReturn] = {}
         try:
-            check_settings(config.get("sweep"), self.parallel, self.timing, self.stop_on_failure)
+            check_name(config.get("sweep"))
+            self.settings = LauncherSettings(**self.given)
         except ConfigError as error:  # before Hydra makes a folder of that name
             sys.exit(refuse([str(error)]))
 
@@ -127,16 +120,10 @@ class SweepLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
-        asked = with_also([tuple(overrides) for overrides in job_overrides], self.also)
+        also = self.settings.also or {}
+        asked = with_also([tuple(overrides) for overrides in job_overrides], also)
         self.first_index = initial_job_idx
-        sweep = Sweep(
-            name=self.config.get("sweep") or folder.name,
-            folder=folder,
-            stop_on_failure=self.stop_on_failure,
-            parallel=self.parallel,
-            accept_changes=self.accept_changes,
-            timing=self.timing,
-        )
+        sweep = Sweep(self.config.get("sweep") or folder.name, folder, self.settings)
         code = sweep.run(asked, self._compose, self._run_here)
         if code == INTERRUPTED or (code and self._grid_is_hydras):
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
@@ -173,6 +160,8 @@ class SweepLauncher(Launcher):
 
     def _run_here(self, point: Point, run_dir: Path) -> None:
         """Run a point in this process, as Hydra would. Raises what the task function raised."""
+        from xcloud.base.errors import XcloudError
+
         config: Any = point.config
         with open_dict(config):
             number = self.first_index + point.index
@@ -192,12 +181,6 @@ class SweepLauncher(Launcher):
         self.returned[point.overrides] = done
         if done.status == JobStatus.FAILED:
             error = done._return_value  # return_value would print a second report of it
-            _say_unexpected(error)
+            if not isinstance(error, XcloudError):
+                traceback.print_exception(error)
             raise error
-
-
-def _say_unexpected(error: BaseException) -> None:
-    from xcloud.base.errors import XcloudError
-
-    if not isinstance(error, XcloudError):
-        traceback.print_exception(error)

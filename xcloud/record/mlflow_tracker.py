@@ -1,7 +1,11 @@
-"""The thread that copies a run to MLflow and keeps trying: what tracking.py says of it.
+"""Copy a run to MLflow: one flat MLflow run for all ranks, filled from the run's events.jsonl.
+What is logged, under which names, and how many points of a curve: tracked_values.py.
 
-It reads the event file itself, the only backlog. While the store is down it stops reading;
-once the store answers again it resumes with the first event that has not arrived.
+A tracker never delays or ends training. A background thread imports MLflow, opens the store and
+sends; it reads the event file itself, and that file is the only backlog. While the store is down
+the thread stops reading; once the store answers again it resumes with the first event that has
+not arrived. There is one warning; what MLflow still lacks at the end of the run is listed in
+`Recorded.missing` and remains in events.jsonl and summary.json.
 """
 
 from __future__ import annotations
@@ -14,24 +18,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from xcloud.base.errors import ConfigError
+from xcloud.base.project import project_root
+from xcloud.base.settings import settings
 from xcloud.record.events import EVENTS_FILE, Event, EventReader
-from xcloud.record.mlflow_store import Store
-from xcloud.record.summary import RunStatistics
-from xcloud.record.thinning import Buckets, Point, Thinner
+from xcloud.record.mlflow_store import (
+    VIEW_KEY,
+    Store,
+    page,
+    prepare_environment,
+    sweep_key,
+    ui_command,
+)
 from xcloud.record.tracked_values import (
     MAX_VALUE_CHARACTERS,
+    Buckets,
+    Point,
+    Thinner,
+    final_metrics,
     flatten,
     is_score,
     legal_name,
     quality_metrics,
     step_metrics,
 )
+from xcloud.record.tracking import Status, TrackedRun
 
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 MAX_PER_BATCH = 100  # params or tags
 MAX_METRICS_PER_BATCH = 1000
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST"}
@@ -43,33 +62,50 @@ _STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run that a tracker is to record.
+@settings("tracker")
+class MlflowTracker:
+    """One MLflow run, in `<root>/mlflow.db` and `<root>/artifacts` or on a tracking server.
 
-    params: may be nested; keys are joined by dots. run_dir: where events.jsonl is written.
-    statistics: a fresh one of the run's kind of job; joins the ranks' reports. view: the page
-    of all runs to prepare in a store on this machine, if any. A run that goes on in its folder
-    goes on in MLflow too, found by TRACKED_FILE there. num_steps: that are planned.
+    root: relative to the project. uri: of a tracking server; nothing is kept under root then.
+    flush_s: how often to send. finish_timeout_s: how long `finish` may wait for the store. points:
+    of a curve, at most, for all steps of a run.
     """
 
-    name: str
-    params: Mapping[str, object]
-    tags: Mapping[str, str]
-    run_dir: Path
-    statistics: RunStatistics
-    num_steps: int
-    view: Mapping[str, object] | None = None
+    root: Annotated[str, Field(min_length=1)] = "mlruns"
+    experiment: Annotated[str, Field(min_length=1)] = "xcloud"
+    uri: str | None = None
+    flush_s: Annotated[float, Field(gt=0, le=600)] = 1.0
+    finish_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    points: Annotated[int, Field(ge=500, le=10**6)] = 2000
+
+    def __post_init__(self) -> None:
+        if self.uri is not None and "://" not in self.uri:
+            raise ConfigError(
+                f"tracker.uri must be the address of a tracking server, such as "
+                f"http://host:5000, got {self.uri!r}. For another folder set tracker.root."
+            )
+
+    @property
+    def store(self) -> Store:
+        return Store(project_root() / self.root, self.experiment, self.uri)
+
+    def start(self, run: TrackedRun) -> Sender:
+        prepare_environment()
+        sender = Sender(self, run)
+        sender.put("tags", sender.log_tags, run.tags)
+        sender.start()
+        return sender
 
 
 class Sender(threading.Thread):
-    """Sends queued values and the event file's curves; the only thread that uses MLflow."""
+    """Sends queued values and the event file's curves; the only thread that uses MLflow. A
+    Recording of tracking.py."""
 
-    def __init__(self, store: Store, run: TrackedRun, flush_s: float, points: int) -> None:
+    def __init__(self, tracker: MlflowTracker, run: TrackedRun) -> None:
         super().__init__(name="tracking", daemon=True)
-        self.run_id: str | None = None
+        self.run_id: str | None = None  # None until the store has given one
         self.experiment_id = ""  # with the run_id
-        self._store, self._run, self._flush_s = store, run, flush_s
+        self._tracker, self._store, self._run = tracker, tracker.store, run
         # The monitor reads the file too and warns about lines that are not events.
         self._events = EventReader(run.run_dir / EVENTS_FILE, warn=False)
         self._client: Any = None
@@ -78,7 +114,7 @@ class Sender(threading.Thread):
         self._started_at_s = time.time()
         self._closing = threading.Event()
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
-        self._thinner = Thinner(Buckets(points, run.num_steps))
+        self._thinner = Thinner(Buckets(tracker.points, run.num_steps))
         self._unsent: list[Point] = []  # read from the event file, not yet taken by MLflow
         self._last_step = 0  # whose values MLflow has
         self._refused: list[str] = []
@@ -89,13 +125,37 @@ class Sender(threading.Thread):
         """Queue send(value). what: names it in messages, should it be refused."""
         self._waiting.append((what, partial(send, value)))
 
-    def close(self, status: str, timeout_s: float) -> None:
-        """Send the rest and end the MLflow run, within timeout_s."""
-        self._status, self._ended_at_s = status, time.time()
+    def artifact(self, path: Path) -> None:
+        self.put(path.name, self.log_artifact, path.absolute())
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Send the rest and the final values; takes at most `finish_timeout_s`."""
+        facts = {key: summary.get(key) for key in ("commit", "profile", "cause")}
+        tags = {key: value for key, value in facts.items() if value is not None}
+        self.put("final tags", self.log_tags, {"status": status, **tags})
+        num_steps, now_s = int(summary.get("num_steps") or 0), time.time()
+        self.put(
+            "final values", self.log_metrics, points_of(final_metrics(summary), now_s, num_steps)
+        )
+        self._status, self._ended_at_s = MLFLOW_STATUS[status], now_s
         self._closing.set()
-        self.join(timeout_s)
+        self.join(self._tracker.finish_timeout_s)
         if self.is_alive():
-            self._warn(f"no answer within {timeout_s:g} s")
+            self._warn(f"no answer within {self._tracker.finish_timeout_s:g} s")
+
+    def places(self) -> dict[str, str]:
+        missing, store = self.missing, self._store
+        lacks = {"MLflow lacks": missing} if missing else {}
+        if self.run_id is None:
+            return lacks
+        sweep = self._run.tags.get("sweep")
+        key = sweep_key(sweep) if sweep else None
+        if store.uri is not None:
+            link = page(store.uri, self.experiment_id, key)
+            return {**lacks, "MLflow run": f"{self.run_id} at {store.uri}", "compare at": link}
+        link = page(store.server, self.experiment_id, key or VIEW_KEY)
+        command = ui_command(store.root)
+        return {**lacks, "MLflow run": self.run_id, "see it with": command, "compare at": link}
 
     @property
     def missing(self) -> str:
@@ -108,7 +168,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         retry_at_s = 0.0
-        while not self._closing.wait(self._flush_s):
+        while not self._closing.wait(self._tracker.flush_s):
             if time.monotonic() >= retry_at_s and not self._deliver():
                 retry_at_s = time.monotonic() + RETRY_AFTER_S
         # One more attempt if the store is known to be down, three for a hiccup at the very end.
@@ -145,7 +205,7 @@ class Sender(threading.Thread):
         return True
 
     def _create_run(self) -> None:
-        client, experiment_id = self._store.open(self._run.view)
+        client, experiment_id = self._store.open()
         earlier = self._earlier_run()
         if earlier is not None and self._reopen(client, earlier):
             self._client, self.experiment_id, self.run_id = client, experiment_id, earlier
@@ -170,15 +230,15 @@ class Sender(threading.Thread):
             return None
 
     def _reopen(self, client: Any, run_id: str) -> bool:
-        """Go on with an earlier record, after its last step; False if the store has it no more."""
+        """Resume an earlier record, after its last step; False if the store has it no more."""
         try:
             client.update_run(run_id, status="RUNNING")
-            found = client.get_run(run_id).data
-            for tag in {"status", "cause"} & found.tags.keys():  # of how it ended before
+            data = client.get_run(run_id).data
+            for tag in {"status", "cause"} & data.tags.keys():  # of how it ended before
                 client.delete_tag(run_id, tag)
             steps = {
                 key: {metric.step for metric in client.get_metric_history(run_id, key)}
-                for key in found.metrics
+                for key in data.metrics
                 if key == _STEP_CURVE or is_score(key)
             }
         except Exception as error:
@@ -191,20 +251,20 @@ class Sender(threading.Thread):
 
     def _curves(self, event: Event) -> list[Point]:
         # Of steps that were done again MLflow keeps the first values: it cannot replace one.
-        found = []
-        totals = self._run.statistics.feed(event)
+        points = []
+        totals = self._run.steps.feed(event)
         if totals is not None and totals.step > self._read_step:
             self._read_step = totals.step
             values = step_metrics(totals)
             # It comes last, so once MLflow has it, MLflow has all of the bucket.
             values[_STEP_CURVE] = values.pop(_STEP_CURVE)
-            found = self._thinner.feed(totals.step, values, event["t"])
+            points = self._thinner.feed(totals.step, values, event["t"])
         if event["event"] == "quality":
             for point in points_of(quality_metrics(event), event["t"], event["step"]):
                 if point.step not in (steps := self._scored.setdefault(point.key, set())):
                     steps.add(point.step)
-                    found.append(point)
-        return found
+                    points.append(point)
+        return points
 
     def _send_figures(self) -> None:
         while batch := self._unsent[:MAX_METRICS_PER_BATCH]:

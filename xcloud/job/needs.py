@@ -1,0 +1,389 @@
+"""What features need of a job, and the refusal of one that lacks it.
+
+A feature is an entry of FEATURES, or of CHECKED_LAST if its needs depend on the task: where it is
+on, and why it needs what. A need is a function of the job that names the setting that stands
+against it. So a new feature is one entry here, and no other feature knows of it; what only one of
+them needs is a need of its own. What an object needs that it is given when it is built (a strategy
+of its cluster) it checks there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from xcloud.base.errors import ConfigError
+from xcloud.comm.activation_cache import decodes_rows_alone
+from xcloud.comm.compression import Compression, Selectable
+from xcloud.comm.memory import NoMemory
+from xcloud.job.pipeline_job import PipelineJob
+from xcloud.parallel.schedule import put_off
+from xcloud.parallel.sharding import check_in_step
+from xcloud.security.defences import LABEL
+
+MAX_CHOICES = 255  # rank 0 sends the number in a byte
+
+
+class Lack(NamedTuple):
+    """setting: which one stands against a need, with its value, in words. remedy: what to do."""
+
+    setting: str
+    remedy: str
+
+
+Need = Callable[[PipelineJob], Lack | None]
+
+
+def _lack_if(is_lacking: bool, setting: str, remedy: str) -> Lack | None:
+    return Lack(setting, remedy) if is_lacking else None
+
+
+@dataclass(frozen=True)
+class Feature:
+    """name: as its setting is written, {} in place of what `used` returns: something true where a
+    job uses the feature. why: by need, what the feature does that needs it. without: how to run
+    without the feature."""
+
+    name: str
+    used: Callable[[PipelineJob], object]
+    why: Mapping[Need, str]
+    without: str
+
+    def check(self, job: PipelineJob) -> None:
+        """Raise ConfigError for the first need that the job lacks."""
+        if not (used := self.used(job)):
+            return
+        for need, why in self.why.items():
+            if (lack := need(job)) is not None:
+                remedies = ", or ".join(filter(None, (lack.remedy, self.without)))
+                name = self.name.format(used)
+                raise ConfigError(f"{name} {why}, but {lack.setting}: {remedies}")
+
+
+def no_plan(job: PipelineJob) -> Lack | None:
+    setting = "plan= prices one compression for the whole run"
+    return _lack_if(job.plan is not None, setting, "leave plan= out")
+
+
+def one_pipeline(job: PipelineJob) -> Lack | None:
+    number = job.cluster.num_replicas
+    setting = f"strategy={job.strategy.name} makes {number} of it"
+    return _lack_if(number > 1, setting, "choose strategy=pipeline")
+
+
+def several_replicas(job: PipelineJob) -> Lack | None:
+    remedy = "choose strategy=data_parallel or local_updates"
+    return _lack_if(job.cluster.num_replicas == 1, "here is one replica", remedy)
+
+
+def every_update_together(job: PipelineJob) -> Lack | None:
+    setting = f"strategy={job.strategy.name} brings whole replicas together from time to time"
+    remedy = "choose one that averages gradients (strategy=data_parallel)"
+    return _lack_if(job.strategy.is_apart, setting, remedy)
+
+
+def all_clouds_stay(job: PipelineJob) -> Lack | None:
+    setting = f"strategy={job.strategy.name} lets clouds be late, leave and come back"
+    remedy = "set strategy.averaging.late=wait and leave=fail"
+    return _lack_if(job.strategy.is_elastic, setting, remedy)
+
+
+def no_privacy(job: PipelineJob) -> Lack | None:
+    setting = "security.privacy noises them apart and bounds gradients of whole stages"
+    return _lack_if(job.security.privacy is not None, setting, "set security/privacy=none")
+
+
+def untied_ends(job: PipelineJob) -> Lack | None:
+    setting = "model.embeddings=tie exchanges whole ones between both ends"
+    return _lack_if(job.ties_ends, setting, "take model.embeddings=untie or freeze")
+
+
+def whole_stages(job: PipelineJob) -> Lack | None:
+    setting = "cluster.clouds.*.shard leaves each rank sums of a part of a stage"
+    return _lack_if(bool(_shards(job)), setting, "leave shard out")
+
+
+def whole_replicas(job: PipelineJob) -> Lack | None:
+    return _lack_if(
+        any(map(job.cluster.leaves_cloud, range(job.cluster.num_stages - 1))),
+        "this cluster cuts the model between clouds, which pass each sample's activations and "
+        "gradients on without that noise, so its epsilon would not hold there",
+        "keep each replica in one cloud (strategy=data_parallel), noise what crosses "
+        "(security/defences)",
+    )
+
+
+def whole_backward(job: PipelineJob) -> Lack | None:
+    orders = (
+        job.schedule.actions(s, job.cluster.num_stages) for s in range(job.cluster.num_stages)
+    )
+    setting = f"{job.schedule.label} puts off those of weights"
+    remedy = "choose schedule=one_forward_one_backward or gpipe"
+    return _lack_if(any(map(put_off, orders)), setting, remedy)
+
+
+def one_sample_each(job: PipelineJob) -> Lack | None:
+    return _lack_if(
+        job.training.batch_size != job.num_pieces,
+        f"training.batch_size is {job.training.batch_size} and there are {job.num_pieces} "
+        "micro-batches (schedule.num_micro_batches * training.accumulate_steps)",
+        "make them equal, most cheaply by training.accumulate_steps",
+    )
+
+
+def one_rank_at_metered_ends(job: PipelineJob) -> Lack | None:
+    layout = job.cluster
+    for stage in range(layout.num_stages - 1):
+        ends = [layout.ranks_of(s) for s in (stage, stage + 1)]
+        wan, most = layout.wan_between(ends[0][0], ends[1][0]), max(map(len, ends))
+        if wan is not None and wan.is_metered and most > 1:
+            what = f"after stage {stage} {most} ranks share it (cluster/wan=real)"
+            return Lack(what, "give the clouds on both sides one rank each")
+    return None
+
+
+def self_correcting_compressor(job: PipelineJob) -> Lack | None:
+    """Before any rank has tensors to choose for; those chosen by name are checked there."""
+    for shape in ((2,), (2, 2)):
+        chosen = job.compression.for_tensor("", shape)
+        if chosen.feedback == "needed":
+            return Lack(
+                f"compression averages with {chosen.label}, which leaves out the same part again "
+                "and again",
+                "choose a compressor that needs no feedback (docs/averaging.md lists them)",
+            )
+    return None
+
+
+def labels_where_gradients_leave(job: PipelineJob) -> Lack | None:
+    layout = job.cluster
+    for replica in range(layout.num_replicas):
+        for stage in range(layout.num_stages - 1):
+            acting = job.defences_at(stage, replica).get("backward")
+            if acting is None or not acting.needs_labels:
+                continue
+            for rank in layout.ranks_of(stage + 1, replica):
+                if LABEL not in job.fields_of(rank):
+                    cloud = layout.placement(rank).cloud
+                    return Lack(
+                        f"there are none in rank {rank} of cloud {cloud!r}",
+                        "let its ranks hold the last stage too (one_stage_per_rank: false)",
+                    )
+    return None
+
+
+def words_may_be_at_both_ends(job: PipelineJob) -> Lack | None:
+    """The gradient of the embeddings shows which words are in a batch, and that of the head which
+    are to be predicted: neither may go where these may not be."""
+    layout = job.cluster
+    for replica in range(layout.num_replicas):
+        first, last = (layout.stage_cloud(s, replica) for s in (0, layout.num_stages - 1))
+        for name, cloud in (("text", last), (LABEL, first)):
+            holders = job.security.holders.get(name)
+            if first != last and holders is not None and cloud not in holders:
+                return Lack(
+                    f"cloud {cloud!r} would get gradients that tell which words are in {name!r}, "
+                    f"and security.holders.{name} keeps these in {', '.join(holders)}",
+                    "put both ends of the model into one cloud (cluster=u_shape)",
+                )
+    return None
+
+
+def equal_shards_in_step(job: PipelineJob) -> Lack | None:
+    """Ranks that gather parameters together compute in step; raises ConfigError itself where the
+    schedule does not let them."""
+    layout = job.cluster
+    for name, cloud in layout.clouds.items():
+        for stage in cloud.stages or () if cloud.shard else ():
+            held = {
+                other_name: (other.shard, len(layout.ranks_of(stage, other.replica)))
+                for other_name, other in layout.clouds.items()
+                if stage in (other.stages or ())
+            }
+            if len(set(held.values())) > 1:
+                what = f"stage {stage} is held as (shard, ranks) {held}"
+                return Lack(what, "give these clouds the same num_ranks and shard")
+            if held[name][1] < 2:
+                what = f"stage {stage} is held by one rank"
+                return Lack(what, f"give the cloud more (cluster.clouds.{name}.num_ranks)")
+            turns = [
+                {s: layout.turn(s, rank) for s in layout.placement(rank).stages}
+                for rank in layout.ranks_in(name)
+            ]
+            holders = [own for own in turns if stage in own]
+            check_in_step(job.schedule, layout.num_stages, holders, f"cluster.clouds.{name}")
+    return None
+
+
+def rows_may_be_kept(job: PipelineJob) -> Lack | None:
+    setting, remedy = "security.may_keep_rows=false forbids it", "set security.may_keep_rows=true"
+    return _lack_if(not job.security.may_keep_rows, setting, remedy)
+
+
+def constant_boundary(job: PipelineJob) -> Lack | None:
+    if job.cached_boundaries:
+        return None
+    trained = {True: "something before it is trained", False: "dropout is active before it"}
+    reasons = "; ".join(
+        f"at boundary {stage} {trained[boundary.gradient_returns]}"
+        for stage, boundary in job.boundaries.items()
+        if job.cluster.leaves_cloud(stage) and not boundary.is_constant
+    )
+    none_leaves = f"none leaves its cloud with strategy={job.strategy.name}"
+    setting = f"no boundary between clouds has those ({reasons or none_leaves})"
+    if not hasattr(job.model, "split"):
+        more = ", and no setting of this model freezes all that lies before one"
+        return Lack(setting + more, "")
+    remedy = "freeze what lies before one (model.split.layer and model.split.freeze_bottom)"
+    return Lack(setting, remedy)
+
+
+def rows_arrive_alike(job: PipelineJob) -> Lack | None:
+    """The same row must arrive as the same values in every epoch, whatever is sent with it."""
+    boundaries = job.boundaries
+    for stage in job.cached_boundaries:
+        for replica in range(job.cluster.num_replicas):
+            if (defence := job.defences_at(stage, replica).get("forward")) is not None:
+                what = f"security.defences.forward={defence.label} adds new noise in every epoch"
+                return Lack(f"{what}, which would no longer protect", "leave it out")
+        compression = job.compression.at_boundary(stage)
+        if not isinstance(compression, Compression):
+            what = f"compression changes during the run ({compression.label})"
+            return Lack(what, "take one compression for all of it")
+        if not isinstance(compression.forward_memory, NoMemory):
+            memory = compression.forward_memory.label
+            what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
+            return Lack(what, "leave it out")
+        for field in boundaries[stage].fields:
+            width = math.prod(field.features)
+            floats = field.dtype.is_floating_point
+            if floats and not decodes_rows_alone(compression.forward, width):
+                return Lack(
+                    f"compression.forward={compression.forward.label} makes of the same row "
+                    "another one in each message (it draws, remembers, or looks at several rows "
+                    "at once)",
+                    f"take none, fp16, bf16 or integers whose block divides {width}",
+                )
+    return None
+
+
+def _shards(job: PipelineJob) -> list[str]:
+    return [name for name, cloud in job.cluster.clouds.items() if cloud.shard]
+
+
+def _averages_without_feedback(job: PipelineJob) -> bool:
+    averaging = job.strategy.averaging
+    return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
+
+
+def _private_by(job: PipelineJob, unit: str) -> bool:
+    return job.security.privacy is not None and job.security.privacy.unit == unit
+
+
+FEATURES: Sequence[Feature] = (
+    Feature(
+        "autopilot",
+        lambda job: job.autopilot,
+        {
+            no_plan: "changes the compression",
+            one_pipeline: "decides in one rank for a single pipeline",
+            one_rank_at_metered_ends: "measures a real network from one rank at each end",
+        },
+        "set autopilot=off",
+    ),
+    Feature(
+        "strategy.averaging.feedback=false",
+        _averages_without_feedback,
+        {self_correcting_compressor: "adds nothing of what a message left out to the next one"},
+        "set feedback to true",
+    ),
+    Feature(
+        "model.embeddings=tie",
+        lambda job: job.ties_ends,
+        {
+            no_privacy: "hands the other end gradients as they are",
+            every_update_together: "needs both ends in every update",
+            words_may_be_at_both_ends: "sends gradients to the other end",
+        },
+        "take model.embeddings=untie or freeze",
+    ),
+    Feature(
+        "cluster.clouds.{0[0]}.shard",
+        _shards,
+        {
+            untied_ends: "shards gradients over ranks",
+            every_update_together: "shards parameters and gradients over ranks",
+            equal_shards_in_step: "averages what each rank holds with ranks that hold the same",
+            no_privacy: "shards gradients over ranks",
+        },
+        "leave shard out",
+    ),
+    Feature(
+        "security.defences.backward={.label}",
+        lambda job: job.security.defences.backward,
+        {labels_where_gradients_leave: "needs labels where gradients leave a cloud"},
+        "choose security/defences/backward=max_norm or gaussian_noise",
+    ),
+    Feature(
+        "security/privacy=cloud",
+        lambda job: _private_by(job, "cloud"),
+        {
+            several_replicas: "noises what replicas in several clouds give to an averaging",
+            all_clouds_stay: "gives no bound if what one merge leaves out is sent with the next",
+        },
+        "choose security/privacy=sample",
+    ),
+    Feature(
+        "security/privacy=sample",
+        lambda job: _private_by(job, "sample"),
+        {
+            whole_stages: "clips each sample's gradient in one rank",
+            whole_replicas: "noises parameter gradients",
+            whole_backward: "clips each sample's gradient before the next one's is computed",
+            one_sample_each: "needs one sample in every micro-batch",
+        },
+        "set security/privacy=none",
+    ),
+)
+CHECKED_LAST: Sequence[Feature] = (
+    Feature(
+        "training.activation_cache_mb={}",
+        lambda job: job.training.activation_cache_mb,
+        {
+            rows_may_be_kept: "keeps rows of another cloud",
+            all_clouds_stay: "relies on what every cloud has kept",
+            constant_boundary: "keeps rows that are the same in every epoch",
+            rows_arrive_alike: "keeps rows as they arrived in the first epoch",
+        },
+        "set it to 0",
+    ),
+)
+
+
+def check_choices(job: PipelineJob) -> None:
+    """Whatever the autopilot may choose must be allowed as the run's own setting."""
+    schedules, compression = job.schedules, job.compression
+    assert isinstance(compression, Selectable)
+    num_choices = len(schedules) * len(compression.choices)
+    if not 2 <= num_choices <= MAX_CHOICES:
+        raise ConfigError(
+            f"autopilot has {len(schedules)} schedules ({schedules[0].label}, ...) times "
+            f"{len(compression.choices)} compressions ({compression.names[0]}, ...) to choose "
+            f"from, the run's own included; there must be 2 to {MAX_CHOICES} together"
+        )
+    counts = {schedule.num_micro_batches for schedule in schedules}
+    by_sample = compression.has_memory or job.training.activation_cache_mb
+    if len(counts) > 1 and by_sample and job.cluster.min_micro_batches() > 1:
+        raise ConfigError(
+            f"autopilot.micro_batches: with {min(counts)} to {max(counts)} micro-batches a sample "
+            "would not stay with its ranks, between which a memory of the compression or "
+            "training.activation_cache_mb is kept; give each stage one rank, or leave either out"
+        )
+    for schedule in schedules[1:]:
+        own = next(iter(compression.choices.values()))
+        try:  # all checks of a run with that number throughout
+            replace(job, schedule=schedule, compression=own, autopilot=None)
+        except ConfigError as error:
+            raise ConfigError(f"autopilot may choose {schedule.label}, but {error}") from error

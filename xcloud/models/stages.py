@@ -1,0 +1,53 @@
+"""What all cut networks have in common: fields and parts of a stage, what crosses behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from xcloud.cluster.frame import TensorSpec
+from xcloud.contracts.model import Boundary, BoundaryField, Stage
+
+TEXT, TYPES, LABEL = "text", "types", "label"
+
+
+class DescribedStage(Stage):
+    """architecture: JSON values from which the stage can be built again without its weights."""
+
+    def __init__(self, architecture: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.architecture: dict[str, Any] = dict(architecture)
+
+
+class TextModel:
+    """A SplitModel whose first stage reads a text, and whose last one reads labels."""
+
+    def fields(self, stage: int, num_stages: int) -> frozenset[str]:
+        read = frozenset({TEXT, TYPES}) if stage == 0 else frozenset[str]()
+        return read | {LABEL} if stage == num_stages - 1 else read
+
+    def parts(self, stage: int, num_stages: int) -> frozenset[str]:
+        """Embeddings in the first stage, the head in the last, layers where they are."""
+        ends = {"embeddings": stage == 0, "head": stage == num_stages - 1}
+        return frozenset({"layers"} | {name for name, held in ends.items() if held})
+
+
+def rows_boundary(
+    width: int,
+    max_length: int,
+    *between: BoundaryField,
+    whole: int | None = None,
+    gradient_returns: bool = True,
+    start: tuple[TensorSpec, ...] = (),
+    is_constant: bool = False,
+) -> Boundary:
+    """Token counts and hidden rows [R, width]: 4 * R * width bytes each way.
+
+    between: fields that stand between them. whole: features of the uncut model's rows.
+    """
+    counts = BoundaryField("counts", (), torch.int16)
+    hidden = BoundaryField("hidden", (width,), torch.float32, rows="counted", replaces=whole)
+    fields = (counts, *between, hidden)
+    return Boundary(fields, max_length, gradient_returns, start, is_constant)

@@ -1,0 +1,162 @@
+"""Replicas in several clouds that stay equal: one gradient for all of them in every update.
+
+Inside a cloud the gradients of a stage's ranks are summed; across clouds each rank carries its
+own share of the sum, so that what crosses is per cloud and not per rank; the merged shares are
+gathered inside again. All stages of a rank go in one message. Of a sharded stage each rank carries
+what it holds, and nothing is gathered.
+
+(A reduce-scatter in place of the sum would do inside; gloo's takes longer than its all-reduce.
+These are no rounds of local updates with every=1: the merged gradient is needed before the
+optimizer, and the loss travels with it.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xcloud.base.settings import NotNegative, settings
+from xcloud.comm.state import MEMORY, State, Stateful, stateful, whole_number
+from xcloud.parallel.exchange import Exchange, FlatBuffer, Work
+from xcloud.parallel.merging import Robust, weighted_sum
+from xcloud.parallel.partition import Piece, by_rows, gather_shares, local_part
+from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.strategy import Averaging, Replicas, Traffic
+
+LOSS = "(loss)"
+"""Travels with the gradients, as it is."""
+_UNDER_WAY = f"{MEMORY}.under_way"
+
+
+@settings("strategy.averaging")
+class GradientAveraging(Averaging):
+    """The gradients of every update are summed over the replicas, so that these stay equal.
+
+    delay: 1 = an update uses the gradient of the one before, which crosses while the next is
+        computed; another trajectory than with 0, which waits for it.
+    feedback: what a lossy compressor leaves out of a gradient is added to the next one.
+    check_every: updates after which replicas compare digests of their parameters; 0 = only
+        before the first.
+    merge: a Byzantine-robust aggregator (parallel/merging.py); null = the sum. A gradient that is
+        not finite then counts as zero.
+    """
+
+    delay: Literal[0, 1] = 0
+    feedback: bool = True
+    check_every: NotNegative = 100
+    merge: Robust | None = None
+
+    @property
+    def label(self) -> str:
+        return ", ".join(
+            [*(["one update late"] if self.delay else []),
+             *([] if self.feedback else ["without feedback"]),
+             *([repr(self.merge)] if self.merge is not None else [])]
+        )  # fmt: skip
+
+    @property
+    def changes_results(self) -> bool:
+        return self.delay > 0
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(hidden_steps=self.delay)
+
+    def join(self, replicas: Replicas) -> Exchange:
+        return AveragedGradients(self, replicas)
+
+
+class AveragedGradients(Exchange):
+    """Of one rank."""
+
+    def __init__(self, averaging: GradientAveraging, replicas: Replicas) -> None:
+        self._group, self._delay = replicas.group, averaging.delay
+        self._num_replicas = replicas.links.num_replicas
+        self._scale = self._num_replicas if averaging.merge is not None else 1  # those are means
+        # Who has the same values in this cloud: of sharded stages nobody.
+        self._alike, num_shares = replicas.group, replicas.links.num_shares
+        if replicas.is_sharded:
+            self._alike, num_shares = RankGroup.alone(replicas.group.rank), 1
+        parts = {name: local_part(p) for name, p in replicas.trained.items()}
+        shapes = {name: part.shape for name, part in parts.items() if part.numel()}
+        self._parameters = [replicas.trained[name] for name in shapes]
+        loss = Piece(LOSS, len(shapes), 0, 1, torch.Size([1]))
+        self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
+        self._averager = None
+        if self._alike.lane < num_shares:
+            self._mine = self._shares[self._alike.lane]
+            self._averager = replicas.averager(
+                lambda s: replicas.codec(s, averaging.feedback, "averaging", plain={LOSS}),
+                {piece.name: piece.shape for piece in self._mine},
+                averaging.merge or weighted_sum,
+                silent={LOSS},
+            )
+        self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
+        replicas.open([self._averager], under_way=1 + self._delay)
+        self._check = replicas.check(averaging.check_every, self._alike)
+        self.compare = self._check.compare  # type: ignore[method-assign]
+        self.compare(0)
+
+    def before_update(
+        self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        summed = {s: b.sum_over(self._group, losses[s]) for s, b in buffers.items()}
+        total = summed[max(buffers)]
+        is_finite = all(buffer.is_finite() for buffer in buffers.values())
+        self._send(step, total, is_finite)
+        due = self._under_way if self._delay else step
+        if due:
+            total = self._receive(due, total)
+        else:
+            for buffer in buffers.values():
+                buffer.zero()
+            total = total * self._num_replicas  # the others' are not here yet
+        self._under_way = step if self._delay else 0
+        for buffer in buffers.values():
+            if buffer.is_sharded:  # the norm of what other ranks hold is another one now
+                buffer.sum_over(self._group, total if self._group.leads else 0 * total)
+            else:
+                buffer.flat[-1] = total
+        return summed | {max(buffers): total}
+
+    def after_update(self, step: int, work: Work) -> None:
+        if self._check.is_due(step):
+            self._check.compare(step)
+
+    own_names = (MEMORY,)
+
+    def own(self) -> State:
+        return {_UNDER_WAY: self._under_way}
+
+    def take(self, own: State) -> None:
+        self._under_way = whole_number(own, _UNDER_WAY)
+
+    def parts(self) -> dict[str, Stateful]:
+        return stateful({"averager": self._averager})
+
+    def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
+        if self._averager is None:
+            return
+        pieces = [piece.of([*self._gradients, loss.reshape(1)]) for piece in self._mine]
+        if not is_finite:  # The loss signals it; compressors may not accept NaN.
+            pieces = [loss.new_full((1,), math.nan), *map(torch.zeros_like, pieces[1:])]
+        self._averager.start(step, pieces)
+
+    def _receive(self, step: int, like: Tensor) -> Tensor:
+        """The merged gradients into the buffers, in all ranks of the cloud. Returns the loss."""
+        merged = [] if self._averager is None else self._averager.finish(step).changes[0]
+        everything = gather_shares(self._alike, self._shares, merged, like)
+        gradients = self._gradients
+        for piece, tensor in everything:
+            if piece.name != LOSS:
+                piece.of(gradients).copy_(tensor).mul_(self._scale)
+        return everything[0][1].reshape(()) * self._scale
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """Views of the buffers."""
+        return [local_part(p.grad) for p in self._parameters if p.grad is not None]

@@ -1,0 +1,137 @@
+"""What a feature may do around an update. The core calls parts and knows none of them by name;
+rank/parts.py makes those of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xcloud.comm.state import Stateful, StatefulParts
+from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.model import Batch
+from xcloud.parallel.control import Director, Signal
+
+
+@dataclass
+class StepReport:
+    """One rank's account of one update. loss is None but in one rank per job (replicas that update
+    apart: per replica), and None there too if the update was skipped: `skipped` is the reason, for
+    the user. signal: what all ranks do now."""
+
+    step: int
+    step_s: float
+    clock: StepClock
+    learning_rate: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    num_samples: int = 0
+    num_tokens: float = 0.0
+    skipped: str | None = None
+    signal: Signal = Signal.GO_ON
+
+
+class Part(Director, StatefulParts):
+    """Does nothing; a feature overrides what it needs. The methods stand in the order in which an
+    update calls them, in the training thread, in every rank that has the part. Those of a Director
+    come after `after_exchange`."""
+
+    name = ""
+    """Under which a checkpoint keeps its state; empty: it has none."""
+
+    def before_update(self, step: int) -> None:
+        """The step's clock may still be paused."""
+
+    def begin(self, step: int) -> None:
+        """The update's samples are chosen, gradients are zero."""
+
+    def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
+        """The pipeline will compute these micro-batches."""
+
+    def after_micro_batch(self, stage: int) -> None:
+        """A micro-batch's gradients of this stage are all there."""
+
+    def after_backward(self, step: int) -> None:
+        """This rank's own gradients are whole."""
+
+    def after_exchange(self, step: int) -> None:
+        """The gradients are those of all ranks and replicas."""
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        """The optimizer has made or skipped it, and the step's time is over."""
+
+    def finish(self) -> None:
+        """After the last update, before anything is exported."""
+
+    def settle(self) -> None:
+        """Before the ranks meet for the last time, also where the run ends early."""
+
+    def close(self, is_finished: bool) -> None:
+        """After that meeting. is_finished: the run has made all its updates."""
+
+
+class Parts(Part):
+    """Several as one, called in their order."""
+
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        self._parts = tuple(parts)
+
+    def parts(self) -> dict[str, Stateful]:
+        return {part.name: part for part in self._parts if part.name}
+
+    def before_update(self, step: int) -> None:
+        for part in self._parts:
+            part.before_update(step)
+
+    def begin(self, step: int) -> None:
+        for part in self._parts:
+            part.begin(step)
+
+    def before_pass(self, step: int, batches: Mapping[int, Batch]) -> None:
+        for part in self._parts:
+            part.before_pass(step, batches)
+
+    def after_micro_batch(self, stage: int) -> None:
+        for part in self._parts:
+            part.after_micro_batch(stage)
+
+    def after_backward(self, step: int) -> None:
+        for part in self._parts:
+            part.after_backward(step)
+
+    def after_exchange(self, step: int) -> None:
+        for part in self._parts:
+            part.after_exchange(step)
+
+    def signal(self, step: int) -> Signal:
+        return max((part.signal(step) for part in self._parts), default=Signal.GO_ON)
+
+    def measured(self, step: int) -> Tensor | None:
+        measured = [part.measured(step) for part in self._parts]
+        return next((tensor for tensor in measured if tensor is not None), None)
+
+    def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
+        choices = [part.decide(step, measured) for part in self._parts]
+        return next((choice for choice in choices if choice is not None), None)
+
+    def follow(self, step: int, choice: int) -> None:
+        for part in self._parts:
+            part.follow(step, choice)
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        for part in self._parts:
+            part.after_update(step, report)
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def settle(self) -> None:
+        for part in self._parts:
+            part.settle()
+
+    def close(self, is_finished: bool) -> None:
+        for part in self._parts:
+            part.close(is_finished)

@@ -1,0 +1,193 @@
+"""What the settings of a job add to the core: the one list of features. Each is a Part, or builds
+one, in a file of its own; no other file of the core knows any of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from xcloud.comm.compression import Selectable
+from xcloud.comm.state import Stateful, states_of
+from xcloud.comm.step_clock import StepClock
+from xcloud.contracts.model import BuildContext, Stage
+from xcloud.contracts.task import TaskData
+from xcloud.job.experiment import Experiment
+from xcloud.join.elastic import StoreFacts, parameters_fact
+from xcloud.parallel.exchange import Exchange, Work
+from xcloud.parallel.overlapped_sums import OverlappedSums
+from xcloud.parallel.part import Part, Parts
+from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
+from xcloud.rank.autopilot import RunPilot
+from xcloud.rank.cache_report import UNSAVED, CacheReport
+from xcloud.rank.evaluation import Evaluator
+from xcloud.rank.exchanges import join_exchange, join_tied
+from xcloud.rank.leaks import LeakObservers, leak_observers
+from xcloud.rank.privacy import PrivacyAccount, PrivateGradients
+from xcloud.rank.role import RankContext, restored
+from xcloud.rank.typical_step import TypicalStep
+from xcloud.rank.wan_meter import WanMeter
+from xcloud.record.rank_state import ready_file
+from xcloud.security.privacy import SamplePrivacy
+from xcloud.survive.checkpointing import CheckpointPart
+from xcloud.training.memory_meter import MemoryReport
+from xcloud.training.trainer import Trainer
+from xcloud.wire.boundaries import observed
+from xcloud.wire.wiring import Wiring
+
+
+class Features:
+    """Of one rank; the methods stand in the order in which they are called."""
+
+    def __init__(self, context: RankContext[Experiment], wiring: Wiring, clock: StepClock) -> None:
+        self.context, self.job, self.rank = context, context.job, context.rank
+        self.reporter, self.wiring, self.clock = context.reporter, wiring, clock
+        self.placement = self.job.cluster.placement(self.rank)
+        transport = context.transport
+        self.control = wiring.control if transport is None else StoreFacts(transport)
+        """By which this rank compares with others what it has loaded."""
+        self._sharders: dict[int, Sharder] = {}
+        if self.job.cluster.clouds[self.placement.cloud].shard:
+            device = context.device
+            return_freed_memory(device)
+            self._sharders = {s: Sharder(wiring.lanes[s], device) for s in self.placement.stages}
+
+    def stage(self, number: int, context: BuildContext) -> Stage:
+        """Build a stage, block by block over the ranks of a cloud that shards it."""
+        model, num_stages = self.job.model, self.job.cluster.num_stages
+        sharder = self._sharders.get(number)
+        if sharder is None:
+            return model.build_stage(number, num_stages, context).to(context.device)
+        context = replace(context, deal=sharder.block)
+        stage = model.build_stage(number, num_stages, context).to(context.device)
+        if self.wiring.lanes[number].leads and any(True for _ in whole_blocks(stage)):
+            self.reporter.note(
+                f"stage {number}: every rank builds this model whole before it is sharded over "
+                "them, so its weights must fit one rank"
+            )
+        return stage
+
+    def shard(self, stages: Mapping[int, Stage]) -> None:
+        """What is left of them, once they have handed over what others begin with."""
+        for number, sharder in self._sharders.items():
+            sharder.rest(stages[number])
+
+    def leaks(self, stages: Mapping[int, Stage], data: TaskData) -> LeakObservers | None:
+        """What the leak meter sees; None without it."""
+        return leak_observers(
+            self.job, self.rank, data, stages, self.reporter, self.context.run_dir
+        )
+
+    def ports(self, leaks: LeakObservers | None) -> Mapping[int, BoundaryPorts]:
+        ports = self.wiring.boundaries.ports
+        return ports if leaks is None else observed(ports, leaks.observer, self.wiring.ends)
+
+    def meet(self, stages: Mapping[int, Stage]) -> None:
+        """Another cloud may build its stages longer than a message may take."""
+        if isinstance(self.control, StoreFacts):
+            self.control.agree(parameters_fact(stages))
+        else:
+            self.wiring.meet()
+
+    def exchange(self, stages: Mapping[int, Stage], leaks: LeakObservers | None) -> Exchange:
+        job, size = self.job, self.job.training.batch_size
+        return join_exchange(
+            self.wiring, stages, job.strategy, job.compression.for_tensor, job.seed, job.max_steps,
+            Work(size, 2.0 * size * job.task.max_length), self.reporter, job.security.privacy,
+            leaks.averaged.received if leaks is not None and leaks.averaged is not None else None,
+        )  # fmt: skip
+
+    def parts(
+        self,
+        trainer: Trainer,
+        leaks: LeakObservers | None,
+        evaluator: Evaluator,
+        meter: WanMeter,
+        facts: Mapping[str, str],
+    ) -> Parts:
+        """All parts of this rank, in the order in which an update calls them. facts: of the data,
+        which must be those that a checkpoint was made with."""
+        job, context, reporter = self.job, self.context, self.reporter
+        privacy = job.security.privacy
+        buffers = {number: stage.buffer for number, stage in trainer.stages.items()}
+        tied = join_tied(
+            self.wiring, trainer.pipeline.stages, job.compression.for_tensor, job.seed, buffers
+        )
+        parts: list[Part | None] = [
+            context.turns,
+            PrivateGradients(privacy, trainer)
+            if isinstance(privacy, SamplePrivacy)
+            else self._overlapped(trainer),
+            tied,
+            self._pilot(trainer),
+            meter,
+        ]
+        made = [part for part in parts if part is not None]
+        stateful: dict[str, Stateful] = {
+            "trainer": trainer, "channels": self.wiring, **Parts(made).parts(),
+        }  # fmt: skip
+        checkpoints = restored(context, stateful, self.wiring.control, facts)
+        states = partial(states_of, stateful) if job.checkpoint.are_made else None
+        after = [
+            CheckpointPart(checkpoints, context.asked, self.is_directed, self.clock),
+            evaluator,
+            leaks,
+            PrivacyAccount(privacy, trainer, job.strategy.most_contributions, reporter)
+            if privacy is not None and self.rank == 0
+            else None,
+            CacheReport(self.wiring.boundaries.channels.values(), reporter),
+            MemoryReport(trainer, reporter, states),
+            # It asks all ranks at once.
+            None if job.is_elastic else TypicalStep(self.clock, job.cluster.num_ranks, reporter),
+        ]
+        return Parts([*made, *(part for part in after if part is not None)])
+
+    def resume(self, trainer: Trainer) -> None:
+        if not trainer.num_updates:
+            return
+        if self.rank == 0 and self.job.cached_boundaries:
+            self.reporter.note(UNSAVED)
+        self.wiring.meet()  # another cloud may load longer than a message may take
+        if self.context.holder.places.is_merged(trainer.num_updates):
+            trainer.exchange.compare(trainer.num_updates)
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether rank 0's control signal reaches, in every step, all ranks that save."""
+        job = self.job
+        return job.cluster.num_replicas == 1 or (job.is_elastic and self.rank in job.saving_ranks)
+
+    def enter(self, trainer: Trainer) -> None:
+        """Of a run in which ranks may begin at any time: tell the launcher that this rank is
+        there, and take over the values of the first cloud in a run that goes on, or give them."""
+        transport, verdict = self.context.transport, self.context.verdict
+        if transport is None:
+            return
+        if self.rank not in self.job.essential_ranks:
+            ready_file(self.context.run_dir, self.rank).touch()
+        if transport.is_newcomer or verdict.from_step:
+            trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
+
+    def _overlapped(self, trainer: Trainer) -> OverlappedSums | None:
+        """Sums inside a cloud that begin in the backward."""
+        stages = trainer.pipeline.stages.items()
+        whole = {n for n, module in stages if not is_sharded(module)}
+        buffers = {n: stage.buffer for n, stage in trainer.stages.items() if n in whole}
+        groups = {n: trainer.stages[n].group for n in buffers}
+        if all(group.num_lanes == 1 for group in groups.values()):
+            return None
+        return OverlappedSums(buffers, groups, lambda: trainer.num_backwards)
+
+    def _pilot(self, trainer: Trainer) -> RunPilot | None:
+        job = self.job
+        if job.autopilot is None or not isinstance(job.compression, Selectable):
+            return None
+        pilot = RunPilot(
+            job.autopilot, job.compression, job.schedules, job.cluster, self.wiring, self.clock,
+            self.reporter, trainer.use_schedule,
+        )  # fmt: skip
+        if self.rank == 0:
+            pilot.prepare(job, self.context.device)
+        return pilot

@@ -1,0 +1,108 @@
+"""Differential privacy in one rank: DP-SGD around an update, and what the run's noise guarantees.
+The mathematics are security/privacy.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from xcloud.parallel.part import Part
+from xcloud.record.reporter import Reporter
+from xcloud.security.privacy import (
+    Privacy,
+    SamplePrivacy,
+    clip_factor,
+    most_squared_uses,
+    noise_like,
+    sampled_epsilon,
+)
+from xcloud.training.batch_plan import BatchPlan
+from xcloud.training.trainer import Trainer
+
+
+class PrivateGradients(Part):
+    """Clips the gradient of every sample at every stage, and noises their sum: between the
+    pipeline, whose micro-batches are single samples, and the exchange. The noise of a stage is
+    added by one rank of each replica."""
+
+    def __init__(self, privacy: SamplePrivacy, trainer: Trainer) -> None:
+        self._privacy, self._stages, self._feed = privacy, trainer.stages, trainer.feed
+        self._clock = trainer.pipeline.clock
+        self._limit = privacy.clip / math.sqrt(trainer.pipeline.num_stages)
+        self._sums = {n: torch.zeros_like(stage.buffer.flat) for n, stage in self._stages.items()}
+        # Not drawn from the run's seed: the other clouds know that one too.
+        self._chance = np.random.default_rng()
+
+    def begin(self, step: int) -> None:
+        for total in self._sums.values():
+            total.zero_()
+
+    def after_micro_batch(self, stage: int) -> None:
+        """Its gradient is the buffer's, and leaves it."""
+        buffer = self._stages[stage].buffer
+        # Losses are divided by the weight of the whole update.
+        factor = clip_factor([buffer.gradients], self._limit / self._feed.work.num_samples)
+        self._sums[stage].add_(buffer.flat, alpha=factor)
+        buffer.zero()
+
+    def after_backward(self, step: int) -> None:
+        deviation = self._privacy.noise * self._privacy.clip / self._feed.work.num_samples
+        with self._clock.during("clip"):
+            for number, stage in self._stages.items():
+                stage.buffer.flat.copy_(self._sums[number])
+                if stage.group.leads and deviation:
+                    gradients = stage.buffer.gradients
+                    gradients.add_(noise_like(gradients, deviation, self._chance))
+
+
+@dataclass
+class PrivacyAccount(Part):
+    """Of rank 0. contributions: of each cloud to averagings of the same values, in so many
+    updates."""
+
+    privacy: Privacy
+    trainer: Trainer
+    contributions: Callable[[int], int]
+    reporter: Reporter
+
+    def finish(self) -> None:
+        made = self.trainer.num_updates
+        guarantee = account(self.privacy, self.trainer.feed.plan, made, self.contributions(made))
+        self.reporter.event("privacy", **guarantee)
+
+
+def account(
+    privacy: Privacy, plan: BatchPlan, num_updates: int, num_contributions: int
+) -> dict[str, Any]:
+    """num_contributions: of each cloud to averagings of the same values.
+
+    epsilon: against whoever sees all that other replicas gave, and knows the batches, which follow
+    from the seed. epsilon_if_sampled: as usually reported, for secret random batches; None where
+    Opacus is not installed, and for clouds, which take part in every merge.
+    """
+    rate, sampled = 1.0, None
+    if isinstance(privacy, SamplePrivacy):
+        uses = most_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
+        rate = min(1.0, plan.batch_size / plan.num_samples)
+        try:
+            sampled = sampled_epsilon(privacy.noise, rate, num_updates, privacy.delta)
+        except ImportError:
+            pass
+    else:
+        uses = num_contributions
+    return {
+        "unit": privacy.unit,
+        "clip": privacy.clip,
+        "noise": privacy.noise,
+        "delta": privacy.delta,
+        "epsilon": privacy.epsilon(uses),
+        "epsilon_if_sampled": sampled,
+        "sampling_rate": rate,
+        "num_updates": num_updates,
+    }
