@@ -33,7 +33,6 @@ from xcloud.record.events import StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.report.progress import ProgressLine
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.divergence import DivergenceGuard
 from xcloud.training.memory_meter import MemoryMeter
 from xcloud.training.settings import Checkpoints
@@ -78,11 +77,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
 
     run = ProducerRun(cast(OneWayRank, rank), part, "a")
     checkpoints = Checkpointer(
-        Timing(Checkpoints(0, 0)),
-        CheckpointWriter(CheckpointFolder(tmp_path), 1, {}),
-        None,
-        {},
-        reporter,
+        Checkpoints(0, 0), CheckpointFolder(tmp_path), 1, None, {}, {}, reporter
     )
     feed(run, ProducerLinks([], book), checkpoints)
     reporter.flush()

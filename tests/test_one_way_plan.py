@@ -175,7 +175,7 @@ def test_the_consumer_comes_first_whatever_the_order() -> None:
         (
             {"a": OneWayCloud(), "b": OneWayCloud(1, 1.0)},
             {"wan": "x"},
-            "cluster.wan must be .* got 'x'; a profile of conf/cluster/wan",
+            "cluster.wan must be .* got 'x'",
         ),
         ({"a": OneWayCloud(), "b": OneWayCloud(1, 1.0)}, {"links": {"b-c": "free"}}, "one of b-a"),
     ],

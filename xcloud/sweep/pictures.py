@@ -255,13 +255,13 @@ class Curve:
 
     def minus(self, other: Curve) -> dict[object, tuple[NDArray[np.int64], Values]]:
         """Differences at common steps, for each common seed."""
-        found = {}
+        differences = {}
         for seed in self.by_seed.keys() & other.by_seed.keys():
             (step, loss), (there, base) = self.by_seed[seed], other.by_seed[seed]
             both, i, j = np.intersect1d(step, there, return_indices=True)
             if len(both):
-                found[seed] = (both, loss[i] - base[j])
-        return found
+                differences[seed] = (both, loss[i] - base[j])
+        return differences
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[Curve | None, list[Curve]]:

@@ -1,5 +1,5 @@
-"""Monolingual and parallel text for pre-training: the demo grammar or the hub (files:
-text_folder.py). No tokenisation.
+"""Monolingual and parallel text for pre-training: the demo grammar, a folder, or the hub.
+Read as a stream; no tokenisation, no filtering.
 
 A *part* of a source is a language ("es") or a language pair ("es-en", parallel text).
 """
@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-from xcloud.base.checks import check_int
+from pydantic import Field
+
 from xcloud.base.errors import ConfigError, DataError
+from xcloud.base.settings import NotNegative, settings
 from xcloud.demo_corpus import MAX_PAIRS
 from xcloud.demo_corpus import pairs as demo_pairs
+from xcloud.tasks.corpus.files import TextFile
+from xcloud.tasks.corpus.folder import list_files
 from xcloud.tasks.corpus.hub import load_hub, not_loaded
+from xcloud.tasks.corpus.rows import DEV_NAMES, Form, Text
 
+HELD_OUT = (*DEV_NAMES, "test")
 _cached_pairs = cache(demo_pairs)
 
 
@@ -53,18 +58,14 @@ class TextSource(Protocol):
         """Public text for training the shared tokenizer; None if the source is private."""
 
 
-@dataclass(frozen=True)
+@settings("text.source")
 class DemoText:
     """The Spanish-English demo grammar: parts es, en and es-en. Public, so every cloud can train
-    the shared tokenizer on it. See DemoGrammar.
+    the shared tokenizer on it. See DemoPairs.
     """
 
-    num_texts: int = 22_000
-    corpus_seed: int = 7
-
-    def __post_init__(self) -> None:
-        check_int("text.source.num_texts", self.num_texts, 2, MAX_PAIRS)
-        check_int("text.source.corpus_seed", self.corpus_seed, 0)
+    num_texts: Annotated[int, Field(ge=2, le=MAX_PAIRS)] = 22_000
+    corpus_seed: NotNegative = 7
 
     def describe(self) -> str:
         return "demo grammar"
@@ -94,7 +95,97 @@ class DemoText:
         return _cached_pairs(self.num_texts, self.corpus_seed)
 
 
-@dataclass(frozen=True)
+@settings("text.source")
+class FolderText:
+    """Files recognised by name; each may end in .gz. Held-out files (dev, val, valid, validation,
+    test) are ignored.
+
+    a language:  es.txt, train.es.txt, wiki.es.txt, train.es    one text per line
+                 es.jsonl, train.es.jsonl    one object per line, the text under `text_key`
+                 any .tsv with the columns lang and text: the rows of that language
+    a pair:      train.es and train.en; a .tsv with the columns es and en, or with lang, text and
+                 a column for the other language
+    """
+
+    path: Text
+    text_key: Text = "text"
+
+    def describe(self) -> str:
+        return f"files in {Path(self.path).expanduser().resolve().name}"
+
+    def check(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            self._files(part)
+
+    def identity(self, part: str) -> str:
+        files = [path for file, *_ in self._files(part) for path in file.paths.values()]
+        return f"files {self.text_key} {part} {stamp(files)}"
+
+    def read(self, part: str) -> Iterator[tuple[str, ...]]:
+        for file, columns, language in self._files(part):
+            wanted = columns if language is None else ("lang", *columns)
+            for row in file.rows(wanted, "text.source.text_key"):
+                if language is None:
+                    yield row
+                elif row[0] == language:
+                    yield row[1:]
+
+    def public_texts(self) -> None:
+        return None
+
+    def _files(self, part: str) -> list[tuple[TextFile, tuple[str, ...], str | None]]:
+        """The files of this part, the columns to read, and which `lang` the rows must have.
+        Raises DataError if there are none."""
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise DataError(f"{folder} {what}; text.source.path must be a folder of texts")
+        languages = languages_of(part)
+        if len(languages) == 1:
+            choose = partial(self._of_language, part)
+            form = Form("", {"tsv": "table", "jsonl": "json", "txt": "lines", part: "lines"})
+            expected = (
+                f"{part}.txt, train.{part}.txt, train.{part}.jsonl, or a .tsv with the columns "
+                "lang and text"
+            )
+        else:
+            a, b = languages
+            choose, form = partial(_of_pair, a, b), Form("", languages=(a, b))
+            expected = f"train.{a} and train.{b}, or a .tsv with the columns {a} and {b}"
+        files = [f for f in list_files(folder, form) if f.path.name.split(".")[0] not in HELD_OUT]
+        chosen = [(file, *read) for file in files if (read := choose(file)) is not None]
+        if not chosen:
+            names = [p.name for p in sorted(folder.iterdir()) if p.is_file()]
+            there = ", ".join(n for n in names if n.split(".")[0] not in HELD_OUT) or "none"
+            raise DataError(
+                f"{folder}: no text of {part!r}; expected {expected} (each may end in .gz); "
+                f"found: {there}"
+            )
+        return chosen
+
+    def _of_language(
+        self, language: str, file: TextFile
+    ) -> tuple[tuple[str, ...], str | None] | None:
+        """Columns and `lang` of a file with texts of this language; None for another file."""
+        *names, ending = file.path.name.removesuffix(".gz").split(".")
+        if file.kind == "table":
+            return (("text",), language) if {"lang", "text"} <= set(file.columns()) else None
+        if ending == language or language in names:
+            return ((self.text_key if file.kind == "json" else "",), None)
+        return None
+
+
+def _of_pair(a: str, b: str, file: TextFile) -> tuple[tuple[str, ...], str | None] | None:
+    """Columns and `lang` of a file with pairs of these languages; None for another file."""
+    columns = set(file.columns()) if file.kind == "table" else set(file.paths)
+    if {a, b} <= columns:
+        return ((a, b), None)
+    if {"lang", "text", b} <= columns:
+        return (("text", b), a)
+    return ((a, "text"), b) if {"lang", "text", a} <= columns else None
+
+
+@settings("text.source")
 class HubText:
     """Texts streamed from the Hugging Face hub, or from a local folder that `datasets` can read.
 
@@ -103,17 +194,13 @@ class HubText:
     {"translation": {"es": …, "en": …}}; null = no parallel text.
     """
 
-    name: str
+    name: Text
     config: str | None = "{language}"
     column: str = "text"
     split: str = "train"
     revision: str | None = None
     pairs_name: str | None = None
     pairs_config: str | None = "{pair}"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("text.source.name must be a data set on the hub, such as owner/name")
 
     def describe(self) -> str:
         folder = _local(self.name)

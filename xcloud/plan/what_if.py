@@ -1,11 +1,11 @@
-"""Plans on paper: what every way to use the clouds of a file would take and cost. Numbers only:
+"""What-if plans: what every way to use the clouds of a file would take and cost. Numbers only:
 nothing is measured, nothing runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
@@ -14,20 +14,21 @@ from xcloud.base.errors import ConfigError
 from xcloud.cluster.layout import Cloud, ClusterLayout
 from xcloud.parallel.gradient_averaging import GradientAveraging
 from xcloud.parallel.local_updates import LocalUpdates
+from xcloud.parallel.schedule import GPipe, OneForwardOneBackward, Schedule
 from xcloud.parallel.strategy import WHOLE_MODEL, Strategy
-from xcloud.plan.paper_file import Paper
 from xcloud.plan.plans import Arranged, Plan, Priced
 from xcloud.plan.pricing import Pricer
 from xcloud.plan.profile import Profile
 from xcloud.plan.search import Space, fastest, splits_of
+from xcloud.plan.what_if_file import WhatIf
 
 MOST_CUTS = 16  # ways to cut; of more only the most even one and its neighbours
 MOST_ACTIONS = 1 << 14  # stages x micro-batches of a pipeline that is simulated
-TOLERANCE, TRIES = 0.05, 2  # of the search
+TRIES = 2  # cuts and counts of micro-batches that are simulated, see fastest
 HOUR_S = 3600.0
 
 
-class OnPaper(NamedTuple):
+class WhatIfPlan(NamedTuple):
     """A plan and what it comes to. busy: share of all ranks' time that computes. mfu: share of the
     ranks' best rate that the model's operations reach; None where that rate is not known.
     egress_bytes, compute_cost, egress_cost: per million tokens."""
@@ -59,55 +60,38 @@ class OnPaper(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Space(Space):
-    """lanes: of the largest stage, over all replicas."""
-
-    lanes: int = 1
-
-    def schedules(self, plan: Plan) -> list[Plan]:
-        """GPipe, and 1F1B with as many in flight as keep every lane at work, or twice that."""
-        p = len(plan.ends)
-        counts = [k * self.lanes for k in (p, 2 * p) if k * self.lanes < plan.micro_batches]
-        return [plan._replace(in_flight=k) for k in (None, *(counts if p > 1 else ()))]
-
-    def worth_pricing(self, plan: Plan, fits: Callable[[Plan], bool]) -> list[Plan]:
-        """Where GPipe fits into memory, 1F1B gains nothing on a steady line."""
-        return [plan] if fits(plan) else super().worth_pricing(plan, fits)
-
-
-@dataclass(frozen=True)
 class Planned:
     """rows: the best of each strategy and compressor, the fastest first. left_out: what is not
     among them, and why."""
 
-    rows: list[OnPaper]
+    rows: list[WhatIfPlan]
     left_out: Mapping[str, str]
     num_plans: int
     num_simulated: int
 
 
-def plan_on_paper(paper: Paper, profile: Profile) -> Planned:
+def plan_what_if(what_if: WhatIf, profile: Profile) -> Planned:
     """Raises ConfigError if nothing can be planned."""
-    arranged, left_out = _arranged(paper)
+    arranged, left_out = _arranged(what_if)
     pricer = Pricer(
-        profile, arranged, paper.batch_size,
-        memory_bytes={n: 1e9 * c.memory_gb for n, c in paper.clouds.items() if c.memory_gb},
+        profile, arranged, what_if.batch_size,
+        memory_bytes={n: 1e9 * c.memory_gb for n, c in what_if.clouds.items() if c.memory_gb},
         steps=1,
     )  # fmt: skip
-    rows: list[OnPaper] = []
+    rows: list[WhatIfPlan] = []
     num_plans = num_simulated = 0
-    names = [name for name in paper.search.compressors if name in profile.compressors]
+    names = [name for name in what_if.search.compressors if name in profile.compressors]
     for name, found in arranged.items():
-        space, why = _space(paper, profile, name, found, names)
+        space, why = _space(what_if, profile, name, found, names)
         if space is None:
             left_out[name] = why
             continue
-        best = fastest(pricer, space, len(names), TOLERANCE, TRIES)
+        best = fastest(pricer, space, len(names), TRIES, refined=0)
         num_plans += best.num_plans
         num_simulated += best.num_simulated
         if not best.best:
             left_out[name] = _too_large(pricer, space, arranged)
-        rows += [_on_paper(paper, profile, pricer, plan) for plan in best.best]
+        rows += [_row(what_if, profile, pricer, plan) for plan in best.best]
     if not rows:
         whys = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise ConfigError(f"nothing of this can be planned. {whys}")
@@ -119,35 +103,35 @@ def plan_on_paper(paper: Paper, profile: Profile) -> Planned:
 # The space.
 
 
-def _arranged(paper: Paper) -> tuple[dict[str, Arranged], dict[str, str]]:
+def _arranged(what_if: WhatIf) -> tuple[dict[str, Arranged], dict[str, str]]:
     """Every strategy with its clouds, by name; and those that they do not suit."""
-    num_clouds = len(paper.clouds)
+    num_clouds = len(what_if.clouds)
     found, left_out = dict[str, Arranged](), dict[str, str]()
-    for inside in paper.search.stages_inside or _stages_inside(paper):
+    for inside in what_if.search.stages_inside or _stages_inside(what_if):
         more = f", {inside} inside" if inside > 1 else ""
-        odd = [name for name, cloud in paper.clouds.items() if cloud.ranks % inside]
+        odd = [name for name, cloud in what_if.clouds.items() if cloud.ranks % inside]
         if odd:
             left_out[f"stages_inside {inside}"] = f"{odd[0]} cannot deal its ranks to them evenly"
             continue
-        for strategy, name in _strategies(paper):
+        for strategy, name in _strategies(what_if):
             replicas = num_clouds if strategy.replicas is None else strategy.replicas
             if num_clouds % replicas:
                 left_out[name] = f"{num_clouds} clouds cannot be dealt to {replicas} replicas"
             elif strategy.averaging is not None and replicas == 1:
                 left_out[name] = "there is one cloud, so nothing is averaged"
             else:
-                found[name + more] = Arranged(strategy, _layout(paper, replicas, inside))
+                found[name + more] = Arranged(strategy, _layout(what_if, replicas, inside))
     return found, left_out
 
 
-def _stages_inside(paper: Paper) -> list[int]:
-    each = math.gcd(*(cloud.ranks for cloud in paper.clouds.values()))
-    most = each if paper.model is None else paper.model.layers // len(paper.clouds)
+def _stages_inside(what_if: WhatIf) -> list[int]:
+    each = math.gcd(*(cloud.ranks for cloud in what_if.clouds.values()))
+    most = each if what_if.model is None else what_if.model.layers // len(what_if.clouds)
     return [2**n for n in range(each.bit_length()) if each % 2**n == 0 and 2**n <= max(1, most)]
 
 
-def _strategies(paper: Paper) -> Iterator[tuple[Strategy, str]]:
-    asked, num_clouds = paper.search, len(paper.clouds)
+def _strategies(what_if: WhatIf) -> Iterator[tuple[Strategy, str]]:
+    asked, num_clouds = what_if.search, len(what_if.clouds)
     for kind in asked.strategies:
         if kind == "pipeline":
             yield Strategy(), kind
@@ -164,9 +148,9 @@ def _strategies(paper: Paper) -> Iterator[tuple[Strategy, str]]:
                 yield Strategy(kind, count, GradientAveraging()), f"{kind} of {count}"
 
 
-def _layout(paper: Paper, replicas: int, inside: int) -> ClusterLayout:
-    per_replica, clouds = len(paper.clouds) // replicas, {}
-    for k, (name, cloud) in enumerate(paper.clouds.items()):
+def _layout(what_if: WhatIf, replicas: int, inside: int) -> ClusterLayout:
+    per_replica, clouds = len(what_if.clouds) // replicas, {}
+    for k, (name, cloud) in enumerate(what_if.clouds.items()):
         first = inside * (k % per_replica)
         stages = tuple(range(first, first + inside))
         if per_replica == inside == 1:
@@ -174,11 +158,11 @@ def _layout(paper: Paper, replicas: int, inside: int) -> ClusterLayout:
         clouds[name] = Cloud(
             cloud.ranks, stages, inside > 1, slowdown=cloud.slowdown, replica=k // per_replica
         )
-    return ClusterLayout(clouds, "free", name="on paper")
+    return ClusterLayout(clouds, "free", name="what if")
 
 
 def _space(
-    paper: Paper, profile: Profile, name: str, found: Arranged, compressors: Sequence[str]
+    what_if: WhatIf, profile: Profile, name: str, found: Arranged, compressors: Sequence[str]
 ) -> tuple[Space | None, str]:
     """Of one strategy, and why there is none."""
     layout, p = found.layout, found.num_stages
@@ -192,25 +176,30 @@ def _space(
     ]
     splits = splits_of(profile.pieces, p, MOST_CUTS, slowness)
     replicas = layout.num_replicas
-    counts = paper.search.micro_batches
+    counts = what_if.search.micro_batches
     fewest = replicas * -(-layout.min_micro_batches() // replicas)
     if counts is None:
         counts = [fewest * 2**n for n in range(8)]
         if p > 1:
             counts = [m for m in counts if m == fewest or p * m // replicas <= MOST_ACTIONS]
-    counts = sorted({m for m in counts if m <= paper.batch_size})
+    counts = sorted({m for m in counts if m <= what_if.batch_size})
     if not any(m >= layout.min_micro_batches() and m % replicas == 0 for m in counts):
         return None, (
-            f"batch_size {paper.batch_size} is less than the {layout.min_micro_batches()} "
+            f"batch_size {what_if.batch_size} is less than the {layout.min_micro_batches()} "
             "micro-batches that give every rank work"
-            if paper.search.micro_batches is None
+            if what_if.search.micro_batches is None
             else f"search.micro_batches has no multiple of {replicas} from "
             f"{layout.min_micro_batches()} to batch_size on"
         )
-    own = Plan(name, splits[0], counts[0], None, compressors[0])
-    return _Space(
-        own, {name: splits}, counts, compressors, ("split", "compression"), lanes=fewest
-    ), ""
+    own = Plan(name, splits[0], GPipe(counts[0]), compressors[0])
+    # Where GPipe fits into memory, 1F1B gains nothing on a steady line; else with as many in
+    # flight as keep all ranks of the largest stage at work.
+    schedules: list[Schedule] = [
+        GPipe(1),
+        *(OneForwardOneBackward(1, k * fewest) for k in (2 * p, p)),
+    ]
+    varies = ("split", "compression", "schedule")
+    return Space(own, {name: splits}, counts, compressors, varies, schedules), ""
 
 
 def _too_large(pricer: Pricer, space: Space, arranged: Mapping[str, Arranged]) -> str:
@@ -222,21 +211,21 @@ def _too_large(pricer: Pricer, space: Space, arranged: Mapping[str, Arranged]) -
 # What comes of it.
 
 
-def _on_paper(paper: Paper, profile: Profile, pricer: Pricer, plan: Plan) -> OnPaper:
+def _row(what_if: WhatIf, profile: Profile, pricer: Pricer, plan: Plan) -> WhatIfPlan:
     priced = pricer.price(plan)
-    tokens = paper.batch_size * profile.tokens_per_sample
+    tokens = what_if.batch_size * profile.tokens_per_sample
     per_million = 1e6 / tokens
-    rank_s = paper.num_ranks * priced.step_s
-    mfu = None
-    if paper.model is not None and paper.model.flop_per_s is not None:
-        best = sum(c.ranks / c.slowdown for c in paper.clouds.values()) * paper.model.flop_per_s
-        mfu = paper.batch_size * paper.model.step_flop / (best * priced.step_s)
-    hours = {name: cloud.ranks * priced.step_s / HOUR_S for name, cloud in paper.clouds.items()}
+    rank_s = what_if.num_ranks * priced.step_s
+    mfu, model = None, what_if.model
+    if model is not None and model.flop_per_s is not None:
+        best = sum(c.ranks / c.slowdown for c in what_if.clouds.values()) * model.flop_per_s
+        mfu = what_if.batch_size * model.step_flop / (best * priced.step_s)
+    hours = {name: cloud.ranks * priced.step_s / HOUR_S for name, cloud in what_if.clouds.items()}
     egress = 0.0
-    for here, there in permutations(paper.clouds, 2):
+    for here, there in permutations(what_if.clouds, 2):
         size = priced.bytes_between.get(f"{here}-{there}", 0.0)
-        egress += size / 1e9 * paper.prices.egress_of(here, there)
-    return OnPaper(
+        egress += size / 1e9 * what_if.prices.egress_of(here, there)
+    return WhatIfPlan(
         plan.strategy,
         plan,
         _split(plan, profile),
@@ -245,7 +234,7 @@ def _on_paper(paper: Paper, profile: Profile, pricer: Pricer, plan: Plan) -> OnP
         priced.compute_s / rank_s,
         mfu,
         priced.bytes_per_step * per_million,
-        per_million * sum(hours[name] * paper.prices.hour_of(name) for name in hours),
+        per_million * sum(hours[name] * what_if.prices.hour_of(name) for name in hours),
         per_million * egress,
     )
 

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from xcloud.comm.compressor import seed_from
+from xcloud.comm.precision import Nothing
 from xcloud.comm.state import Stateful, stateful
-from xcloud.parallel.averaging import Averager
+from xcloud.comm.tensor_codec import Choose, TensorCodec
+from xcloud.contracts.model import Stage
+from xcloud.parallel.averaging import AllToAll, Averager
 from xcloud.parallel.exchange import FlatBuffer
 from xcloud.parallel.part import Part
 from xcloud.parallel.rank_group import RankGroup
+from xcloud.parallel.replica_links import Mailbox
+from xcloud.wire.wiring import Wiring
+
+TIED = "embeddings.weight"
+"""What choices of a compressor know a tied matrix by; its two ends have two names for it."""
 
 
 @dataclass(frozen=True)
@@ -66,3 +75,31 @@ class TiedGradients(Part):
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def join_tied(
+    wiring: Wiring,
+    stages: Mapping[int, Stage],
+    choose: Choose,
+    seed: int,
+    buffers: Mapping[int, FlatBuffer],
+) -> TiedGradients | None:
+    """For ranks that hold an end of a tied matrix; opens the link to the other end."""
+    held = {stage: tied for stage, module in stages.items() if (tied := module.tied()) is not None}
+    if not held:
+        return None
+    averager, links = None, wiring.tied
+    if links is not None:
+        (parameter,) = held.values()
+        within = len(set(map(wiring.ends.layout.cloud_of, links.peers))) == 1
+        codec = TensorCodec(
+            {TIED: parameter.shape},
+            lambda name, shape: Nothing() if within else choose(name, shape),
+            seed_from(seed, "tied"),
+            True,
+            parameter.dtype,
+            parameter.device,
+        )
+        averager = AllToAll(Mailbox(links), codec)
+        links.open(averager.max_bytes)
+    return TiedGradients(held, {stage: wiring.lanes[stage] for stage in held}, averager, buffers)

@@ -7,12 +7,13 @@ Letters: S tokens of a sample, H hidden width, V vocabulary, P weights of a laye
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from xcloud.base.checks import check_choice, check_int, check_number
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Positive, settings
 from xcloud.cluster.frame import TensorSpec, frame_bytes
 from xcloud.cluster.link_profile import LinkProfile
 from xcloud.comm.boundary import Boundary, BoundaryField
@@ -23,9 +24,9 @@ from xcloud.plan.profile import (
     BoundaryCodec,
     CompressorCosts,
     Curve,
+    DirectionCurves,
     Piece,
     Profile,
-    Way,
 )
 
 MANY = 64  # samples at which a message is counted beside that of one; between them a straight line
@@ -36,17 +37,15 @@ ACTIVATION_BYTES = (
 SHARE_OF_FIRST = 2  # backward takes so many times the forward
 
 
-@dataclass(frozen=True)
+Above0 = Annotated[float, Field(gt=0.0)]
+
+
+@settings("codecs")
 class Speed:
     """Of a codec, in bytes of FP32 values a second. null: it takes no time."""
 
-    compress_bytes_per_s: float | None = None
-    decompress_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("compress_bytes_per_s", "decompress_bytes_per_s"):
-            if getattr(self, name) is not None:
-                check_number(f"codecs: {name}", getattr(self, name), 0.0, above=True)
+    compress_bytes_per_s: Above0 | None = None
+    decompress_bytes_per_s: Above0 | None = None
 
     def seconds(self, num_bytes: float) -> tuple[float, float]:
         """Of compressing, of decompressing."""
@@ -55,9 +54,9 @@ class Speed:
         return first, second
 
 
-@dataclass(frozen=True)
+@settings("model")
 class Decoder:
-    """`model` of a plan on paper.
+    """`model` of a what-if plan.
 
     flop_per_s: of a rank at its best; utilisation: the share of it that computing reaches.
     seconds_per_layer: in place of both, forward of one sample through one layer.
@@ -67,30 +66,20 @@ class Decoder:
         cross in no average.
     """
 
-    layers: int
-    hidden: int
-    vocabulary: int
-    sequence_length: int
-    flop_per_s: float | None = None
-    utilisation: float = 1.0
-    seconds_per_layer: float | None = None
-    parameters_per_layer: int | None = None
+    layers: Positive
+    hidden: Positive
+    vocabulary: Positive
+    sequence_length: Positive
+    flop_per_s: Above0 | None = None
+    utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    seconds_per_layer: Above0 | None = None
+    parameters_per_layer: Positive | None = None
     checkpointing: bool = False
-    trained_share: float = 1.0
+    trained_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "vocabulary", "sequence_length"):
-            check_int(f"model.{name}", getattr(self, name), 1)
         if (self.flop_per_s is None) == (self.seconds_per_layer is None):
             raise ConfigError("model needs either flop_per_s or seconds_per_layer")
-        for name in ("flop_per_s", "seconds_per_layer"):
-            if getattr(self, name) is not None:
-                check_number(f"model.{name}", getattr(self, name), 0.0, above=True)
-        check_number("model.utilisation", self.utilisation, 0.0, 1.0, above=True)
-        if self.parameters_per_layer is not None:
-            check_int("model.parameters_per_layer", self.parameters_per_layer, 1)
-        check_number("model.trained_share", self.trained_share, 0.0, 1.0, above=True)
-        check_choice("model.checkpointing", self.checkpointing, (True, False))
 
     @property
     def layer_parameters(self) -> int:
@@ -188,7 +177,9 @@ class Decoder:
         averaging = AveragingCodec(sent, encode_s + decode_s, decode_s)
         return CompressorCosts(compression.label, [BoundaryCodec(*ways)], averaging)
 
-    def _way(self, codec: Compressor, fields: tuple[BoundaryField, ...], speed: Speed) -> Way:
+    def _way(
+        self, codec: Compressor, fields: tuple[BoundaryField, ...], speed: Speed
+    ) -> DirectionCurves:
         sizes, first_s, second_s = [], [], []
         for b in (1, MANY):
             specs: list[TensorSpec] = []
@@ -201,7 +192,7 @@ class Decoder:
             took = (0.0, 0.0) if codec.family == "none" else speed.seconds(raw)
             first_s.append((b, took[0]))
             second_s.append((b, took[1]))
-        return Way(Curve(sizes), Curve(first_s), Curve(second_s))
+        return DirectionCurves(Curve(sizes), Curve(first_s), Curve(second_s))
 
     def _tensors(self) -> list[tuple[str, tuple[int, int]]]:
         """The matrices of a layer, four of attention and what remains, and those of the ends."""

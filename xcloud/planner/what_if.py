@@ -1,4 +1,4 @@
-"""Plan a job on paper: what it would take and cost on clouds that FILE describes, which need not
+"""What if: what a job would take and cost on clouds that FILE describes, which need not
 exist. Nothing is measured and nothing runs.
 
 FILE is YAML; docs/plans/eight_clouds.yaml is one, with every key explained. The least of one:
@@ -33,10 +33,10 @@ from pathlib import Path
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.job.config import compressions, read_plain
-from xcloud.plan.paper import plan_on_paper
-from xcloud.plan.paper_file import Paper, paper_from, with_lines
-from xcloud.plan.profile import Profile, as_in_runs, read_profile
-from xcloud.report.paper_table import ORDERS, as_table, print_planned, ranked
+from xcloud.plan.profile import Profile, read_profile
+from xcloud.plan.what_if import plan_what_if
+from xcloud.plan.what_if_file import WhatIf, what_if_from, with_lines
+from xcloud.report.what_if_table import ORDERS, as_table, print_planned, ranked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,29 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     started_s = time.perf_counter()
     try:
-        paper = read_paper(given.file)
-        planned = plan_on_paper(paper, profile_of(paper, given.file.parent))
+        what_if = read_what_if(given.file)
+        planned = plan_what_if(what_if, profile_of(what_if, given.file.parent))
     except ConfigError as error:
         print(f"xcloud: {given.file}: {error}", file=sys.stderr)
         return 2
     rows = ranked(planned, given.by)
-    if paper.model is not None and paper.model.trained_share == 1:
+    if what_if.model is not None and what_if.model.trained_share == 1:
         print("all weights are trained; with LoRA or frozen parts give model.trained_share")
-    has_prices = bool(paper.prices.rank_hour or paper.prices.egress_per_gb)
+    has_prices = bool(what_if.prices.rank_hour or what_if.prices.egress_per_gb)
     print_planned(rows[: given.rows], planned, has_prices, time.perf_counter() - started_s)
     if given.out:
         given.out.write_text(json.dumps(as_table(rows, planned), indent=1) + "\n")
     return 0
 
 
-def read_paper(path: Path) -> Paper:
-    return paper_from(read_plain(path))
+def read_what_if(path: Path) -> WhatIf:
+    return what_if_from(read_plain(path))
 
 
-def profile_of(paper: Paper, folder: Path) -> Profile:
+def profile_of(what_if: WhatIf, folder: Path) -> Profile:
     """folder: in which the names of files begin."""
-    if paper.model is None:
-        assert paper.profile_file is not None
-        return with_lines(paper, as_in_runs(read_profile(folder / paper.profile_file)))
-    found = compressions(paper.search.compressors, project_root() / "conf")
-    return paper.model.profile(found, paper.codecs, paper.lines)
+    if what_if.model is None:
+        assert what_if.profile is not None
+        return with_lines(what_if, read_profile(folder / what_if.profile))
+    found = compressions(what_if.search.compressors, project_root() / "conf")
+    return what_if.model.profile(found, what_if.codecs, what_if.lines)

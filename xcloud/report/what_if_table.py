@@ -1,4 +1,4 @@
-"""What was planned on paper, as a table for people and as one for JSON."""
+"""What was planned in a what-if plan, as a table for people and as one for JSON."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xcloud.base.units import human_bytes, human_seconds
-from xcloud.plan.paper import OnPaper, Planned
+from xcloud.plan.what_if import Planned, WhatIfPlan
 from xcloud.report.plan_table import WIDTH
 
-ORDERS: Mapping[str, Callable[[OnPaper], float]] = {
+ORDERS: Mapping[str, Callable[[WhatIfPlan], float]] = {
     "step": lambda row: row.priced.step_s,
     "cost": lambda row: row.cost,
     "egress": lambda row: row.egress_bytes,
 }
 
 
-def ranked(planned: Planned, order: str) -> list[OnPaper]:
+def ranked(planned: Planned, order: str) -> list[WhatIfPlan]:
     return sorted(planned.rows, key=ORDERS[order])
 
 
 def print_planned(
-    rows: Sequence[OnPaper], planned: Planned, has_prices: bool, took_s: float
+    rows: Sequence[WhatIfPlan], planned: Planned, has_prices: bool, took_s: float
 ) -> None:
     from rich import box
     from rich.console import Console
@@ -60,7 +60,7 @@ def print_planned(
         console.print(Text(note), soft_wrap=True)
 
 
-def as_table(rows: Sequence[OnPaper], planned: Planned) -> dict[str, Any]:
+def as_table(rows: Sequence[WhatIfPlan], planned: Planned) -> dict[str, Any]:
     return {
         "plans": [_row(row) for row in rows],
         "left_out": dict(planned.left_out),
@@ -69,7 +69,7 @@ def as_table(rows: Sequence[OnPaper], planned: Planned) -> dict[str, Any]:
     }
 
 
-def _row(row: OnPaper) -> dict[str, Any]:
+def _row(row: WhatIfPlan) -> dict[str, Any]:
     plan, priced, (bound, share) = row.plan, row.priced, row.bound
     return {
         "strategy": row.name,
