@@ -18,8 +18,8 @@ from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts
 from xcloud.parallel.pipeline import BoundaryPorts
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.sharding import Sharder, is_sharded, return_freed_memory, whole_blocks
-from xcloud.parallel.strategy import Replicas
 from xcloud.rank.evaluation import Evaluator
 from xcloud.rank.leaks import LeakObservers, leak_observers, observed
 from xcloud.rank.privacy import PrivacyAccount, PrivateGradients

@@ -218,13 +218,10 @@ class Checkpointer:
             if peer in ranks:
                 self._take(peer, step, News.FAILED)
 
-    def hear_agreed(self, step: int) -> None:
-        """For a rank to which `Post` does not carry it."""
-        self._take(0, step, News.AGREED)
-
     def wait(self, is_urgent: bool = True) -> None:
         """Until this rank has written what it began; see CheckpointWriter.wait."""
         self.writer.wait(is_urgent)
+        self._notes.flush()
 
     def close(self) -> None:
         """Wait until this rank has written what it began and heard of. Call it after a meeting,
