@@ -38,7 +38,6 @@ from xcloud.parallel.control import Signal
 from xcloud.record.checkpoints import CheckpointFolder
 from xcloud.record.reporter import Reporter
 from xcloud.survive.checkpointing import Checkpointer
-from xcloud.survive.saving import CheckpointWriter, Timing
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Checkpoints
 from xcloud.training.trained_module import TrainedModule
@@ -96,9 +95,8 @@ def measure(
     told: list[bytes] = []
     reporter, files = Reporter(0, "a", told.append), CheckpointFolder(folder)
     checkpoints = Checkpointer(
-        Timing(Checkpoints(every_steps=3, every_minutes=0, keep=1)),
-        CheckpointWriter(files, 0, ABOUT), None,
-        {"stage 0": TrainedModule(module, optimizer)}, reporter,
+        Checkpoints(every_steps=3, every_minutes=0, keep=1), files, 0, None,
+        {"stage 0": TrainedModule(module, optimizer)}, ABOUT, reporter,
     )  # fmt: skip
     pauses_s, while_preparing_s, while_writing_s = [], [], []
     started_s = time.perf_counter()

@@ -71,7 +71,7 @@ def test_another_text_setting_vocabulary_or_code_is_another_backbone(
 
 
 def test_caches_of_earlier_releases_are_found() -> None:
-    config = SMALL.config("source", {"source": IDS}, 16)
+    config = SMALL.config(IDS, 16)
     own = dataclasses.replace(SMALL, pretraining=MaskedLanguageModelling())
     assert own._key(config, IDS, [[5, 6]]) == "f7cdbfdd4c9367b9a5fd9958434f330f"
     other = dataclasses.replace(own, pretraining=MaskedLanguageModelling(max_epochs=3))

@@ -89,5 +89,5 @@ def test_too_little_text_and_another_tokenizer_are_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match="fewer than a window"):
         own(num_texts=1).folder(where(tmp_path))
     larger = {"text": replace(IDS, size=IDS.size + 1)}
-    with pytest.raises(ConfigError, match="knows 24 words, the task's tokenizer has 25"):
+    with pytest.raises(ConfigError, match="has 24 token ids, but the task's tokenizer has 25"):
         CausalLM(own=own()).build_stage(0, 2, replace(where(tmp_path), vocabularies=larger))

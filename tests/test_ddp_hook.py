@@ -141,7 +141,7 @@ def test_a_mean_holds_one_decoded_message_at_a_time(monkeypatch: pytest.MonkeyPa
     found = Job(64, Nothing()).step(1, [[3, 2, 1, 0]])
     mean = [torch.stack([gradient(1, r, n) for r in range(64)]).mean(0) for n in range(4)]
 
-    assert len(most) == 64 * 64 and max(most) <= 2 * len(SHAPES)
+    assert len(most) == 64 * 64 * len(SHAPES) and max(most) <= 2 * len(SHAPES)
     for merged, expected in zip(found[0], mean, strict=True):
         torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
 

@@ -20,7 +20,7 @@ from xcloud.comm.compression import Compression, PerTensor
 from xcloud.comm.sparsify import TopK, TopRows
 from xcloud.job.config import job_from_config
 from xcloud.models.causal import CausalLM
-from xcloud.parallel.tied import TiedGradients
+from xcloud.rank.tied import TiedGradients
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
 

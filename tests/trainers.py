@@ -16,16 +16,17 @@ from xcloud.comm.chain import Chain
 from xcloud.comm.compression import Compression, Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.parallel.exchange import Work
+from xcloud.parallel.exchange import AllReduce, Exchange, Work
 from xcloud.parallel.overlapped_sums import OverlappedSums
 from xcloud.parallel.part import Part, Parts, StepReport
 from xcloud.parallel.pipeline import Pipeline
+from xcloud.parallel.replicas import Replicas
 from xcloud.parallel.schedule import GPipe, Schedule
 from xcloud.parallel.strategy import Strategy
-from xcloud.rank.exchanges import join_exchange, join_tied
 from xcloud.rank.privacy import PrivateGradients
+from xcloud.rank.tied import join_tied
 from xcloud.record.reporter import Reporter
-from xcloud.security.privacy import Privacy, SamplePrivacy
+from xcloud.security.privacy import CloudPrivacy, Privacy, SamplePrivacy
 from xcloud.training.batch_plan import BatchPlan, Feed
 from xcloud.training.optimizer import Optimizer
 from xcloud.training.settings import Training
@@ -107,10 +108,15 @@ def ranks(
             (place.replica, layout.num_replicas) if strategy.is_apart else (0, 1),
         )
         reporter, choose = Reporter(held.rank, place.cloud, told.append), compression.for_tensor
-        exchange = join_exchange(
-            wiring, held.stages, strategy, choose, 7, training.max_steps,
-            Work(training.batch_size, 1e6), reporter, privacy,
-        )  # fmt: skip
+        exchange: Exchange = AllReduce(wiring.lanes)
+        if wiring.replicas is not None and strategy.averaging is not None:
+            of_cloud = privacy if isinstance(privacy, CloudPrivacy) else None
+            exchange = strategy.averaging.join(
+                Replicas(
+                    wiring.replicas, wiring.lanes[min(held.stages)], held.stages, choose, 7,
+                    training.max_steps, Work(training.batch_size, 1e6), reporter, of_cloud,
+                )
+            )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1
         trainer = Trainer(
             held, schedule, training, feed, wiring.lanes, exchange, wiring.sums,

@@ -24,10 +24,9 @@ from xcloud.electra.parts import (
 )
 from xcloud.models.encoder import Encoder
 from xcloud.models.seeding import seed_of, seeded
-from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText, TextStream
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
-from xcloud.training.settings import autocast_for
 
 MAX_VOCABULARY = 2**20  # bounds the message size before the tokenizer is known
 
@@ -113,7 +112,6 @@ class MultilingualElectra:
             cloud,
             lane,
             context,
-            autocast_for(settings.precision, context.device),
         )
 
     def consumer(self, lane: int, num_lanes: int, context: OneWayContext) -> DiscriminatorRank:
@@ -137,7 +135,6 @@ class MultilingualElectra:
             self._packing(special.size, tokenizer.digest),
             settings,
             context,
-            autocast_for(settings.precision, context.device),
         )
 
     def leaves(self, run_dir: Path) -> dict[str, str]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,11 +33,12 @@ from xcloud.models.checkpoint import export_bert, export_electra
 from xcloud.models.encoder import Encoder
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.tasks.corpus.monolingual import TextSource
+from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged
 from xcloud.training.optimizer import Optimizer
+from xcloud.training.settings import autocast_for
 from xcloud.training.trained_module import TrainedModule
 
 DISCRIMINATOR_DIR = "discriminator"
@@ -126,12 +126,12 @@ class GeneratorRank:
         cloud: str,
         lane: int,
         context: OneWayContext,
-        autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._encoder, self._stream, self._tokenizer = encoder, stream, tokenizer
         self._packing, self._settings, self._cloud, self._lane = packing, settings, cloud, lane
         self._seed, self._num_steps = context.seed, context.num_steps
-        self._device, self._autocast = context.device, autocast
+        self._device = context.device
+        self._autocast = autocast_for(settings.precision, context.device)
         self._starts_V = torch.tensor(tokenizer.word_starts()) if settings.whole_words else None
         encoder.train(not settings.frozen)
         encoder.requires_grad_(not settings.frozen)
@@ -215,11 +215,11 @@ class DiscriminatorRank:
         packing: IdPacking,
         settings: DiscriminatorSettings,
         context: OneWayContext,
-        autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._network, self._tokenizer, self._packing = network.train(), tokenizer, packing
         self._settings, self._seed, self._num_steps = settings, context.seed, context.num_steps
-        self._device, self._autocast = context.device, autocast
+        self._device = context.device
+        self._autocast = autocast_for(settings.precision, context.device)
         self._producers = context.producers
         self._optimizer = settings.optimizer.build(network.parameters())
         self._trained = TrainedModule(network, self._optimizer)

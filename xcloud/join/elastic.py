@@ -37,8 +37,8 @@ from xcloud.join.agreement import (
 )
 from xcloud.join.failure_detector import FailureDetector
 from xcloud.parallel.control import NOTHING, compare_facts, decode_facts, encode_facts
+from xcloud.parallel.exchange import digest
 from xcloud.parallel.hub import HUB
-from xcloud.parallel.replica_check import digest
 from xcloud.survive.compared import make_table
 from xcloud.survive.resume import HELD
 

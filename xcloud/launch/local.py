@@ -68,9 +68,10 @@ def run(
 
     monitor = Monitor(experiment, configs.flatten(config), run_dir)
     layout = experiment.cluster
-    clouds = [layout.placement(rank).cloud for rank in range(layout.num_ranks)]
+    clouds = [layout.placement(rank).cloud for rank in range(layout.num_processes)]
+    essential = experiment.essential_ranks & set(range(layout.num_processes))
     ranks = LocalRanks(
-        run_dir, clouds, experiment.essential_ranks, experiment.restart_s,
+        run_dir, clouds, essential, experiment.restart_s,
         layout.liveness.lost_after_s, asked,
     )  # fmt: skip
 

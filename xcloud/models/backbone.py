@@ -42,9 +42,9 @@ class Weights:
 
 
 class Source:
-    """What sources of weights have in common; `Backbone`, below, says which there are. They give
-    the architecture (config) and the weights of the network for one side, named by its text field
-    ("source" or "target"), its width, which the other cloud needs to know too, and its depth.
+    """What sources of weights have in common. They give the weights of the network for one side,
+    named by its text field ("source" or "target"), its width, which the other cloud needs to know
+    too, and its depth.
 
     needs_sentences: whether building any part of it requires the field's texts. is_checkpoint:
     whether it comes from a file, which may be out of reach here. text: public ones that it is
@@ -82,17 +82,16 @@ class OwnSizes(Source):
     def depth(self) -> int:
         return self.num_layers
 
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
+    def config(self, ids: TokenIds, max_length: int, types: int = 1) -> EncoderConfig:
         return EncoderConfig(
-            vocab_size=vocabularies[name].size,
+            vocab_size=ids.size,
             hidden=self.hidden,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             feed_forward=self.feed_forward,
             max_positions=max_length,
             dropout=self.dropout,
+            type_vocab_size=types,
         )
 
 
@@ -119,23 +118,17 @@ class OwnBackbone(OwnSizes):
     def describe(self) -> str:
         return f"own {self.num_layers} x {self.hidden}"
 
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
-        if name not in vocabularies:
+    def weights(self, name: str, context: BuildContext) -> Weights:
+        """The first rank of a stage fills the cache, the others read it, so all share one
+        network."""
+        if name not in context.vocabularies:
             raise ConfigError(
                 f"an OwnBackbone is made from the {name!r} texts, and this cloud may not see "
                 f"them. Make {name!r} visible to it, or move these layers to a cloud that "
                 "sees it (model.encoder_layers_per_stage), or use a PretrainedBackbone."
             )
-        config = super().config(name, vocabularies, max_length)
-        return replace(config, type_vocab_size=self.type_vocab_size)
-
-    def weights(self, name: str, context: BuildContext) -> Weights:
-        """The first rank of a stage fills the cache, the others read it, so all share one
-        network."""
-        config = self.config(name, context.vocabularies, context.max_length)
         sentences, ids = context.sentences(name), context.vocabularies[name]
+        config = self.config(ids, context.max_length, self.type_vocab_size)
 
         def build(path: Path, unfinished: Path) -> None:
             with seeded(self.pretraining.seed, "backbone"):
@@ -166,7 +159,7 @@ class OwnBackbone(OwnSizes):
         self, config: EncoderConfig, ids: TokenIds, sentences: Sequence[Sequence[int]]
     ) -> str:
         pretraining = asdict(self.pretraining)
-        if self.pretraining.max_epochs is None:  # the key it had before there was this setting
+        if self.pretraining.max_epochs is None:  # the key from before this setting existed
             del pretraining["max_epochs"]
         described = {
             "code": CODE_VERSION,
@@ -191,7 +184,7 @@ class SeededBackbone(OwnSizes):
         return f"{self.num_layers} x {self.hidden}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
-        config = self.config(name, context.vocabularies, context.max_length)
+        config = self.config(context.vocabularies[name], context.max_length)
         with seeded(context.seed, "backbone", name):
             encoder = Encoder(config)
         return Weights(config, encoder.state_dict())
@@ -218,12 +211,6 @@ class PublicBackbone(Source):
 
     def depth(self) -> int:
         return self.network.depth()
-
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
-        """vocabularies: must contain the field, visible or not; `weights` needs none."""
-        return self.network.config(name, vocabularies, max_length)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         ids = self.text.token_ids(context.cache_dir)
@@ -260,24 +247,20 @@ class PretrainedBackbone(Source):
     def describe(self) -> str:
         return self.name_or_path
 
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        return read_config(resolve(self.name_or_path))
+
     def width(self) -> int:
-        return self.hidden or read_config(resolve(self.name_or_path)).config.hidden
+        return self.hidden or self._checkpoint.config.hidden
 
     def depth(self) -> int | None:
-        if self.hidden is not None:  # the checkpoint may be out of reach here
-            return None
-        return read_config(resolve(self.name_or_path)).config.num_layers
+        # The checkpoint may be out of reach here.
+        return None if self.hidden is not None else self._checkpoint.config.num_layers
 
     def check_length(self, max_length: int) -> None:
         if self.hidden is None:
-            _check_length(read_config(resolve(self.name_or_path)), self.name_or_path, max_length)
-
-    def config(
-        self, name: str, vocabularies: Mapping[str, TokenIds], max_length: int
-    ) -> EncoderConfig:
-        checkpoint = read_config(resolve(self.name_or_path))
-        self._check(checkpoint, vocabularies.get(name), max_length)
-        return checkpoint.config
+            self._check_length(self._checkpoint, max_length)
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         if context.lane == 0:
@@ -295,7 +278,7 @@ class PretrainedBackbone(Source):
             raise ConfigError(
                 f"PretrainedBackbone.hidden is {self.hidden}, but {name!r} has {config.hidden}"
             )
-        _check_length(checkpoint, name, max_length)
+        self._check_length(checkpoint, max_length)
         if ids is None:  # middle layers have no vocabulary
             return
         if ids.size > config.vocab_size or checkpoint.pad not in (None, ids.pad):
@@ -305,13 +288,9 @@ class PretrainedBackbone(Source):
                 "checkpoint's own tokenizer"
             )
 
-
-def _check_length(checkpoint: Checkpoint, name: str, max_length: int) -> None:
-    if max_length > checkpoint.config.max_positions:
-        raise ConfigError(
-            f"the task's max_length is {max_length}, but {name!r} has "
-            f"{checkpoint.config.max_positions} positions"
-        )
-
-
-Backbone = OwnBackbone | SeededBackbone | PublicBackbone | PretrainedBackbone
+    def _check_length(self, checkpoint: Checkpoint, max_length: int) -> None:
+        if max_length > checkpoint.config.max_positions:
+            raise ConfigError(
+                f"the task's max_length is {max_length}, but {self.name_or_path!r} has "
+                f"{checkpoint.config.max_positions} positions"
+            )

@@ -85,7 +85,7 @@ def basis_of(
     public: PublicTexts | None,
     context: BuildContext,
 ) -> Basis | None:
-    """What the projections on both sides of the cut behind stage 0 start from, equal in both
+    """What the projections on both sides of the cut after stage 0 start from, equal in both
     clouds; None in other stages, and where no features are reduced.
 
     block: the cut block, built only where it is measured. public: where a basis is estimated on
@@ -179,7 +179,7 @@ class _Texts:
         """From a batch's "text" and "types", without padding."""
         text = batch["text"]
         ids, types = (
-            [row[there].tolist() for row, there in zip(field, text != pad, strict=True)]
+            [row[kept].tolist() for row, kept in zip(field, text != pad, strict=True)]
             for field in (text, batch["types"])
         )
         return cls(ids, types)
@@ -241,8 +241,8 @@ class _Moments:
         self.sum_PH = torch.zeros(max_length, hidden, dtype=torch.float64)
         self.product_HH = torch.zeros(hidden, hidden, dtype=torch.float64)
         for ids, types, packing in texts.batches(range(len(texts.ids))):
-            there = Packing(packing.counts.to(device))
-            rows, places = cut.rows(ids.to(device), types.to(device), there)
+            moved = Packing(packing.counts.to(device))
+            rows, places = cut.rows(ids.to(device), types.to(device), moved)
             rows, places = rows.double().cpu(), places.cpu()
             self.count_P += torch.bincount(places, minlength=max_length)
             self.sum_PH.index_add_(0, places, rows)

@@ -1,4 +1,4 @@
-"""A decoder-only language model of `transformers`, cut behind any block and fine-tuned whole or
+"""A decoder-only language model of `transformers`, cut after any block and fine-tuned whole or
 with LoRA; a SplitModel. Its parts: causal_network.py; what a stage computes: causal_stage.py.
 
 1 stage:   embeddings, blocks, norm, head
@@ -40,7 +40,7 @@ from xcloud.models.causal_network import (
     load_weights,
     network_of,
     read_config,
-    ties_words,
+    ties_embeddings,
     write_checkpoint,
 )
 from xcloud.models.causal_stage import CausalStage, Cut, same_attention
@@ -68,7 +68,7 @@ class CausalLM(TextModel):
     split: where the first stage ends, and to how many features rows are reduced there; see
         split_point.py and causal_narrow.py. Without layer, or without split, all features cross.
     public_text: for a basis with split.calibration=public; None: the text of `own`.
-    vocabulary_chunk: words of which the loss has the logits at a time.
+    vocabulary_chunk: tokens of which the loss has the logits at a time.
     activation_checkpointing: keep the input of each block only, and compute it again backwards.
     """
 
@@ -189,7 +189,7 @@ class CausalLM(TextModel):
     def _built(
         self, stage: int, num_stages: int, context: BuildContext, *, measures: bool
     ) -> Stage:
-        """measures: False leaves the projections of a split at zero, for whoever fills them."""
+        """measures: False leaves the projections of a split at zero, to be filled from a file."""
         # Checked before anything is made.
         self._part(self._config(context.max_length), stage, num_stages)
         name = self.checkpoint if self.own is None else str(self.own.folder(context))
@@ -197,11 +197,11 @@ class CausalLM(TextModel):
         if context.lane == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         config = read_config(name)
-        words = context.vocabularies.get(TEXT)
-        if words is not None and words.size > config.vocab_size:
+        ids = context.vocabularies.get(TEXT)
+        if ids is not None and ids.size > config.vocab_size:
             raise ConfigError(
-                f"{name!r} knows {config.vocab_size} words, the task's tokenizer has "
-                f"{words.size}: use the checkpoint's own tokenizer"
+                f"{name!r} has {config.vocab_size} token ids, but the task's tokenizer has "
+                f"{ids.size}: use the checkpoint's own tokenizer"
             )
         part = self._part(config, stage, num_stages)
         basis = None
@@ -273,7 +273,7 @@ class CausalLM(TextModel):
             )
         if self.lora is not None:
             self.lora.check(config)
-        if self.embeddings in ("tie", "untie") and not ties_words(config):
+        if self.embeddings in ("tie", "untie") and not ties_embeddings(config):
             raise ConfigError(
                 f"model.embeddings={self.embeddings}: embeddings and head of {self.describe()} "
                 "are two matrices already; leave it out"
@@ -283,7 +283,7 @@ class CausalLM(TextModel):
     def _part(self, config: Any, stage: int, num_stages: int) -> Part:
         assert 0 <= stage < num_stages
         trained_twice = self.lora is None and self.embeddings is None and num_stages > 1
-        if trained_twice and ties_words(config):
+        if trained_twice and ties_embeddings(config):
             raise ConfigError(
                 f"{self.describe()}: its embeddings and its head are one matrix (tied), and the "
                 "two lie in different stages, so each would need the other's gradient in every "
@@ -298,7 +298,7 @@ class CausalLM(TextModel):
         return Part(range(start, ends[stage]), stage == 0, stage == num_stages - 1)
 
     def _ends(self, num_blocks: int, num_stages: int) -> list[int]:
-        """The block behind each stage's last."""
+        """The block after each stage's last."""
         counts = self.blocks_per_stage
         if counts is None:
             first = 0 if self._cut.layer is None else self._cut.layer + 1

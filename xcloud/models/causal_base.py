@@ -82,11 +82,11 @@ class OwnCausal:
         return f"own {self.kind} {self.num_layers} x {self.hidden}"
 
     def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
-        """ids None: with one word, for whoever asks for shapes of blocks only."""
-        words = TokenIds(1, 0, 0, 0, 0) if ids is None else ids
+        """ids None: of one token, enough for the shapes of blocks."""
+        ids = ids or TokenIds(1, 0, 0, 0, 0)
         described = {
             "model_type": self.kind,
-            "vocab_size": words.size,
+            "vocab_size": ids.size,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
@@ -94,8 +94,8 @@ class OwnCausal:
             "intermediate_size": self.feed_forward,
             "max_position_embeddings": max(max_length, self.pretraining.length),
             "tie_word_embeddings": self.tied,
-            "bos_token_id": words.bos,
-            "eos_token_id": words.eos,
+            "bos_token_id": ids.bos,
+            "eos_token_id": ids.eos,
             "pad_token_id": None,
         }
         return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))

@@ -1,6 +1,6 @@
 """A causal language model cut so that K < H features of a token cross: settings, start values.
 The projections and how their basis is measured are those of encoders (low_rank_cut.py,
-calibration.py). They become part of the model: the rows behind the cut block have rank K.
+calibration.py). They become part of the model: the rows after the cut block have rank K.
 
 Shapes: R rows (tokens that are not padding), H features, K = rank.
 """
@@ -62,7 +62,7 @@ def check_fits(split: Split, config: Any, num_stages: int) -> None:
 def make_cut(
     split: Split, stage: int, config: Any, max_length: int, basis: Basis | None
 ) -> Cut | None:
-    """What stands at the boundary behind stage 0 on this stage's side; None where nothing does.
+    """What stands at the boundary after stage 0 on this stage's side; None where nothing does.
     basis None: to be filled from a file."""
     if stage > 1 or not split.is_low_rank:
         return None

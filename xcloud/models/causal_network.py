@@ -109,7 +109,7 @@ def depth(config: Any) -> int:
     return int(config.num_hidden_layers)
 
 
-def ties_words(config: Any) -> bool:
+def ties_embeddings(config: Any) -> bool:
     """Whether the head's matrix is that of the embeddings."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
@@ -174,8 +174,8 @@ def give_memory(network: Any, module: nn.Module) -> None:
 
 def tie(network: Any) -> None:
     """The head to the embeddings, in a part that holds both of a model that ties them."""
-    words, head = _words_module(network), getattr(network, HEAD)
-    if ties_words(network.config) and not {Elsewhere} & {type(words), type(head)}:
+    words, head = _embeddings(network), getattr(network, HEAD)
+    if ties_embeddings(network.config) and not {Elsewhere} & {type(words), type(head)}:
         head.weight = words.weight
 
 
@@ -184,13 +184,13 @@ def base_of(network: Any) -> Any:
     return getattr(network, KINDS[network.config.model_type].base)
 
 
-def words_of(network: Any) -> nn.Parameter:
+def embedding_matrix(network: Any) -> nn.Parameter:
     """The matrix of the embeddings, in the first stage."""
-    words: nn.Parameter = _words_module(network).weight
+    words: nn.Parameter = _embeddings(network).weight
     return words
 
 
-def _words_module(network: Any) -> Any:
+def _embeddings(network: Any) -> Any:
     return getattr(base_of(network), KINDS[network.config.model_type].embeddings)
 
 
@@ -223,8 +223,8 @@ def linear_names(config: Any) -> list[str]:
 def block_number(config: Any, name: str) -> int | None:
     """Of a parameter's name, the block that it lies in."""
     kind = KINDS[config.model_type]
-    found = re.search(rf"{kind.base}\.{kind.blocks}\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    number = re.search(rf"{kind.base}\.{kind.blocks}\.(\d+)\.", name)
+    return int(number[1]) if number else None
 
 
 def draw_weights(network: Any, seed: int) -> None:
@@ -249,9 +249,9 @@ def load_weights(
     files = WeightFiles(name_or_path)
     kind = KINDS[network.config.model_type]
     words = f"{kind.base}.{kind.embeddings}.weight"
-    is_tied = ties_words(read_config(name_or_path))
+    is_tied = ties_embeddings(read_config(name_or_path))
 
-    def found(name: str) -> str:
+    def place_of(name: str) -> str:
         names = [name, name.removeprefix(f"{kind.base}.")]  # of a file of the headless model
         names += [name.replace(HEAD, kind.old_head)]
         if name == f"{HEAD}.weight" and is_tied:
@@ -265,7 +265,7 @@ def load_weights(
         for name, parameter in parameters:
             if ".lora_" in name:
                 continue
-            place = found(name.replace(".base_layer.", "."))
+            place = place_of(name.replace(".base_layer.", "."))
             tensor = files.tensor(place)
             if tensor.shape != parameter.shape:
                 raise DataError(
@@ -327,5 +327,5 @@ class WeightFiles:
 
     def tensor(self, name: str) -> Tensor:
         with safe_open(_file_of(self._name, self._shards[name]), "pt") as file:
-            found: Tensor = file.get_tensor(name)
-        return found
+            tensor: Tensor = file.get_tensor(name)
+        return tensor

@@ -1,10 +1,11 @@
 """A stage of a cut causal language model: token ids or rows in, rows or the loss out.
 Which blocks it holds and where they come from is causal.py's.
 
-Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN behind them; "types" which of the sample's
+Batch fields, int64 [B, S]: "text" token ids, NO_TOKEN after them; "types" which of the sample's
 documents a token belongs to, from 0; "label" the token to be guessed at each place, NO_LABEL where
 none is.
-Shapes: B samples, S positions, R rows (tokens that are not padding), H features, V words.
+Shapes: B samples, S positions, R rows (tokens that are not padding), H features,
+V token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN, Batch, Message, StageOutput
 from xcloud.models.attention import Packing
-from xcloud.models.causal_network import HEAD, KINDS, Part, base_of, ties_words, words_of
+from xcloud.models.causal_network import (
+    HEAD,
+    KINDS,
+    Part,
+    base_of,
+    embedding_matrix,
+    ties_embeddings,
+)
 from xcloud.models.chunked_loss import chunked_cross_entropy
 from xcloud.models.lora import adapter_tensors
 from xcloud.models.low_rank_cut import ProjectionBottom, ProjectionTop
@@ -128,13 +136,13 @@ class _At:
 
 
 def through(cut: Cut, rows: Tensor, places_R: Tensor) -> Tensor:
-    """[R, H] -> [R, K] before the boundary, the other way behind it."""
+    """[R, H] -> [R, K] before the boundary, the other way after it."""
     at = _At(places_R)
     return cut.reduce(rows, at) if isinstance(cut, ProjectionBottom) else cut(rows, at)
 
 
 class CausalStage(DescribedStage):
-    """network: the part of the model that this stage holds. chunk: words of a piece in the loss.
+    """network: the part of the model that this stage holds. chunk: tokens of a piece in the loss.
 
     cut: what reduces rows on their way out, or restores them on their way in. handed_over: see
     Stage.hand_over. frozen: nothing is trained, and there is no dropout. is_tied: the embeddings
@@ -167,7 +175,7 @@ class CausalStage(DescribedStage):
     def tied(self) -> nn.Parameter | None:
         if not self._is_tied:
             return None
-        tied = self._head.weight if self._part.is_last else words_of(self.network)
+        tied = self._head.weight if self._part.is_last else embedding_matrix(self.network)
         return cast(nn.Parameter, tied)
 
     def hand_over(self) -> tuple[Tensor, ...]:
@@ -184,7 +192,7 @@ class CausalStage(DescribedStage):
         if self.architecture["lora"]:
             return dict(adapter_tensors(self.network)) | cut
         state = self.network.state_dict()
-        if self._part.is_first and self._part.is_last and ties_words(self.network.config):
+        if self._part.is_first and self._part.is_last and ties_embeddings(self.network.config):
             del state[f"{HEAD}.weight"]  # it is that of the embeddings
         return state | cut
 
@@ -253,10 +261,10 @@ class CausalStage(DescribedStage):
                 hidden = through(self.cut, hidden, places_R)
             places_BS, hidden_BSH = packing.unpack(places_R), packing.unpack(hidden)
             rows = run(self.network, places_BS, None, hidden_BSH, past)
-        found = packing.pack(rows)
+        rows = packing.pack(rows)
         if isinstance(self.cut, ProjectionBottom):
-            found = through(self.cut, found, places_R)
-        return packing, places_R, found
+            rows = through(self.cut, rows, places_R)
+        return packing, places_R, rows
 
     def _losses(self, rows: Tensor, packing: Packing, batch: Batch) -> tuple[Tensor, Tensor]:
         """Nats of each guessed token, and the sample that it belongs to. Other rows never reach

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-QUERY_KEY_VALUE = ("query", "key", "value")
 EMBEDDING_NAMES = {
     "embeddings.words.weight": "embeddings.word_embeddings.weight",
     "embeddings.positions.weight": "embeddings.position_embeddings.weight",
@@ -38,14 +37,15 @@ EMBEDDING_NAMES = {
     "embeddings.norm.weight": "embeddings.LayerNorm.weight",
     "embeddings.norm.bias": "embeddings.LayerNorm.bias",
 }
-LAYER_NAMES = {
-    "attention.output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "norm": "output.LayerNorm",
+LAYER_NAMES = {  # several of theirs are one matrix of ours
+    "attention.query_key_value": [f"attention.self.{name}" for name in ("query", "key", "value")],
+    "attention.output": ["attention.output.dense"],
+    "attention_norm": ["attention.output.LayerNorm"],
+    "up": ["intermediate.dense"],
+    "down": ["output.dense"],
+    "norm": ["output.LayerNorm"],
 }
-HEAD_NAMES = (
+HEAD_NAMES = (  # dense layer, norm, bias
     (
         "cls.predictions.transform.dense",
         "cls.predictions.transform.LayerNorm",
@@ -121,11 +121,19 @@ def read_weights(name_or_path: str) -> tuple[Checkpoint, dict[str, Tensor]]:
     if lacking:
         raise DataError(f"checkpoint {name_or_path!r} has no {lacking[0]}")
     given = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-    weights = _encoder_weights(given, checkpoint)
+    if "embeddings.task_type_embeddings.weight" in given:
+        task = given["embeddings.task_type_embeddings.weight"][0]
+        types = given["embeddings.token_type_embeddings.weight"]
+        given["embeddings.token_type_embeddings.weight"] = types + task
+    positions = given["embeddings.position_embeddings.weight"]
+    given["embeddings.position_embeddings.weight"] = positions[checkpoint.position_offset :]
+    head = None
     if not missing and getattr(model.config, "tie_word_embeddings", True):
-        weights |= _head_weights(given)
-    # Clone: tensors from transformers may share memory with the file or each other.
-    return checkpoint, {name: tensor.clone() for name, tensor in weights.items()}
+        head = next(names for names in HEAD_NAMES if names[2] in given)
+    names = _names(checkpoint.config.num_layers, head)
+    # Copied: tensors from transformers may share memory with the file or each other.
+    weights = {ours: torch.cat([given[name] for name in theirs]) for ours, theirs in names.items()}
+    return checkpoint, weights
 
 
 def read_pooler(name_or_path: str) -> dict[str, Tensor] | None:
@@ -151,49 +159,28 @@ def _load(kind: Any, name_or_path: str) -> tuple[Any, set[str]]:
     return model, set(loading["missing_keys"])
 
 
-def _encoder_weights(given: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    weights = {ours: given[theirs] for ours, theirs in EMBEDDING_NAMES.items()}
-    if "embeddings.task_type_embeddings.weight" in given:
-        task = given["embeddings.task_type_embeddings.weight"][0]
-        weights["embeddings.types.weight"] = weights["embeddings.types.weight"] + task
-    positions = weights["embeddings.positions.weight"]
-    weights["embeddings.positions.weight"] = positions[checkpoint.position_offset :]
-    for layer in range(checkpoint.config.num_layers):
-        theirs, ours = f"encoder.layer.{layer}.", f"layers.{layer}."
+def _names(num_layers: int, head: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """Of each of our tensors, theirs, of which it is made one below the other."""
+    names = {ours: [theirs] for ours, theirs in EMBEDDING_NAMES.items()}
+    modules = {
+        f"layers.{layer}.{ours}": [f"encoder.layer.{layer}.{name}" for name in theirs]
+        for layer in range(num_layers)
+        for ours, theirs in LAYER_NAMES.items()
+    }
+    if head is not None:
+        modules |= {"head.dense": [head[0]], "head.norm": [head[1]]}
+        names["head.bias"] = [head[2]]
+    for ours, theirs in modules.items():
         for kind in ("weight", "bias"):
-            weights[f"{ours}attention.query_key_value.{kind}"] = torch.cat(
-                [given[f"{theirs}attention.self.{part}.{kind}"] for part in QUERY_KEY_VALUE]
-            )
-            for our_name, their_name in LAYER_NAMES.items():
-                weights[f"{ours}{our_name}.{kind}"] = given[f"{theirs}{their_name}.{kind}"]
-    return weights
-
-
-def _head_weights(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    for dense, norm, bias in HEAD_NAMES:
-        if bias in given:
-            parts = {"head.dense": dense, "head.norm": norm}
-            weights = {
-                f"{ours}.{kind}": given[f"{theirs}.{kind}"]
-                for ours, theirs in parts.items()
-                for kind in ("weight", "bias")
-            }
-            return weights | {"head.bias": given[bias]}
-    raise AssertionError(f"no known head among {sorted(given)[:5]} …")
+            names[f"{ours}.{kind}"] = [f"{name}.{kind}" for name in theirs]
+    return names
 
 
 def export_bert(encoder: Encoder, folder: Path, pad: int) -> None:
     """Write a whole Encoder as a transformers BertForMaskedLM: config.json and
     model.safetensors, no tokenizer.
     """
-    theirs = _their_encoder(encoder, "bert.")
-    weights = encoder.state_dict()
-    dense, norm, bias = HEAD_NAMES[0]
-    for kind in ("weight", "bias"):
-        theirs[f"{dense}.{kind}"] = weights[f"head.dense.{kind}"]
-        theirs[f"{norm}.{kind}"] = weights[f"head.norm.{kind}"]
-    theirs[bias] = weights["head.bias"]
-    _write(folder, theirs, _their_config(encoder.config, "bert", "BertForMaskedLM", pad))
+    _write(encoder, folder, "bert", "BertForMaskedLM", pad, HEAD_NAMES[0])
 
 
 def export_electra(
@@ -202,26 +189,35 @@ def export_electra(
     """Write an Encoder and its replaced-token head as a transformers ElectraForPreTraining:
     config.json and model.safetensors, no tokenizer.
     """
-    theirs = _their_encoder(encoder, "electra.")
-    for name, layer in (("dense", dense), ("dense_prediction", score)):
-        for kind, tensor in layer.state_dict().items():
-            theirs[f"discriminator_predictions.{name}.{kind}"] = tensor
-    described = _their_config(encoder.config, "electra", "ElectraForPreTraining", pad)
-    _write(folder, theirs, described | {"embedding_size": encoder.config.hidden})
+    head = {
+        f"discriminator_predictions.{name}.{kind}": tensor
+        for name, layer in (("dense", dense), ("dense_prediction", score))
+        for kind, tensor in layer.state_dict().items()
+    }
+    _write(encoder, folder, "electra", "ElectraForPreTraining", pad, None, head)
 
 
-def _their_encoder(encoder: Encoder, prefix: str) -> dict[str, Tensor]:
-    weights = encoder.state_dict()
-    theirs = {f"{prefix}{name}": weights[ours] for ours, name in EMBEDDING_NAMES.items()}
-    for layer in range(encoder.config.num_layers):
-        ours, into = f"layers.{layer}.", f"{prefix}encoder.layer.{layer}."
-        for kind in ("weight", "bias"):
-            parts = weights[f"{ours}attention.query_key_value.{kind}"].chunk(3)
-            for part, tensor in zip(QUERY_KEY_VALUE, parts, strict=True):
-                theirs[f"{into}attention.self.{part}.{kind}"] = tensor
-            for our_name, their_name in LAYER_NAMES.items():
-                theirs[f"{into}{their_name}.{kind}"] = weights[f"{ours}{our_name}.{kind}"]
-    return theirs
+def _write(
+    encoder: Encoder,
+    folder: Path,
+    kind: str,
+    architecture: str,
+    pad: int,
+    head: Sequence[str] | None,
+    more: Mapping[str, Tensor] | None = None,
+) -> None:
+    config, weights, theirs = encoder.config, encoder.state_dict(), dict(more or {})
+    for ours, names in _names(config.num_layers, head).items():
+        parts = weights[ours].chunk(len(names))
+        inside = "" if ours.startswith("head.") else f"{kind}."
+        theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
+    described = _their_config(config, kind, architecture, pad)
+    if kind == "electra":
+        described["embedding_size"] = config.hidden
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in theirs.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _their_config(
@@ -245,13 +241,6 @@ def _their_config(
         "pad_token_id": pad,
         "dtype": "float32",
     }
-
-
-def _write(folder: Path, weights: Mapping[str, Tensor], described: Mapping[str, object]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _refusal(name: str, reason: str) -> ConfigError:

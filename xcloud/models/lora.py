@@ -41,11 +41,11 @@ class Lora:
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a matrix or a block that the model has not."""
-        there = linear_names(config)
-        if unknown := sorted(set(self.targets_in(config)) - set(there)):
+        matrices = linear_names(config)
+        if unknown := sorted(set(self.targets_in(config)) - set(matrices)):
             raise ConfigError(
                 f"model.lora.targets: a block of this {config.model_type} has no "
-                f"{', '.join(unknown)}; its matrices are {', '.join(there)}"
+                f"{', '.join(unknown)}; its matrices are {', '.join(matrices)}"
             )
         for layer in self.layers or ():
             check_int("model.lora.layers", layer, 0, depth(config) - 1)

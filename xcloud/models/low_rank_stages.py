@@ -161,13 +161,13 @@ class SpanHead(TextHead):
         grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
         length_SS = places_S[None, :] - places_S[:, None] + 1
         fits_SS = (length_SS >= 1) & (length_SS <= self.max_answer_tokens)
-        found = []
+        answers = []
         for first_S, last_S in zip(*grid_BS2.unbind(2), strict=True):
             sums_SS = first_S[:, None] + last_S  # of one sample: of all it may not fit memory
             best, cell = sums_SS.masked_fill(~fits_SS, -torch.inf).flatten().max(0)
             place = divmod(int(cell), packing.longest)
-            found.append([*place, round(SCORE_SCALE * float(best))])
-        return found
+            answers.append([*place, round(SCORE_SCALE * float(best))])
+        return answers
 
 
 def fresh_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -227,7 +227,7 @@ class BottomStage(DescribedStage):
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:
         assert received is None
         packing = Packing.of(batch["text"], self.pad)
-        # Networks with one type, such as RoBERTa, tell the texts apart by their eos ids.
+        # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
         has_types = self.embeddings.types.num_embeddings > 1
         types = packing.pack(batch["types"]) if has_types else None
         rows = self.embeddings(packing.pack(batch["text"]), packing, types)
@@ -286,7 +286,7 @@ class HeadPart(nn.Module):
 
 
 class UpperStage(DescribedStage):
-    """What lies behind the cut. top: None in a separate head, which reads no more than "label".
+    """What comes after the cut. top: None in a separate head, which receives its rows.
     head: in the last stage only.
     """
 

@@ -114,21 +114,15 @@ def pretrain(
     num, passes = len(train) + len(held_out), f"{settings.steps / a_pass:.1f} passes over them"
     report(f"on {num:,} texts: {settings.steps} steps, {passes}; for fewer {setting}.{shorter}=N")
 
-    modes = _evenly(settings.causal_share)
-    batches = (
-        _guesses(batch, ids, settings.mask_share, draw, next(modes))
-        for batch in _batches(train, settings.batch_tokens, draw)
-    )
-
     def loss_of(batch: _Guesses) -> Tensor:
         return _loss(encoder, batch)[0]
 
     def score() -> HeldOutScore:
         return evaluate(encoder, held_out, ids, settings)
 
+    batches = _all_guesses(train, ids, settings, draw)
     best = None if settings.max_epochs is None else _Best(encoder)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed_of(settings.seed, "dropout"))
         encoder.train()
         descent = settings.descend(encoder, batches, loss_of, report, score, unfinished, best)
@@ -186,6 +180,18 @@ def evaluate(
         total, right, num = total + float(loss) * masked, right + int(hits), num + masked
     encoder.train(was_training)
     return HeldOutScore(total / num, right / num)
+
+
+def _all_guesses(
+    train: Sequence[Tensor],
+    ids: TokenIds,
+    settings: MaskedLanguageModelling,
+    draw: torch.Generator,
+) -> Iterator[_Guesses]:
+    """Without end."""
+    modes = _evenly(settings.causal_share)
+    for batch in _batches(train, settings.batch_tokens, draw):
+        yield _guesses(batch, ids, settings.mask_share, draw, next(modes))
 
 
 def _evenly(share: float) -> Iterator[bool]:

@@ -10,6 +10,10 @@ exchange of one bucket overlaps with the backward pass of the next.
 """
 
 # No `from __future__ import annotations` here: torch compares the hook's annotations with classes.
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, islice
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +21,8 @@ from torch import Tensor, nn
 from xcloud.base.errors import ConfigError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.compression import PerTensor
-from xcloud.comm.compressor import Compressor, Parts, seed_from
-from xcloud.comm.state import State, join_states, split_state
+from xcloud.comm.compressor import Compressor, seed_from
+from xcloud.comm.state import State, join_states, split_state, states_of
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.parallel.merging import Contribution, Merge, check_merge, mean_of, weighted_mean
 
@@ -67,39 +71,32 @@ class CompressedAveraging:
         self.num_bytes = self.raw_bytes = 0
         self._compressor, self._feedback, self._seed = compressor, feedback, seed
         self._names = {} if model is None else {p: name for name, p in model.named_parameters()}
-        self._numbers: dict[nn.Parameter, int] = {}  # in the order in which they first come
-        self._codecs: dict[tuple[int, ...], TensorCodec] = {}  # by the parameters of the bucket
-        self._restored: dict[int, State] = {}
+        self._codecs: dict[nn.Parameter, TensorCodec] = {}  # in the order in which they first come
+        self._restored: dict[str, State] = {}
 
-    def codec(self, bucket: dist.GradBucket) -> TensorCodec:  # type: ignore[name-defined]
-        """DistributedDataParallel deals its parameters out anew after the first step: what was
-        kept follows each of them."""
-        parameters = bucket.parameters()
-        for parameter in parameters:
-            self._numbers.setdefault(parameter, len(self._numbers))
-        numbers = tuple(self._numbers[parameter] for parameter in parameters)
-        if numbers not in self._codecs:
-            self._restored = self._states()
-            self._codecs = {k: c for k, c in self._codecs.items() if not set(k) & set(numbers)}
-            buffer = bucket.buffer()
+    def codec(self, parameter: nn.Parameter) -> TensorCodec:
+        """One for each parameter: DistributedDataParallel puts them into other buckets after the
+        first step."""
+        if parameter not in self._codecs:
+            number = str(len(self._codecs))
             codec = TensorCodec(
-                {str(n): p.shape for n, p in zip(numbers, parameters, strict=True)},
-                self._choose,
+                {number: parameter.shape},
+                partial(self._choose, parameter),
                 seed_from(self._seed, "ddp hook"),
                 self._feedback,
-                buffer.dtype,
-                buffer.device,
+                parameter.dtype,
+                parameter.device,
             )
             codec.of_replica(dist.get_rank(self.process_group))
-            for number in set(numbers) & set(self._restored):
-                codec.load_state_of(str(number), self._restored[number])
-            self._codecs[numbers] = codec
-            self._restored = {n: s for n, s in self._restored.items() if n not in self._held}
-        return self._codecs[numbers]
+            if number in self._restored:
+                codec.load_state_dict(self._restored.pop(number))
+            self._codecs[parameter] = codec
+        return self._codecs[parameter]
 
     def state_dict(self) -> State:
-        states = self._states()
-        return join_states({str(number): states[number] for number in sorted(states)})
+        """Of parameters not met since the restart too."""
+        met = {str(number): codec for number, codec in enumerate(self._codecs.values())}
+        return states_of(met) | join_states(self._restored)
 
     def load_state_dict(self, state: State) -> None:
         """Of the same rank of an equal model; before the first step."""
@@ -109,24 +106,11 @@ class CompressedAveraging:
                 "the state of a CompressedAveraging is loaded before its first step, and holds "
                 f"the numbers of parameters, got {list(names)[:5]}"
             )
-        parts = split_state(state, names, "a CompressedAveraging")
-        self._restored = {int(number): part for number, part in parts.items()}
+        self._restored = split_state(state, names, "a CompressedAveraging")
 
-    @property
-    def _held(self) -> set[int]:
-        return {number for numbers in self._codecs for number in numbers}
-
-    def _states(self) -> dict[int, State]:
-        """By the number of the parameter, those not met since the restart too."""
-        states = dict(self._restored)
-        for numbers, codec in self._codecs.items():
-            states |= {number: codec.state_of(str(number)) for number in numbers}
-        return states
-
-    def _choose(self, number: str, shape: torch.Size) -> Compressor:
+    def _choose(self, parameter: nn.Parameter, number: str, shape: torch.Size) -> Compressor:
         if isinstance(self._compressor, Compressor):
             return self._compressor
-        parameter = next(p for p, n in self._numbers.items() if n == int(number))
         return self._compressor.for_tensor(self._names.get(parameter, ""), shape)
 
 
@@ -135,23 +119,29 @@ def compressed_averaging(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     """The hook: merges the bucket's gradients over the ranks."""
-    codec, gradients = state.codec(bucket), bucket.gradients()
+    gradients = bucket.gradients()
+    codecs = [state.codec(parameter) for parameter in bucket.parameters()]
     buffer: Tensor = bucket.buffer()
     num_ranks = dist.get_world_size(state.process_group)
     check_merge(state.merge, num_ranks)
-    message = _joined(codec.encode(gradients)[0], buffer.device)
+    encoded = [codec.encode([g])[0] for codec, g in zip(codecs, gradients, strict=True)]
+    message = _joined([part for parts in encoded for part in parts], buffer.device)
     state.num_bytes += message.numel()
-    state.raw_bytes += codec.raw_bytes
+    state.raw_bytes += sum(codec.raw_bytes for codec in codecs)
     messages = [torch.empty_like(message) for _ in range(num_ranks)]
     work = dist.all_gather(messages, message, state.process_group, async_op=True)
 
+    def decoded(message: Tensor) -> Contribution:
+        parts = iter(_split(message, [spec for codec in codecs for spec in codec.wire_specs]))
+        tensors = [codec.decode(tuple(islice(parts, len(codec.wire_specs)))) for codec in codecs]
+        return Contribution([tensor for (tensor,) in tensors], 1.0)
+
     def merged(_: torch.futures.Future[list[Tensor]]) -> Tensor:
-        specs = codec.wire_specs
-        found = (Contribution(codec.decode(_split(each, specs)), 1.0) for each in messages)
+        contributions = map(decoded, messages)
         # A mean needs one at a time: of many ranks all would not fit.
         is_mean = state.merge is weighted_mean
-        whole = mean_of(found, num_ranks) if is_mean else state.merge(list(found))
-        for gradient, tensor in zip(gradients, whole, strict=True):
+        means = mean_of(contributions, num_ranks) if is_mean else state.merge([*contributions])
+        for gradient, tensor in zip(gradients, means, strict=True):
             gradient.copy_(tensor)
         return buffer
 
@@ -159,25 +149,23 @@ def compressed_averaging(
     return gathered.then(merged)
 
 
-def _joined(parts: Parts, device: torch.device) -> Tensor:
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """All parts as one uint8 vector."""
-    message = torch.zeros(_offsets(tuple(map(TensorSpec.of, parts)))[-1], dtype=torch.uint8)
-    message = message.to(device)
-    for part, start in zip(parts, _offsets(tuple(map(TensorSpec.of, parts))), strict=False):
+    starts = _offsets([TensorSpec.of(part) for part in parts])
+    message = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    for part, start in zip(parts, starts, strict=False):
         message[start : start + part.nbytes] = part.view(torch.uint8)
     return message
 
 
-def _split(message: Tensor, specs: tuple[TensorSpec, ...]) -> Parts:
-    return tuple(
+def _split(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    return [
         message[start : start + spec.num_bytes].view(spec.dtype)
         for spec, start in zip(specs, _offsets(specs), strict=False)
-    )
+    ]
 
 
-def _offsets(specs: tuple[TensorSpec, ...]) -> list[int]:
+def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
     """Where each part begins, and the end of all."""
-    offsets = [0]
-    for spec in specs:
-        offsets.append(offsets[-1] - (-spec.num_bytes // _ALIGNED) * _ALIGNED)
-    return offsets
+    sizes = [-(-spec.num_bytes // _ALIGNED) * _ALIGNED for spec in specs]
+    return [0, *accumulate(sizes)]

@@ -9,19 +9,21 @@ Shapes: N = number of trained values.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import StatefulParts
-from xcloud.parallel.partition import local_part, with_part
 from xcloud.parallel.rank_group import RankGroup
 
+DIGEST_BYTES = 16
 _CACHED = 1 << 16  # values that stay in a processor's cache
 
 
@@ -187,3 +189,35 @@ def squared_norm(values: Tensor) -> float:
         wide = room[: len(piece)].copy_(piece)
         total += float(torch.dot(wide, wide))
     return total
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor (torch's DTensor), sharing memory; all of an
+    ordinary one. Does not import torch's code for them: a run that shards nothing never does."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part
+
+
+def with_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor sharded as `tensor` is, of which this rank holds `part`, sharing memory."""
+    if not hasattr(tensor, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride(),
+    )  # fmt: skip
+
+
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """uint8 [16] of the tensors' bytes, in their order; of sharded ones what this rank holds."""
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for tensor in tensors:
+        flat = local_part(tensor).detach().cpu().contiguous().reshape(-1)
+        hashed.update(memoryview(cast(Any, flat.view(torch.uint8).numpy())))
+    return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)

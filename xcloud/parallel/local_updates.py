@@ -24,8 +24,9 @@ from xcloud.parallel.hub import HUB, Hub, Member, MergeLog
 from xcloud.parallel.merging import Robust, weighted_mean
 from xcloud.parallel.outer_parameters import OuterOptimizer, OuterParameters
 from xcloud.parallel.partition import by_tensor, contiguous
+from xcloud.parallel.replicas import Replicas, Shapes
 from xcloud.parallel.step_budget import StepBudget
-from xcloud.parallel.strategy import Averaging, Replicas, Shapes, Traffic
+from xcloud.parallel.strategy import Averaging, Traffic
 
 NAME = "strategy.averaging"
 _NOTHING = 1e-12
@@ -185,7 +186,6 @@ class LocalUpdates(Averaging):
         return float(work.num_samples) if self.weigh == "samples" else work.weight
 
     def weight_of(self, work: float) -> float:
-        """How much a replica counts that has done so much since the last merge."""
         return float(work > 0) if self.weigh == "equal" else work
 
 
@@ -224,7 +224,7 @@ class LocalRounds(Exchange):
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
-        self._settings, self._replicas, self._group = averaging, replicas, replicas.group
+        self._settings, self._replicas = averaging, replicas
         self._inside = AllReduce(dict.fromkeys(replicas.stages, replicas.group))
         self.budget = StepBudget(
             averaging.every, replicas.group, averaging.most_s, averaging.most_tokens
@@ -317,17 +317,12 @@ class LocalRounds(Exchange):
         if replicas.links.replica != HUB:
             return Member(replicas.links, change, merged)
         return Hub(
-            replicas.links,
-            change,
-            merged,
+            replicas.links, change, merged,
             replicas.contributing(shapes, 1, (), self._most_weight),
-            merge_rule=averaging.merge or weighted_mean,
-            late=averaging.late,
-            leave=averaging.leave,
-            wait_s=averaging.wait_s,
-            values=values.flat,
+            merge_rule=averaging.merge or weighted_mean, late=averaging.late,
+            leave=averaging.leave, wait_s=averaging.wait_s, values=values.flat,
             log=MergeLog(replicas.reporter, replicas.links),
-        )
+        )  # fmt: skip
 
     def _most_weight(self, num_steps: int) -> float:
         work = self._settings.work_of(self._replicas.most_work)
@@ -373,9 +368,9 @@ class LocalRounds(Exchange):
         where there is one."""
         step, known, is_counted = merged.step, merged.known, merged.is_counted
         is_new = bool(merged.changes or merged.values)
-        if self._settings.is_elastic and self._group.num_lanes > 1:
+        if self._settings.is_elastic:
             numbers = torch.tensor([step, known, is_counted, is_new])
-            step, known, is_counted, is_new = self._group.from_leader(numbers).tolist()
+            step, known, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)

@@ -121,26 +121,3 @@ def gather_shares(
         for share, own, row in zip(shares, sizes, rows, strict=False)
         for piece, tensor in zip(share, torch.split(row[: sum(own)], own), strict=True)
     ]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor (torch's DTensor), sharing memory; all of an
-    ordinary one. Does not import torch's code for them: a run that shards nothing never does."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
-
-
-def with_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor sharded as `tensor` is, of which this rank holds `part`, sharing memory."""
-    if not hasattr(tensor, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
-        stride=tensor.stride(),
-    )  # fmt: skip

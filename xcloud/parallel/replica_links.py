@@ -1,15 +1,23 @@
-"""Messages between one rank and its counterparts in the other replicas. What is averaged, and how,
-is up to others.
+"""Messages between one rank and its counterparts in the other replicas; whether they hold the same
+parameters, bit for bit. What is averaged, and how, is up to others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from xcloud.cluster.frame import MessageKey, TensorSpec
+import torch
+from torch import Tensor, nn
+
+from xcloud.base.errors import ReplicasDiffer
+from xcloud.cluster.frame import Kind, MessageKey, TensorSpec
 from xcloud.cluster.link import Parts
+from xcloud.parallel.exchange import digest
+from xcloud.parallel.rank_group import RankGroup
+
+_CHECK = 0xFFFF_FFFF  # in place of a micro-batch; tells it from what is averaged
 
 
 class ReplicaLinks(Protocol):
@@ -102,3 +110,61 @@ class Mailbox:
             expected.popleft()
             self._kept[from_replica, next_key] = parts
         return self._kept.pop((from_replica, key))
+
+
+class ReplicaCheck:
+    """Of one rank. Every rank of all replicas makes the same calls.
+
+    mail: None in a rank that has no counterparts; it is compared inside its cloud.
+    stages: those of this rank. group: the ranks of its cloud that hold them too.
+    name_of: a counterpart in words. every: updates between two comparisons, 0 = none. last_step:
+    of training, compared too.
+    """
+
+    def __init__(
+        self,
+        mail: Mailbox | None,
+        group: RankGroup,
+        stages: Mapping[int, nn.Module],
+        name_of: Callable[[int], str],
+        every: int,
+        last_step: int,
+    ) -> None:
+        self._mail, self._group, self._stages = mail, group, stages
+        self._name_of, self._every, self._last_step = name_of, every, last_step
+
+    def is_due(self, step: int) -> bool:
+        return step == self._last_step or (bool(self._every) and step % self._every == 0)
+
+    def compare(self, step: int) -> None:
+        """After update `step`; 0 = before the first, where frozen parameters are compared too.
+
+        Raises ReplicasDiffer naming stage and rank.
+        """
+        mine = torch.stack(
+            [
+                digest(p for p in module.parameters() if p.requires_grad or step == 0)
+                for _, module in sorted(self._stages.items())
+            ]
+        )
+        for rank, theirs in zip(self._group.ranks, self._group.gather(mine), strict=True):
+            self._judge(mine, theirs, f"rank {rank} of the same cloud", step)
+        if self._mail is None:
+            return
+        key, specs = MessageKey(Kind.AVERAGING, step, _CHECK), (TensorSpec.of(mine),)
+        for replica in self._mail.others:
+            self._mail.send(replica, key, (mine,), ("digests of parameters",), 0, specs)
+        for replica in self._mail.others:
+            (theirs,) = self._mail.recv(replica, key)
+            self._judge(mine, theirs.cpu(), self._name_of(replica), step)
+
+    def _judge(self, mine: Tensor, theirs: Tensor, name: str, step: int) -> None:
+        for stage, own, other in zip(sorted(self._stages), mine, theirs, strict=True):
+            if not torch.equal(own, other):
+                when = f"after update {step}" if step else "before the first update"
+                raise ReplicasDiffer(
+                    f"{when} the parameters of stage {stage} differ between rank "
+                    f"{self._group.rank} and {name}. Replicas must begin with the same seed, "
+                    "checkpoint and caches, and compute the same update from the same gradient: "
+                    "use the same kind of processor and the same release of torch in all clouds"
+                )

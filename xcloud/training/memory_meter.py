@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.state import bytes_to_copy
+from xcloud.parallel.exchange import local_part
 from xcloud.parallel.part import Part, StepReport
-from xcloud.parallel.partition import local_part
 from xcloud.record.reporter import Reporter
 from xcloud.training.trainer import Trainer
 

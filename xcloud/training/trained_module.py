@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from xcloud.base.errors import DataError
 from xcloud.cluster.frame import TensorSpec
 from xcloud.comm.state import State, copy_of, join_states, split_state
-from xcloud.parallel.partition import local_part, with_part
-from xcloud.parallel.replica_check import digest
+from xcloud.parallel.exchange import digest, local_part, with_part
 
 
 @dataclass(frozen=True)
