@@ -12,7 +12,7 @@ from xcloud.electra.model import MultilingualElectra
 from xcloud.electra.parts import DiscriminatorRank, DiscriminatorSettings, Generator, GeneratorRank
 from xcloud.models.backbone import SeededBackbone
 from xcloud.parallel.exchange import FlatBuffer
-from xcloud.tasks.corpus.monolingual import DemoText
+from xcloud.tasks.corpus.multilingual import DemoText
 from xcloud.tasks.multilingual_text import MultilingualText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 from xcloud.training.optimizer import Optimizer

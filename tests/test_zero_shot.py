@@ -13,7 +13,7 @@ from tests.checkpoints import saved
 from tests.configs import CONF, composed
 from tests.runs import completed
 from xcloud.base.errors import ConfigError
-from xcloud.job.follow_up import compose_follow_up
+from xcloud.job.overrides import compose_follow_up
 from xcloud.launch.local import run
 
 SMALL = ("tracker=none", "cluster=local")
@@ -97,8 +97,8 @@ def test_a_chosen_file_of_settings_is_not_a_named_setting(tmp_path: Path) -> Non
             "['+exp=xnli_zero_shot','task.max_length=65']",
             "task.max_length is 65, but the pre-trained encoder will have 64 positions",
         ),
-        ("xnli_zero_shot", "follow_up must be a list of overrides"),
-        ("[1]", "follow_up must be a list of overrides"),
+        ("xnli_zero_shot", "follow_up must be a list of which each is a text"),
+        ("[1]", "follow_up[0] must be a text, got 1"),
     ],
 )
 def test_a_wrong_follow_up_is_refused_before_anything_runs(

@@ -33,7 +33,7 @@ from xcloud.models.checkpoint import export_bert, export_electra
 from xcloud.models.encoder import Encoder
 from xcloud.models.pretraining import choose_masked
 from xcloud.models.seeding import seed_of, seeded_on
-from xcloud.tasks.corpus.monolingual import TextSource
+from xcloud.tasks.corpus.multilingual import TextSource
 from xcloud.tasks.multilingual_text import TextStream
 from xcloud.tasks.tokenizer import Tokenizer
 from xcloud.training.divergence import diverged

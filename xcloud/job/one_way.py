@@ -64,9 +64,9 @@ class OneWayExperiment(Job):
             )
         layout = self.cluster
         if self.feed.run_ahead is None:
-            usual = self.feed.usual_run_ahead(layout.num_lanes, self.training.batches_per_step)
+            usual = self.feed.usual_run_ahead(layout.group_sizes, self.training.batches_per_step)
             object.__setattr__(self, "feed", replace(self.feed, run_ahead=usual))
-        self.feed.check(layout.num_lanes, layout.num_consumers, self.training.batches_per_step)
+        self.feed.check(layout.group_sizes, layout.num_consumers, self.training.batches_per_step)
 
     @property
     def why_not_in_turns(self) -> str:
@@ -74,10 +74,9 @@ class OneWayExperiment(Job):
 
     def statistics(self) -> OneWayStatistics:
         layout = self.cluster
-        num_consumers = 1 if layout.form == "local" else layout.num_consumers
         shares = dict(zip(layout.producers, layout.shares, strict=True))
-        sizes = dict(zip(layout.producers, layout.num_lanes, strict=True))
-        return OneWayStatistics(num_consumers, shares, sizes)
+        sizes = dict(zip(layout.producers, layout.group_sizes, strict=True))
+        return OneWayStatistics(layout.num_consumers, shares, sizes)
 
     @property
     def compression_in_force(self) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from xcloud.cluster.link import LinkRecord
 from xcloud.cluster.liveness import PeerLife
+from xcloud.cluster.memory_transport import MemoryTransport
 from xcloud.cluster.pair_transport import PairTransport
 from xcloud.comm.state import Stateful, bytes_to_copy, load_states, states_of
 from xcloud.job.job import Job
@@ -38,7 +39,7 @@ class RankContext(Generic[JobT]):
     holder: this rank's checkpoints. asked: whether the run is to end early. is_resumed: there was
     an earlier attempt, which may have left no checkpoint. transport: of a job whose ranks may
     begin again; None where all have joined one process group. turns: waits between steps, in a
-    sweep that times its points together.
+    sweep that times its points together. memory: joins all ranks of a job in one process.
     """
 
     job: JobT
@@ -53,6 +54,7 @@ class RankContext(Generic[JobT]):
     is_resumed: bool = False
     transport: PairTransport | None = None
     turns: Part = field(default_factory=Part)
+    memory: MemoryTransport | None = None
 
 
 def is_needed(job: Job, rank: int, lost: frozenset[int]) -> bool:

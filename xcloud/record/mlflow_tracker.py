@@ -198,7 +198,7 @@ class Sender(threading.Thread):
                 ended_ms = int(1000 * self._ended_at_s)
                 self._client.set_terminated(self.run_id, self._status, ended_ms)
                 self._complete = True
-        except Exception as error:  # Whatever MLflow raises, the run goes on.
+        except Exception as error:  # Whatever MLflow raises, the run continues.
             self._warn(f"{type(error).__name__}: {error}")
             return False
         self._trouble = ""

@@ -180,7 +180,7 @@ class _Painter:
         # An edge would hide a very narrow box.
         is_narrow = [width * self._inches_per_unit < _NARROW_IN for _, width in spans]
         for narrow, line in ((True, "none"), (False, edge)):
-            some = [span for span, found in zip(spans, is_narrow, strict=True) if found == narrow]
+            some = [span for span, own in zip(spans, is_narrow, strict=True) if own == narrow]
             self._axes.broken_barh(
                 some, (y - height / 2, height), facecolor=colour, edgecolor=line, linewidth=0.4
             )

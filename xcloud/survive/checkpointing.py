@@ -249,6 +249,7 @@ class Checkpointer:
         written = threading.Event()
         self._jobs.put(written.set)
         written.wait()
+        self._tell_news()
 
     def save_last(self) -> None:
         """After the last update, however short the run."""
@@ -280,10 +281,6 @@ class Checkpointer:
         for step in sorted(self._expected):
             if peer not in self._heard.get(step, {}):
                 self._take(peer, step, News.FAILED)
-
-    def hear_agreed(self, step: int) -> None:
-        """For a rank to which `Post` does not carry it."""
-        self._take(0, step, News.AGREED)
 
     def close(self) -> None:
         """Wait until this rank has written what it began and heard of. Call it after a meeting,

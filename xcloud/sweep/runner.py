@@ -288,7 +288,7 @@ class Sweep:
             self.causes[point.overrides] = cause
             text = f"FAILED after {human_duration(took_s)}: {cause}"
             if self._num_left:
-                text += "; no other starts" if self._starts_no_more else "; the others go on"
+                text += "; no other starts" if self._starts_no_more else "; the others continue"
         # Points that take turns end one soon after the other.
         if self._num_left and not self._starts_no_more and not self._is_together:
             done = len(self._took_s)

@@ -28,8 +28,6 @@ from omegaconf.errors import OmegaConfBaseException
 if TYPE_CHECKING:
     from xcloud.sweep.points import Point
 
-INTERRUPTED = 130
-
 
 def sweep_name(given: str | None) -> str:
     """The name on the command line, or the time."""
@@ -125,33 +123,15 @@ class SweepLauncher(Launcher):
         self.first_index = initial_job_idx
         sweep = Sweep(self.config.get("sweep") or folder.name, folder, self.settings)
         code = sweep.run(asked, self._compose, self._run_here)
-        if code == INTERRUPTED or (code and self._grid_is_hydras):
+        if code:
             sys.exit(code)  # Hydra itself would show the first failure's traceback, and exit 1
-        return [self._return_of(overrides, sweep.causes.get(overrides)) for overrides in asked]
-
-    def _return_of(self, overrides: tuple[str, ...], cause: str | None) -> JobReturn:
-        """For a sweeper that wants results; a point that was skipped has none."""
-        from xcloud.base.errors import RunFailed
-
-        if overrides in self.returned:
-            return self.returned[overrides]
-        done = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
-        if cause is not None:
-            done.status, done.return_value = JobStatus.FAILED, RunFailed(cause)
-        return done
-
-    @property
-    def _grid_is_hydras(self) -> bool:
-        """Other sweepers (Optuna) launch again and again and want the results."""
-        sweeper = self.config.hydra.sweeper
-        grids = ("BasicSweeper", "SweepSweeper")
-        is_whole = sweeper.get("max_batch_size") is None
-        return str(sweeper._target_).endswith(grids) and is_whole
+        kept = JobReturn(status=JobStatus.COMPLETED)  # of a point that had finished before
+        return [self.returned.get(overrides, kept) for overrides in asked]
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a point. Raises ConfigError with one line."""
         from xcloud.base.errors import ConfigError
-        from xcloud.job.hints import in_one_line
+        from xcloud.job.overrides import in_one_line
 
         try:
             return self.context.config_loader.load_sweep_config(self.config, list(overrides))
