@@ -36,7 +36,7 @@ training:
   _target_: xcloud.training.settings.Training
   max_steps: 8
   batch_size: 8
-  optimizer: {_target_: xcloud.training.optimizer.Optimizer, learning_rate: 1.0e-3}
+  optimizer: {_target_: xcloud.training.settings.Optimizer, learning_rate: 1.0e-3}
 tracker: {_target_: xcloud.record.mlflow_tracker.MlflowTracker, root: mlruns, uri: null}
 cache_dir: .cache
 """
